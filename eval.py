@@ -1,0 +1,26 @@
+"""Evaluate a checkpoint on the test set, under any strategy.
+
+python eval.py run=<name> [key=value ...]      python eval.py checkpoint=<path> [key=value ...]
+"""
+
+from omegaconf import DictConfig
+
+from lockstep import launch
+
+
+def evaluate(cfg: DictConfig, world: launch.World) -> None:
+    """One process's part. `cfg` is the run's own config with the strategy and devices of this command line."""
+    from lockstep import build
+    from lockstep.report import show_evaluation
+
+    build.quiet(world)
+    data = build.data(cfg)
+    figures = build.evaluate(cfg, world, data, cfg.init_from)
+    if world.rank == 0:
+        show_evaluation(cfg, world, figures)
+
+
+JOB = evaluate
+
+if __name__ == "__main__":
+    launch.main(JOB, "eval")

@@ -1,0 +1,28 @@
+"""Lockstep: train PyTorch models with the same result under any strategy. `from lockstep import train`."""
+
+from pathlib import Path
+from typing import Any
+
+__version__ = "0.1.0"
+
+ROOT = Path(__file__).resolve().parents[2]  # the checkout: train.py, eval.py and configs/ live beside src/
+CONFIGS = ROOT / "configs"
+
+
+def train(overrides: list[str] | None = None) -> dict[str, Any]:
+    """Runs `python train.py <overrides>` from Python or a notebook and returns its report.json.
+
+    Raises:
+        UserError: the config or the input is wrong; nothing was started.
+        RunFailed: a process of the run failed.
+    """
+    from lockstep.launch.cli import call
+
+    return call("train", overrides or [])
+
+
+def evaluate(overrides: list[str]) -> dict[str, Any]:
+    """Runs `python eval.py <overrides>` from Python and returns the figures. Raises as `train` does."""
+    from lockstep.launch.cli import call
+
+    return call("eval", overrides)

@@ -1,0 +1,148 @@
+"""From a config node to an object, one function a stage. The only file that joins the packages."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lockstep import callbacks, checkpoint, console, strategies
+from lockstep.data.datamodule import DataModule
+from lockstep.data.prepare import FORMATS, prepare
+from lockstep.errors import UserError
+from lockstep.launch.identity import run_dir
+from lockstep.launch.world import World
+from lockstep.loggers import MetricsCsv
+from lockstep.models.from_timm import normalisation
+from lockstep.task import Classification
+
+TRUSTED = ["lockstep.*", "torch.optim.*", "torch.nn.*", "torch.optim.lr_scheduler.*", "lightning.pytorch.*"]
+PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+create = partial(instantiate, _execution_whitelist_=TRUSTED, _convert_="all")
+
+
+def seed(cfg: DictConfig) -> None:
+    """The same on every rank: networks start equal. What differs by rank comes from the step's own seed."""
+    pl.seed_everything(cfg.seed, workers=True, verbose=False)
+
+
+def data(cfg: DictConfig) -> DataModule:
+    form, own = FORMATS[cfg.data.name], None
+    if "model" in (cfg.data.mean, cfg.data.std):
+        own = normalisation(cfg.model.name)
+    mean, std = own or (form.mean, form.std)
+    return DataModule(
+        prepare(cfg.data),
+        batch_size=cfg.data.batch_size,
+        eval_batch_size=cfg.data.eval_batch_size,
+        val_fraction=cfg.data.val_fraction,
+        limit_train=cfg.data.limit_train,
+        num_workers=cfg.data.num_workers,
+        seed=cfg.seed,
+        image_size=cfg.data.image_size,
+        mean=mean if cfg.data.mean == "model" else list(cfg.data.mean),
+        std=std if cfg.data.std == "model" else list(cfg.data.std),
+        num_classes=form.classes,
+        channels_last=cfg.channels_last,
+    )
+
+
+def network(cfg: DictConfig, data: DataModule) -> nn.Module:
+    try:
+        net: nn.Module = create(cfg.model, in_channels=data.channels, num_classes=data.num_classes, image_size=data.image_size)
+    except UserError:
+        raise
+    except Exception as e:
+        cause = e.__cause__ or e  # Hydra wraps what the class raised
+        raise cause if isinstance(cause, UserError) else UserError(f"model: {cause}") from None
+    return net
+
+
+def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Classification:
+    """The task with a new network, or with the weights of the checkpoint `weights`."""
+    net = network(cfg, data)
+    if weights:
+        checkpoint.load_weights(net, Path(weights), "checkpoint")
+    return Classification(
+        net,
+        optimizer=create(cfg.optim),
+        schedule=create(cfg.schedule),
+        parallelize=partial(
+            strategies.parallelize, sync_batchnorm=cfg.trainer.sync_batchnorm, channels_last=cfg.channels_last, compile=cfg.compile
+        ),
+        config=OmegaConf.to_container(cfg, resolve=True),
+    )
+
+
+def loggers(cfg: DictConfig) -> list[Logger]:
+    """metrics.csv first, whatever else is chosen."""
+    place = {"run_dir": run_dir(cfg), "run": cfg.run}
+    return [MetricsCsv(**place), *(create(node, **place) for name, node in cfg.logger.items() if name != "csv")]
+
+
+def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
+    """The Trainer of a training run.
+
+    Raises:
+        UserError: Lightning refuses a combination of arguments.
+    """
+    own: list[pl.Callback] = [callbacks.StepSeed(cfg.seed), callbacks.Plan(cfg, data)]
+    if cfg.trainer.enable_progress_bar:
+        own.append(callbacks.Progress())
+    if cfg.trainer.enable_checkpointing:
+        own += checkpoint.checkpoint_callbacks(cfg, run_dir(cfg) / "checkpoints")
+    return lightning_trainer(cfg, world, callbacks=[*map(create, cfg.callbacks.values()), *own], logger=loggers(cfg))
+
+
+def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
+    """A Trainer that tests only: no callbacks, no logger, the strategy and precision of the config."""
+    return lightning_trainer(cfg, world, callbacks=[], logger=False, enable_checkpointing=False, profiler=None)
+
+
+def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
+    given: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
+    devices = given["devices"] if isinstance(given["devices"], list) else world.devices
+    given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
+    given |= parts
+    if given["profiler"]:
+        given["profiler"] = PROFILERS[given["profiler"]](dirpath=run_dir(cfg), filename="profile")
+    given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py and callbacks/progress.py
+    # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
+    environment = None if world.external else LightningEnvironment()
+    strategy = create(cfg.strategy, environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
+    try:
+        return pl.Trainer(
+            **given,
+            strategy=strategy,
+            plugins=[checkpoint.AtomicCheckpointIO()],
+            use_distributed_sampler=False,
+            default_root_dir=run_dir(cfg),
+        )
+    except (ValueError, TypeError, pl.utilities.exceptions.MisconfigurationException) as e:
+        raise UserError(f"trainer: {e}") from e
+
+
+
+def quiet(world: World) -> None:
+    console.quiet(world.rank)
+
+
+def best_checkpoint(trainer: pl.Trainer) -> str | None:
+    """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
+    saved = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
+    return saved[0] if saved else None
+
+
+def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | Classification) -> dict[str, float]:
+    """Test figures of a checkpoint, or of a task as it is. The same code after training and in eval.py."""
+    subject = task(cfg, data, weights=tested) if isinstance(tested, str) else tested
+    (figures,) = evaluator(cfg, world).test(subject, data, verbose=False)
+    return {**figures, "test/count": int(figures["test/count"])}

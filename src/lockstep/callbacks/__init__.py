@@ -1,0 +1,9 @@
+"""Callbacks: each observes one thing."""
+
+from lockstep.callbacks.finite_loss import FiniteLoss
+from lockstep.callbacks.plan import Plan
+from lockstep.callbacks.progress import Progress
+from lockstep.callbacks.step_seed import StepSeed
+from lockstep.callbacks.throughput import Throughput
+
+__all__ = ["FiniteLoss", "Plan", "Progress", "StepSeed", "Throughput"]

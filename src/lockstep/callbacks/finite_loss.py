@@ -1,0 +1,22 @@
+"""Stops a run whose loss is no longer a number."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+
+from lockstep.errors import RunFailed
+
+
+class FiniteLoss(pl.Callback):
+    """Looks at the loss where it is logged anyway: the training loop gets no synchronisation for it."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step % trainer.log_every_n_steps:
+            return
+        loss = outputs["loss"].item()  # SYNC: once every log_every_n_steps
+        if not math.isfinite(loss):
+            raise RunFailed(
+                f"the loss is {loss} at step {trainer.global_step} (epoch {trainer.current_epoch}). "
+                "Try a lower optim.lr, trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find where it begins."
+            )

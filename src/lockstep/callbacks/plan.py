@@ -1,0 +1,37 @@
+"""One line on what is going to happen, when everything is known and nothing has."""
+
+from typing import TYPE_CHECKING
+
+import lightning.pytorch as pl
+from omegaconf import DictConfig
+
+from lockstep.console import say
+
+if TYPE_CHECKING:
+    from lockstep.data.datamodule import DataModule
+
+
+class Plan(pl.Callback):
+    """Says model, data, strategy, batches, precision and steps before the first step."""
+
+    def __init__(self, cfg: DictConfig, data: "DataModule") -> None:
+        self.cfg, self.data = cfg, data
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        cfg, data, world = self.cfg, self.data, trainer.world_size
+        parameters = sum(p.numel() for p in pl_module.parameters())
+        device = trainer.strategy.root_device.type
+        replicas = f"{world} process{'es' if world > 1 else ''} on {device}"
+        if cfg.strategy.name == "dp":
+            gpus = trainer.num_devices if device == "cuda" else 1
+            replicas = f"1 process on {gpus} GPUs" if gpus > 1 else f"ONE device ({device}): there are no two GPUs to split batches over"
+        accumulate = trainer.accumulate_grad_batches
+        share = cfg.data.batch_size // (world * accumulate)
+        say(
+            f"{cfg.run}: {cfg.model.name} ({parameters:,} parameters) · {cfg.data.name} from {data.prepared.source}"
+            f" ({data.train_split.count:,} train, {data.val_split.count:,} val, {data.test_split.count:,} test) · "
+            f"{cfg.strategy.name}, {replicas} · batch {cfg.data.batch_size} = {world} x {share}"
+            + (f" x {accumulate} accumulated" if accumulate > 1 else "")
+            + f" · {trainer.precision} · {trainer.estimated_stepping_batches:g} steps"
+            + (f", {trainer.global_step} of them done" if trainer.global_step else "")
+        )

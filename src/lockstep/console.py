@@ -1,0 +1,96 @@
+"""What a person reads: lines, tables, and the frameworks' chatter kept out, by name."""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+log = logging.getLogger("lockstep")
+out = Console(highlight=False)
+
+# Beginnings of messages that say nothing about a run. Each is here for a reason, and nothing else is silenced.
+CHATTER = (
+    "GPU available:", "TPU available:", "HPU available:",  # the plan's line says what is used
+    "\U0001f4a1 Tip:", "LOCAL_RANK:", "You are using the plain ModelCheckpoint", "Initializing distributed:",
+    "-----", "distributed_backend=", "All distributed processes registered", "Using bfloat16 Automatic", "Using 16bit Automatic",
+    "`Trainer.fit` stopped:", "Restoring states from the checkpoint", "Restored all states", "Found current_model_state in",
+    "Loaded model weights from the checkpoint", "Loading `train_dataloader` to estimate",
+)  # fmt: skip
+NOISE = (
+    r".*does not have many workers which may be a bottleneck",  # images are in memory: workers would only copy them
+    r".*The number of training batches .* is smaller than the logging interval",  # short runs are meant to be short
+    r".*It is recommended to use `self.log\(.*sync_dist=True\)`",  # torchmetrics has reduced these values already
+    r".*Checkpoint directory .* exists and is not empty",  # resuming
+    r".*The dirpath has changed from",  # resuming under another run name
+    r".*You are trying to `self.log\(\)` but the .* is not registered",
+    r".*`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.9 and newer
+    r".*You're resuming from a checkpoint that ended before the epoch ended",  # our loader is resumable
+    r".*`torch.distributed._.*` is deprecated",
+    r".*Trainer already configured with model summary callbacks",
+    r".*Grad strides do not match bucket view strides",  # 1x1 convolutions in channels_last; torch's message calls it harmless
+)
+
+
+class ChatterFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().lstrip("\n").startswith(CHATTER)
+
+
+def quiet(rank: int) -> None:
+    """Silences the known chatter on rank 0, and every warning on the others: rank 0 gives the same ones."""
+    for pattern in NOISE:
+        warnings.filterwarnings("ignore", message=pattern)
+    if rank:
+        warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logger = logging.getLogger(name)
+        for target in (logger, *logger.handlers):
+            target.addFilter(ChatterFilter())
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]:
+        logging.getLogger(name).addFilter(ChatterFilter())
+
+
+def say(text: str) -> None:
+    """A line for the person and for train.log. Called by rank 0 alone, or where the others have no output."""
+    from lightning.pytorch.utilities import rank_zero_only
+
+    if rank_zero_only.rank == 0:
+        out.print(text, markup=False, soft_wrap=True)
+        log.info(text)
+
+
+def number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
+
+
+def size(n_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"
+
+
+def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Names and values; also into train.log."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # paths are there to be copied
+    for row in rows:
+        table.add_row(*row)
+        log.info("%s: %s", *row)
+    out.print(table)
+
+
+def sweep_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Path) -> None:
+    """A multirun's jobs, one a line."""
+    table = Table("run", "overrides", *columns, title=f"{len(rows)} runs, also in {path}", title_justify="left")
+    for row in rows:
+        table.add_row(str(row["run"]), " ".join(row.get("overrides", [])), *(number(row.get(column)) for column in columns))
+    out.print(table)

@@ -1,0 +1,136 @@
+"""The datamodule: images in memory that all processes of a node share, dealt out by the sampler."""
+
+# B batch · C channel · H W pixel
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.data.prepare import Prepared, val_count
+from lockstep.data.sampler import FILLER, EvalBatches, Indices, Split, TrainBatches
+from lockstep.data.transforms import Preprocess
+from lockstep.errors import UserError
+
+Batch = tuple[Tensor, Tensor]  # image_BCHW, label_B
+IGNORED = -100  # the label of a place without a sample: cross_entropy's ignore_index
+
+
+class Images(Dataset[Batch]):
+    """uint8 images and their labels, indexed by whole batches of indices."""
+
+    def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8]) -> None:
+        self.images_NCHW, self.labels_N = images_NCHW, labels_N
+
+    def __getitem__(self, indices_B: Indices) -> Batch:
+        present = indices_B != FILLER
+        places = np.where(present, indices_B, 0)
+        labels_B = np.where(present, self.labels_N[places], IGNORED)
+        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B.astype(np.int64))
+
+
+class Loader(DataLoader[Batch]):
+    """torch's DataLoader. Its position is that of the Trainer, which checkpoints keep: it has no state of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load: `DataModule.train_dataloader` asks the Trainer."""
+
+
+class DataModule(pl.LightningDataModule):
+    """Training, validation and test batches of a prepared data set.
+
+    Batches hold uint8 images until they are on the device, where `preprocess` makes them what the network sees.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        *,
+        batch_size: int,
+        eval_batch_size: int,
+        val_fraction: float,
+        limit_train: int | None,
+        num_workers: int,
+        seed: int,
+        image_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        num_classes: int,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.prepared = prepared
+        self.batch_size, self.eval_batch_size, self.num_workers, self.seed = batch_size, eval_batch_size, num_workers, seed
+        val = val_count(prepared.train, val_fraction)
+        train = prepared.train - val
+        self.val_split = Split(prepared.train, 0, val)
+        self.train_split = Split(prepared.train, val, min(train, limit_train or train))
+        self.test_split = Split(prepared.test, 0, prepared.test, shuffled=False)
+        self.preprocess = Preprocess(image_size=image_size, mean=mean, std=std, channels_last=channels_last)
+        self.channels: int = prepared.array("train_images").shape[1]
+        self.image_size, self.num_classes = image_size, num_classes
+        self.mean, self.std = tuple(mean), tuple(std)
+
+    def images(self, part: str) -> Images:
+        return Images(self.prepared.array(f"{part}_images"), self.prepared.array(f"{part}_labels"))
+
+    def loader(self, images: Images, sampler: TrainBatches | EvalBatches) -> Loader:
+        return Loader(
+            images,
+            sampler=sampler,  # yields whole batches of indices; batch_size=None hands each to Images at once
+            batch_size=None,
+            num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
+            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+        )
+
+    def train_dataloader(self) -> Loader:
+        trainer = self.trainer
+        assert trainer is not None
+        sampler = TrainBatches(
+            self.train_split,
+            batch=self.batch_size,
+            seed=self.seed,
+            rank=trainer.global_rank,
+            world=trainer.world_size,
+            accumulate=trainer.accumulate_grad_batches,
+        )
+        # After a resume the loop's progress is restored before this is called.
+        loop = trainer.fit_loop
+        sampler.resume(loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.processed % len(sampler))
+        return self.loader(self.images("train"), sampler)
+
+    def eval_loader(self, part: str, split: Split) -> Loader:
+        assert self.trainer is not None
+        world, rank = self.trainer.world_size, self.trainer.global_rank
+        return self.loader(self.images(part), EvalBatches(split, batch=self.eval_batch_size, rank=rank, world=world))
+
+    def val_dataloader(self) -> Loader:
+        return self.eval_loader("train", self.val_split)
+
+    def test_dataloader(self) -> Loader:
+        return self.eval_loader("test", self.test_split)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        image_BCHW, label_B = batch
+        return self.preprocess(image_BCHW), label_B
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the weights of a checkpoint were trained on."""
+        return {"source": self.prepared.source, "sha256": self.prepared.sha256}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["sha256"] != self.prepared.sha256:
+            raise UserError(
+                f"the checkpoint was trained on other data ({state['source']}, sha256 {state['sha256'][:12]}) than is here "
+                f"({self.prepared.source}, sha256 {self.prepared.sha256[:12]}). Type data.root=<the folder of then>, "
+                "or init_from=<checkpoint> to start a new run from its weights."
+            )

@@ -1,0 +1,29 @@
+"""From stored bytes to what the network sees, in batches, on the device of the batch."""
+
+# B batch · C channel · H W pixel
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Preprocess:
+    """Resizes (bilinear, with antialiasing) and normalises. Bytes travel to the device: a quarter of the floats' size."""
+
+    def __init__(self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False) -> None:
+        self.image_size = image_size
+        # (x / 255 - mean) / std as one multiplication and one addition
+        self.scale = torch.tensor([1 / (255 * s) for s in std]).view(-1, 1, 1)
+        self.shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(-1, 1, 1)
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, image_BCHW: Tensor) -> Tensor:
+        """uint8 in 0..255 of any size to float32 of `image_size`, normalised."""
+        if self.scale.device != image_BCHW.device:
+            self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
+        x = image_BCHW.float()
+        if x.shape[-2:] != (self.image_size, self.image_size):
+            x = F.interpolate(x, size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
+        return torch.addcmul(self.shift, x, self.scale).contiguous(memory_format=self.memory_format)

@@ -1,0 +1,26 @@
+"""The one exception for what a user can put right; it ends the command with exit code 2 and no traceback."""
+
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Says what was given, what is possible and what to type. `problems` holds one sentence or more for each."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class RunFailed(RuntimeError):
+    """A process of the run ended with an error that it has reported itself."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def raise_problems(problems: Iterable[str]) -> None:
+    """Raises one UserError for all `problems`, or returns when there are none."""
+    found = list(dict.fromkeys(problems))
+    if found:
+        raise UserError(*found)

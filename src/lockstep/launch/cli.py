@@ -1,0 +1,126 @@
+"""From a command line to processes that run a job: compose, check, prepare the data, name the run, start."""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import util
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from lockstep import CONFIGS, ROOT
+from lockstep.config import check
+from lockstep.data.prepare import prepare
+from lockstep.errors import RunFailed, UserError, raise_problems
+from lockstep.launch import local, recall
+from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, register_resolvers
+from lockstep.launch.identity import identify, run_dir, sweep_name
+from lockstep.launch.world import World, world_of
+
+Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
+TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
+
+
+def main(job: Job, name: str) -> None:
+    """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running."""
+    received = local.received_job()
+    if received is not None:
+        sys.exit(reported(partial(job, *received), received[1].rank))
+    sys.exit(reported(partial(command, job, name), rank=0))
+
+
+def reported(call: Callable[[], Any], rank: int) -> int:
+    """Runs `call` and turns its end into an exit code and, on standard error, into words."""
+    try:
+        call()
+    except UserError as e:
+        if rank == 0:  # all ranks found the same
+            print("\n".join(f"error: {problem}" for problem in e.problems), file=sys.stderr)
+        return 2
+    except RunFailed as e:  # the process that failed has said why
+        return e.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        prefix = f"[rank {rank}] " if rank else ""
+        print("".join(prefix + line + "\n" for line in traceback.format_exc().splitlines()), end="", file=sys.stderr)
+        return 1
+    return 0
+
+
+def command(job: Job, name: str) -> None:
+    """Hydra reads the command line; a multirun's jobs are told apart from a single run here."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of Hydra's own report and exit code
+    register_resolvers()
+    outcome: list[int] = []
+
+    def task(cfg: DictConfig) -> dict[str, Any] | None:
+        hydra_cfg = HydraConfig.get()
+        overrides = list(hydra_cfg.overrides.task)
+        if hydra_cfg.mode == RunMode.MULTIRUN:
+            cfg.run = f"{sweep_name(None)}/{hydra_cfg.job.num}"
+        result: list[dict[str, Any]] = []
+        outcome.append(reported(lambda: result.append(start(job, name, cfg, overrides)), rank=0))
+        if not result and hydra_cfg.mode == RunMode.MULTIRUN:
+            raise RunFailed(f"job {hydra_cfg.job.num} failed", outcome[-1])  # Hydra marks it and goes on
+        return result[0] if result else None
+
+    try:
+        hydra.main(config_path=str(CONFIGS), config_name=name, execution_whitelist=list(TRUSTED))(task)()
+    except CONFIG_ERRORS as e:
+        overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+        raise UserError(*explain(e, name, overrides)) from None
+    if any(outcome):
+        raise RunFailed("a job failed", max(outcome))
+
+
+def call(name: str, overrides: list[str]) -> dict[str, Any]:
+    """What `python <name>.py <overrides>` does, from Python: exceptions instead of exit codes."""
+    try:
+        cfg = compose_config(name, overrides)
+    except CONFIG_ERRORS as e:
+        raise UserError(*explain(e, name, overrides)) from None
+    spec = util.spec_from_file_location(f"lockstep_{name}", ROOT / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    script = util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return start(script.JOB, name, cfg, overrides)
+
+
+def found_data(cfg: DictConfig) -> str:
+    """Prepares the data and says loudly when it is not the whole set; returns where it came from."""
+    source = prepare(cfg.data).source
+    if source == "embedded" and cfg.data.source == "auto" and os.environ.get("RANK", "0") == "0":
+        print(
+            f"WARNING: no MNIST in data.root={cfg.data.root}, and no mirror answers: using the EMBEDDED SUBSET of 5,000 "
+            "images (4,000 to train and validate, 1,000 to test). Type data.root=<folder> for the whole set.",
+            file=sys.stderr,
+        )
+    return source
+
+
+def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
+    """Runs `job` in as many processes as the config asks for; returns what it wrote as its result.
+
+    Nothing is written to the run directory, and torch is not imported, before the config and the data are right.
+
+    Raises:
+        UserError: the config or the input is wrong.
+        RunFailed: another process failed; it has said why.
+    """
+    cfg = recall.for_evaluation(cfg, overrides) if name == "eval" else recall.for_training(cfg, overrides)
+    raise_problems(check(cfg))
+    world = world_of(cfg)
+    cfg = identify(cfg, found_data(cfg))
+    if world.external or world.size == 1:
+        job(cfg, world)
+    else:
+        local.run_processes(ROOT / f"{name}.py", cfg, world)
+    result: dict[str, Any] = json.loads((run_dir(cfg) / ("eval.json" if name == "eval" else "report.json")).read_text())
+    return result

@@ -1,0 +1,83 @@
+"""Composing a config, and telling everything that is wrong with a command line at once."""
+
+import re
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lockstep import CONFIGS
+from lockstep.config import OWNED, check
+from lockstep.launch.identity import sweep_name
+
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def register_resolvers() -> None:
+    OmegaConf.register_resolver("lockstep.sweep", sweep_name, replace=True)
+
+
+def compose_config(config_name: str, overrides: list[str]) -> DictConfig:
+    """The config of `python <config_name>.py <overrides>`. Raises what Hydra and OmegaConf raise."""
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONFIGS)):
+        return compose(config_name, overrides)
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def is_group(override: str) -> bool:
+    return (CONFIGS / key_of(override)).is_dir()
+
+
+def message(error: BaseException, override: str) -> str:
+    """Hydra's and OmegaConf's words for one override, on one line."""
+    key, text = key_of(override), str(error)
+    if key in OWNED:
+        return f"{key} cannot be set: {OWNED[key]}."
+    near = re.search(r"Did you mean: (.*)\?", text)
+    if "is not in struct" in text or "Could not override" in text:
+        meant = f" Did you mean {near.group(1)}?" if near else ""
+        return f"{override}: {key} is not a key of this project.{meant} See python train.py --help."
+    if "Could not find" in text and is_group(override):
+        options = sorted(path.stem for path in (CONFIGS / key).glob("*.yaml"))
+        return f"{override} is unknown; use one of {', '.join(options)}."
+    return f"{override}: {' '.join(text.split())}"
+
+
+def variants(override: str) -> list[str]:
+    """An override, or one for each value that it sweeps over."""
+    parsed = OverridesParser.create().parse_override(override)
+    if not parsed.is_sweep_override() or not parsed.is_discrete_sweep():
+        return [override]
+    return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+
+
+def explain(error: BaseException, config_name: str, overrides: list[str]) -> list[str]:
+    """All that is wrong with `overrides`, each tried by itself on top of the groups that compose."""
+    problems, groups, values = [], [], []
+    for given in sorted(overrides, key=lambda o: not is_group(o)):  # groups first: they decide which keys exist
+        try:
+            tried = variants(given)
+        except HydraException as e:
+            problems.append(message(e, given))
+            continue
+        for override in tried:
+            try:
+                compose_config(config_name, [*groups, override])
+            except CONFIG_ERRORS as e:
+                problems.append(message(e, override))
+            else:
+                (groups if is_group(override) else values).append(override)
+    try:
+        composed = compose_config(config_name, [*groups, *values])
+        problems += check(composed) if config_name == "train" else []  # eval's is merged with the run's own first
+    except CONFIG_ERRORS as e:
+        error = e
+    return problems or [" ".join(str(error).split())]

@@ -1,0 +1,133 @@
+"""The processes of this machine: one for each device, all ended when one fails or when their parent is gone.
+
+Lightning would start them itself by repeating the command line; under a Hydra multirun that repeats the whole
+sweep in each child (Lightning#11300). Here a process gets the resolved config of its job and nothing else, and
+Lightning is told by LOCAL_RANK that the processes exist.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.errors import RunFailed
+from lockstep.launch.world import World
+
+JOB = "LOCKSTEP_JOB"
+GRACE_S = 10.0  # from being asked to end to being killed
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> dict[str, str]:
+    job = {"config": OmegaConf.to_container(cfg, resolve=True), "world": {**asdict(world), "rank": world.rank + local_rank}}
+    threads = max(1, (os.cpu_count() or 1) // world.devices)  # as many as cores would slow each other down
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(world.rank + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "NODE_RANK": str(world.rank // world.devices),
+        JOB: json.dumps(job),
+    }
+
+
+def received_job() -> tuple[DictConfig, World] | None:
+    """The job that `run_processes` gave to this process; None in a process that somebody started by hand."""
+    if JOB not in os.environ:
+        return None
+    job: dict[str, Any] = json.loads(os.environ.pop(JOB))
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    return OmegaConf.create(job["config"]), World(**job["world"])
+
+
+def exit_with_parent() -> None:
+    """The parent never writes to our standard input: it ends when the parent does, however that happened."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
+    """Runs `script` once for each device of this node and waits.
+
+    Raises:
+        RunFailed: with the exit code of the first process that failed; the others have been ended.
+    """
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment(cfg, world, local_rank, port),
+            stdin=subprocess.PIPE,
+            stdout=None if world.rank + local_rank == 0 else subprocess.DEVNULL,
+        )
+        for local_rank in range(world.devices)
+    ]
+    try:
+        with sigterm_as_interrupt():
+            code = wait(processes)
+    except KeyboardInterrupt:
+        end(processes, signal.SIGINT)
+        raise
+    finally:
+        end(processes, signal.SIGTERM)
+    if code:
+        raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
+
+
+def wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    """0 when all have ended well, else the first exit code that is not 0."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [code for code in codes if code]
+        if failed or None not in codes:
+            return failed[0] if failed else 0
+        time.sleep(0.05)
+
+
+def end(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(how)
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """A SIGTERM to the parent ends its processes as Ctrl-C does. Notebooks run cells off the main thread at times."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,163 @@
+"""Starting from what an earlier run left: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py."""
+
+import difflib
+import json
+import os
+import zipfile
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lockstep.errors import UserError
+from lockstep.launch.compose import is_group, key_of
+
+MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
+EVAL_OWN = ("run", "runs_dir", "checkpoint")  # keys of eval.py that say what to evaluate
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` holds a whole checkpoint: a file whose checksums are right, or a folder of shards."""
+    if path.is_dir():
+        return (path / ".metadata").is_file() and (path / "meta.pt").is_file()
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return False
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Whole checkpoints of a run, the newest first."""
+    found = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return [path for path in found if is_checkpoint(path)]
+
+
+def find_run(runs_dir: str, name: str, key: str) -> Path:
+    """The directory of run `name`. Raises UserError that names the nearest ones."""
+    path = Path(runs_dir) / name
+    if (path / "config.yaml").is_file():
+        return path
+    names = [str(found.parent.relative_to(runs_dir)) for found in sorted(Path(runs_dir).glob("**/config.yaml"))]
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
+    there = f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
+    raise UserError(f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {there}")
+
+
+def newest(run_dir: Path, key: str) -> Path:
+    found = checkpoints(run_dir)
+    if not found:
+        raise UserError(f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>.")
+    return found[0]
+
+
+def best(run_dir: Path) -> Path:
+    """The checkpoint that the run's report tested, or its newest one if it did not get that far."""
+    report = run_dir / "report.json"
+    named = json.loads(report.read_text()).get("checkpoint") if report.is_file() else None
+    path = run_dir / named if named else None
+    return path if path is not None and is_checkpoint(path) else newest(run_dir, "run")
+
+
+def whole(path: Path, key: str) -> Path:
+    """`path`, if it is a whole checkpoint. Raises UserError otherwise."""
+    if not path.exists():
+        raise UserError(f"{key}={path} does not exist. Type the path of a .ckpt file, or run=<name>.")
+    if not is_checkpoint(path):
+        raise UserError(f"{key}={path} is not a whole checkpoint: it is cut off, damaged, or something else. Try another file of that folder.")
+    return path
+
+
+def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> DictConfig:
+    """The run's own config with what this command line changes."""
+    cfg = saved.copy()
+    keys = [key_of(override) for override in overrides]
+    fixed = [key for key in keys if key in ("experiment", "debug")]
+    if fixed:
+        raise UserError(f"{fixed[0]}= cannot be changed for a run that exists. Set the keys that you mean.")
+    if "strategy" in keys:
+        keys = [*MACHINE[:-1], *keys]
+    with open_dict(cfg):
+        for key in dict.fromkeys(keys):
+            OmegaConf.update(cfg, key, OmegaConf.select(composed, key), force_add=True, merge=not is_group(key))
+    return cfg
+
+
+def load_config(path: Path) -> DictConfig:
+    cfg = OmegaConf.load(path)
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
+    """Resolves `resume` and `init_from` to paths of checkpoints; a resumed run gets its own config back.
+
+    Raises:
+        UserError: what is to be continued does not exist, or the run's directory is taken.
+    """
+    cfg = composed.copy()
+    if cfg.resume and cfg.init_from:
+        raise UserError("resume and init_from exclude each other: continue a run, or start a new one from weights.")
+    if cfg.init_from:
+        path = Path(cfg.init_from)
+        is_path = path.suffix or path.exists()
+        cfg.init_from = str(whole(path, "init_from") if is_path else best(find_run(cfg.runs_dir, cfg.init_from, "init_from")))
+    if cfg.resume:
+        return resumed(cfg, overrides)
+    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # a later rank may find rank 0's
+    if first and cfg.run and (Path(cfg.runs_dir) / cfg.run / "config.yaml").exists():
+        raise UserError(f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name.")
+    return cfg
+
+
+def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    if cfg.resume == "auto":
+        if not cfg.run:
+            raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
+        run_dir = Path(cfg.runs_dir) / cfg.run
+        found = checkpoints(run_dir)
+        if not found:
+            cfg.resume = None
+            return cfg
+        checkpoint = found[0]
+    elif Path(cfg.resume).suffix == ".ckpt" or Path(cfg.resume).is_file():
+        checkpoint = whole(Path(cfg.resume), "resume")
+        run_dir = checkpoint.resolve().parents[1]
+        if not (run_dir / "config.yaml").is_file():
+            raise UserError(f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights.")
+    else:
+        run_dir = find_run(cfg.runs_dir, cfg.resume, "resume")
+        checkpoint = newest(run_dir, "resume")
+    saved = load_config(run_dir / "config.yaml")
+    result = merged(saved, cfg, [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")])
+    with open_dict(result):
+        result.run = cfg.run or saved.run
+        result.runs_dir = cfg.runs_dir
+        result.resume, result.init_from = str(checkpoint), None
+    return result
+
+
+def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
+    """The evaluated run's config, with the strategy and devices of this command line.
+
+    Raises:
+        UserError: the run or the checkpoint does not exist or is damaged.
+    """
+    if bool(composed.run) == bool(composed.checkpoint):
+        raise UserError("Type python eval.py run=<name>, or python eval.py checkpoint=<path>; one of the two.")
+    if composed.run:
+        run_dir = find_run(composed.runs_dir, composed.run, "run")
+        checkpoint = best(run_dir)
+    else:
+        checkpoint = whole(Path(composed.checkpoint), "checkpoint")
+        run_dir = checkpoint.resolve().parents[1]
+        if not (run_dir / "config.yaml").is_file():
+            raise UserError(f"checkpoint={checkpoint}: {run_dir}/config.yaml, which says how to build its model, is missing.")
+    own = [o for o in overrides if key_of(o) not in EVAL_OWN]
+    cfg = merged(load_config(run_dir / "config.yaml"), composed, [*own, *MACHINE])
+    with open_dict(cfg):
+        cfg.runs_dir = composed.runs_dir if composed.run else str(run_dir.parent)
+        cfg.run = composed.run or run_dir.name
+        cfg.resume, cfg.init_from = None, str(checkpoint)
+    return cfg

@@ -1,0 +1,93 @@
+"""Who takes part in a run: devices and processes, found out without importing torch."""
+
+import ctypes
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from omegaconf import DictConfig
+
+ONE_PROCESS = ("single", "dp")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run and their devices."""
+
+    accelerator: str  # cpu | cuda | mps
+    devices: int  # per node
+    nodes: int
+    strategy: str
+    rank: int = 0
+    external: str | None = None  # what started the processes, where Lockstep did not: torchrun, slurm
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return 1 if self.strategy in ONE_PROCESS else self.devices * self.nodes
+
+
+@cache
+def gpu_count() -> int:
+    """CUDA GPUs that this process may use. The driver is asked, so CUDA_VISIBLE_DEVICES and MIG count."""
+    try:
+        cuda = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def accelerator_of(given: str) -> str:
+    """`trainer.accelerator` with `auto` and `gpu` made plain: cuda, mps or cpu."""
+    apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+    if given in ("auto", "gpu"):
+        return "cuda" if gpu_count() else "mps" if apple else "cuda" if given == "gpu" else "cpu"
+    return given
+
+
+def available(accelerator: str) -> int | None:
+    """Devices of this machine; None where there is no limit (processes on a CPU)."""
+    return {"cuda": gpu_count(), "mps": 1}.get(accelerator)
+
+
+def external_launcher(env: Mapping[str, str]) -> str | None:
+    """What started this process as one of several, if anything but Lockstep did."""
+    if "TORCHELASTIC_RUN_ID" in env:
+        return "torchrun"
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        return "slurm"
+    return None
+
+
+def device_count(devices: int | str | list[int], accelerator: str, strategy: str) -> int:
+    """`trainer.devices` as a number: auto, -1, a number, or a list of device ids."""
+    if devices == "auto":
+        return 1 if strategy == "single" else available(accelerator) or 1
+    if isinstance(devices, str):
+        ids = [part for part in devices.split(",") if part.strip()]
+        devices = int(devices) if len(ids) == 1 and "," not in devices else [int(part) for part in ids]
+    if isinstance(devices, int):
+        return available(accelerator) or 1 if devices == -1 else devices
+    return len(devices)
+
+
+def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
+    """The world that a config asks for; under torchrun and SLURM, the one that was started."""
+    strategy = str(cfg.strategy.name)
+    accelerator = accelerator_of(str(cfg.trainer.accelerator))
+    devices = device_count(cfg.trainer.devices, accelerator, strategy)
+    nodes = int(cfg.trainer.num_nodes)
+    external = external_launcher(env)
+    if external == "torchrun":
+        local, size = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
+        return World(accelerator, local, size // local, strategy, int(env["RANK"]), external)
+    if external == "slurm":
+        nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", "1")))
+        return World(accelerator, int(env["SLURM_NTASKS"]) // nodes, nodes, strategy, int(env["SLURM_PROCID"]), external)
+    node_rank = int(env.get("NODE_RANK", "0"))
+    return World(accelerator, devices, nodes, strategy, node_rank * devices)

@@ -1,0 +1,112 @@
+"""Where metrics go. metrics.csv is always written; W&B and TensorBoard beside it when they are chosen."""
+
+import csv
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+WANDB_HOST = "api.wandb.ai"
+
+
+class MetricsCsv(Logger):
+    """runs/<name>/metrics.csv: a row for each time something is logged, a column for each metric that ever was."""
+
+    def __init__(self, *, run_dir: Path, run: str) -> None:
+        super().__init__()
+        self.path = run_dir / "metrics.csv"
+        self.columns: list[str] = []
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """The config is in config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        row: dict[str, Any] = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        if not self.columns and self.path.exists():
+            self.columns = self.rows()[0]
+        new = [name for name in row if name not in self.columns]
+        if new:
+            self.widen(new)
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self.columns).writerow(row)
+
+    def rows(self) -> tuple[list[str], list[dict[str, str]]]:
+        with self.path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            return list(reader.fieldnames or []), list(reader)
+
+    def widen(self, new: list[str]) -> None:
+        """Adds columns: the file is written anew beside itself and takes its place."""
+        old = self.rows()[1] if self.path.exists() else []
+        self.columns = [*self.columns, *new]
+        self.write(old)
+
+    def write(self, rows: list[dict[str, str]]) -> None:
+        part = self.path.with_suffix(".part")
+        with part.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        part.replace(self.path)
+
+    @rank_zero_only
+    def cut(self, steps: int) -> None:
+        """Drops the rows that a resumed run, which begins after so many steps, is going to write again."""
+        if self.path.exists():
+            self.columns, rows = self.rows()
+            self.write([row for row in rows if int(row["step"]) < steps])
+
+
+def has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(WANDB_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def wandb(
+    *, run_dir: Path, run: str, project: str, entity: str | None, group: str | None, tags: list[str], id: str, mode: str
+) -> WandbLogger:
+    """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE decides where it is set."""
+    import wandb as client
+
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE", "online" if has_wandb_key() else "offline")
+    return WandbLogger(
+        name=run,
+        save_dir=str(run_dir),
+        id=id,
+        resume="allow",
+        project=project,
+        entity=entity,
+        group=group,
+        tags=list(tags),
+        mode=mode,
+        settings=client.Settings(console="off", silent=True),
+    )
+
+
+def wandb_sync_line(run_dir: Path) -> str | None:
+    """What to type to send an offline run to W&B later; None when there is none."""
+    offline = sorted((run_dir / "wandb").glob("offline-run-*"))
+    return f"wandb sync {offline[-1]}" if offline else None
+
+
+def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:
+    return TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)

@@ -1,0 +1,43 @@
+"""The convolutional network of PyTorch's MNIST example (pytorch/examples, mnist/main.py), returning logits."""
+
+# B batch · C channel · H W pixel · K class
+
+from torch import Tensor, nn
+
+
+class BasicNet(nn.Module):
+    """image_BCHW to logits_BK: two 3x3 convolutions, max-pool, two linear layers. 1.2 million parameters on MNIST."""
+
+    def __init__(
+        self,
+        *,
+        in_channels: int = 1,
+        num_classes: int = 10,
+        image_size: int = 28,
+        dropout_conv: float = 0.25,
+        dropout_fc: float = 0.5,
+        name: str = "basic_net",
+    ) -> None:
+        super().__init__()
+        side = (image_size - 4) // 2  # two convolutions without padding, then the pool
+        if side < 1:
+            raise ValueError(f"{name} needs images of at least 6 pixels; data.image_size={image_size}")
+        self.features = nn.Sequential(
+            nn.Conv2d(in_channels, 32, 3),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Dropout(dropout_conv),
+        )
+        self.classifier = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64 * side * side, 128),
+            nn.ReLU(),
+            nn.Dropout(dropout_fc),
+            nn.Linear(128, num_classes),
+        )
+
+    def forward(self, image_BCHW: Tensor) -> Tensor:
+        logits_BK: Tensor = self.classifier(self.features(image_BCHW))
+        return logits_BK

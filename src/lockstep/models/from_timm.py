@@ -1,0 +1,59 @@
+"""Any network of timm, with the channels and classes of the data."""
+
+from pathlib import Path
+
+from torch import nn
+
+from lockstep.errors import UserError
+
+
+def from_timm(
+    *,
+    name: str,
+    in_channels: int,
+    num_classes: int,
+    image_size: int,
+    pretrained: bool = False,
+    checkpoint_path: str | None = None,
+    **model_args: object,
+) -> nn.Module:
+    """image_BCHW to logits_BK. `checkpoint_path` is a local file of weights; `model_args` go to the network's class.
+
+    Raises:
+        UserError: timm has no such model, or the weights can be neither fetched nor read.
+    """
+    import timm  # 1 s; not needed for basic_net
+
+    if not timm.is_model(name):
+        near = ", ".join(timm.list_models(f"*{name.split('_')[0].rstrip('0123456789')}*")[:8])
+        raise UserError(f"model.name={name} is unknown to timm. {f'It has for example {near}.' if near else 'See timm.list_models().'}")
+    config = timm.get_pretrained_cfg(name)
+    if config is not None and config.fixed_input_size:
+        model_args.setdefault("img_size", image_size)
+    try:
+        net: nn.Module = timm.create_model(
+            name,
+            pretrained=pretrained,
+            checkpoint_path=str(Path(checkpoint_path).expanduser()) if checkpoint_path else "",
+            in_chans=in_channels,
+            num_classes=num_classes,
+            **model_args,
+        )
+    except Exception as e:
+        given = f"model.checkpoint_path={checkpoint_path}" if checkpoint_path else f"model.pretrained=true for {name}"
+        if not (pretrained or checkpoint_path):
+            raise UserError(f"model.name={name} cannot be built for images of {image_size} pixels and {in_channels} channels: {e}") from e
+        reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
+        raise UserError(
+            f"{given}: the weights could not be loaded ({reason}). Type model.pretrained=false to start from random "
+            "weights, or model.checkpoint_path=<file> for a local file with the classes and channels of the data."
+        ) from e
+    return net
+
+
+def normalisation(name: str) -> tuple[list[float], list[float]] | None:
+    """Mean and std of the images that timm's model `name` was pretrained with; None for what timm does not know."""
+    import timm
+
+    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    return (list(config.mean), list(config.std)) if config else None

@@ -1,0 +1,219 @@
+"""What a run leaves: config.yaml, train.log, report.json and report.html, written by rank 0."""
+
+import csv
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import ROOT
+from lockstep.errors import UserError
+from lockstep.launch.identity import run_dir
+from lockstep.launch.world import World
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lockstep.data.datamodule import DataModule
+
+PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def git_sha() -> str | None:
+    """The checkout's commit, with `-dirty` where files were changed since; None without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def versions() -> str:
+    found = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv, without their empty cells."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def peak_memory_bytes(trainer: "pl.Trainer") -> int:
+    """The most that one process used: of its GPU where it has one, else of the machine. Asked of all ranks."""
+    import torch
+
+    if trainer.strategy.root_device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    tensor = torch.tensor(float(peak), device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(tensor, reduce_op="max"))
+
+
+class Recorder:
+    """Makes the run directory and keeps its report true: running, then done, failed or interrupted.
+
+    Raises:
+        UserError: the directory belongs to another run.
+    """
+
+    def __init__(self, cfg: DictConfig, world: World, data: "DataModule") -> None:
+        self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
+        self.began_s = time.perf_counter()
+        self.handler: logging.Handler | None = None
+        self.report: dict[str, Any] = {
+            "status": "running",
+            "run": cfg.run,
+            "model": cfg.model.name,
+            "strategy": cfg.strategy.name,
+            "world_size": world.size,
+            "accelerator": world.accelerator,
+            "devices": world.devices,
+            "nodes": world.nodes,
+            "precision": str(cfg.trainer.precision),
+            "batch_size": cfg.data.batch_size,
+            "seed": cfg.seed,
+            "data/name": cfg.data.name,
+            "data/source": data.prepared.source,
+            "data/sha256": data.prepared.sha256,
+            "data/train": data.train_split.count,
+            "data/val": data.val_split.count,
+            "data/test": data.test_split.count,
+            "resumed_from": cfg.resume,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "git_sha": git_sha(),
+            "versions": versions(),
+        }
+
+    def __enter__(self) -> "Recorder":
+        if self.rank == 0:
+            self.open()
+        return self
+
+    def open(self) -> None:
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        config = self.dir / "config.yaml"
+        saved = {key: value for key, value in self.cfg.items() if key != "resume"}
+        try:
+            with config.open("w" if self.cfg.resume else "x") as file:
+                file.write(OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True))
+        except FileExistsError:
+            raise UserError(f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name.") from None
+        self.handler = logging.FileHandler(self.dir / "train.log")
+        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logging.captureWarnings(True)
+        for name in ("lockstep", "lightning.pytorch", "py.warnings"):
+            logging.getLogger(name).addHandler(self.handler)
+        logging.getLogger("lockstep").setLevel(logging.INFO)
+        write_json(self.dir / "report.json", self.report)
+
+    def add(self, **figures: Any) -> None:
+        self.report |= figures
+
+    def trained(self, trainer: "pl.Trainer", checkpoint: str | None) -> None:
+        """Figures of the training itself; every rank takes part."""
+        from lockstep.callbacks import Throughput
+
+        speed = [c.images_per_s for c in trainer.callbacks if isinstance(c, Throughput)]  # type: ignore[attr-defined]
+        path = os.path.relpath(checkpoint, self.dir) if checkpoint else None
+        self.report |= {
+            "train/steps": trainer.global_step,
+            "train/epochs": trainer.current_epoch,
+            "train/images_per_s": speed[0] if speed else None,
+            "peak_memory_bytes": peak_memory_bytes(trainer),
+            "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
+            "checkpoint": path,
+            **self.validated(),
+        }
+
+    def validated(self) -> dict[str, float]:
+        """The validation figures of the checkpoint that is tested: the best by `checkpoint.monitor`."""
+        rows = [row for row in read_metrics(self.dir / "metrics.csv") if "val/acc" in row] if self.rank == 0 else []
+        monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
+        best = max(rows, key=lambda row: sign * row.get(monitor, 0.0), default={})
+        return {name: value for name, value in best.items() if name.startswith("val/") and name != "val/count"}
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.report["status"] = "done" if kind is None else "interrupted" if not issubclass(kind, Exception) else "failed"
+        self.report["wall_s"] = time.perf_counter() - self.began_s
+        if error is not None:
+            self.report["error"] = f"{type(error).__name__}: {error}"
+        if self.rank != 0 or self.handler is None:
+            return
+        if error is not None:
+            logging.getLogger("lockstep").error("%s", self.report["error"])
+        write_json(self.dir / "report.json", self.report)
+        for name in ("lockstep", "lightning.pytorch", "py.warnings"):
+            logging.getLogger(name).removeHandler(self.handler)
+        logging.captureWarnings(False)
+        self.handler.close()
+        if error is None:
+            self.show()
+
+    def show(self) -> None:
+        """The page and the table at the end of a run."""
+        from lockstep.console import figures_table, number, size
+        from lockstep.loggers import wandb_sync_line
+        from lockstep.report_html import write_html
+
+        write_html(self.dir, self.report, read_metrics(self.dir / "metrics.csv"), self.cfg)
+        report, run = self.report, self.cfg.run
+        rows = [
+            ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
+            ("test loss", number(report["test/loss"])),
+            ("speed", f"{report['train/images_per_s']:,.0f} images/s" if report["train/images_per_s"] else "not measured"),
+            ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps"),
+            ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
+            ("checkpoint", str(self.dir / report["checkpoint"]) if report["checkpoint"] else "none"),
+            ("report", str(self.dir / "report.html")),
+            ("evaluate it", f"python eval.py run={run}"),
+        ]
+        sync = wandb_sync_line(self.dir)
+        figures_table(str(run), [*rows, ("send to W&B", sync)] if sync else rows)
+
+
+def mark_failed(folder: Path, error: str) -> None:
+    """For a run whose processes were ended before they could say so themselves."""
+    path = folder / "report.json"
+    if path.is_file():
+        report = json.loads(path.read_text())
+        if report["status"] == "running":
+            write_json(path, report | {"status": "failed", "error": error})
+
+
+def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:
+    """Prints the figures and writes them to eval.json in the run's directory."""
+    from lockstep.console import figures_table, number
+
+    report = {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": world.size, **figures}
+    folder = run_dir(cfg)
+    if folder.is_dir():
+        write_json(folder / "eval.json", report)
+    figures_table(str(cfg.init_from), [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()])

@@ -1,0 +1,57 @@
+"""Learning-rate schedules. Each gets the optimizer and the run's total number of optimizer steps."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from lockstep.errors import UserError
+
+
+def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float]) -> LambdaLR:
+    """`shape` maps the share of the run after warm-up, 0 to 1, to a factor of optim.lr; warm-up rises linearly to it."""
+    if warmup_steps >= total_steps:
+        raise UserError(f"schedule.warmup_steps={warmup_steps} is not below the run's {total_steps:g} steps. Type a smaller number.")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / (warmup_steps + 1)
+        return shape(min(1.0, (step - warmup_steps) / (total_steps - warmup_steps)))
+
+    return LambdaLR(optimizer, factor)
+
+
+def finite(total_steps: float) -> float:
+    if math.isinf(total_steps):
+        raise UserError("the schedule needs an end. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant.")
+    return total_steps
+
+
+def constant(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0) -> LambdaLR:
+    return scheduled(optimizer, total_steps, warmup_steps, lambda _: 1.0)
+
+
+def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
+    """Loshchilov and Hutter, "SGDR" (2017), without restarts."""
+
+    def shape(t: float) -> float:
+        return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * t)) / 2
+
+    return scheduled(optimizer, finite(total_steps), warmup_steps, shape)
+
+
+def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
+    return scheduled(optimizer, finite(total_steps), warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
+
+
+def step(
+    optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, milestones: Sequence[float] = (), gamma: float = 0.1
+) -> LambdaLR:
+    """Multiplies the rate by `gamma` at each milestone, a share of the run."""
+    return scheduled(optimizer, finite(total_steps), warmup_steps, partial(dropped, milestones=tuple(milestones), gamma=gamma))
+
+
+def dropped(t: float, milestones: tuple[float, ...], gamma: float) -> float:
+    return float(gamma ** sum(t >= m for m in milestones))

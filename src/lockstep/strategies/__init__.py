@@ -1,0 +1,9 @@
+"""How replicas of the network work together. One file a strategy; the network and the task know of none."""
+
+from lockstep.strategies.ddp import ddp
+from lockstep.strategies.dp import dp
+from lockstep.strategies.fsdp import fsdp
+from lockstep.strategies.parallelize import parallelize
+from lockstep.strategies.single import single
+
+__all__ = ["ddp", "dp", "fsdp", "parallelize", "single"]

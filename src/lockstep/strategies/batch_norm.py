@@ -1,0 +1,80 @@
+"""Batch normalisation over the processes' micro-batches together, on CPUs as well as on GPUs.
+
+torch.nn.SyncBatchNorm refuses CPU tensors. `GlobalBatchNorm` gives the same result with two differentiable
+all-reduces: of sums and counts, then of squared deviations. On GPUs torch's own, which has fused kernels, is used.
+"""
+
+import sys
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """nn.BatchNorm with batch statistics over all processes; the same parameters, buffers and keys."""
+
+    after: nn.Module | None = None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises over dimension 0 and those after 1. Evaluation, and processes by themselves, are nn.BatchNorm's."""
+        together = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if not (self.training and together):
+            return self.activated(super().forward(input))
+        x = input.float()
+        axes = [0, *range(2, x.dim())]
+        shape = [1, -1, *([1] * (x.dim() - 2))]
+        count = torch.full((1,), float(x.numel() // x.shape[1]), device=x.device)
+        sums = all_reduce(torch.cat([x.sum(axes), count]))
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = x - mean.view(shape)
+        var = all_reduce(centred.square().sum(axes)) / count
+        self.update_running(mean.detach(), var.detach() * count / (count - 1).clamp(min=1))
+        y = centred * torch.rsqrt(var + self.eps).view(shape)
+        if self.weight is not None:
+            y = y * self.weight.view(shape) + self.bias.view(shape)
+        return self.activated(y.to(input.dtype))
+
+    def activated(self, y: Tensor) -> Tensor:
+        return y if self.after is None else self.after(y)
+
+    @torch.no_grad()
+    def update_running(self, mean: Tensor, unbiased_var: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
+
+
+def synchronise(net: nn.Module, device_type: str) -> int:
+    """Makes every batch norm of `net` synchronise, in place; returns how many there are."""
+    count = sum(isinstance(module, _BatchNorm) for module in net.modules())
+    if device_type == "cuda":
+        # torch's converter drops the activation of timm's BatchNormAct2d; timm's own keeps it.
+        timm_layers = sys.modules.get("timm.layers")
+        convert = timm_layers.convert_sync_batchnorm if timm_layers else nn.SyncBatchNorm.convert_sync_batchnorm
+        convert(net)
+        return count
+    for parent in list(net.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, _BatchNorm):
+                setattr(parent, name, converted(child))
+    return count
+
+
+def converted(norm: _BatchNorm) -> nn.Module:
+    """A GlobalBatchNorm with the parameters and buffers of `norm`, and with the activation that timm puts into some."""
+    new = GlobalBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    new.load_state_dict(norm.state_dict())
+    new.train(norm.training)
+    extra = [part for part in (getattr(norm, "drop", None), getattr(norm, "act", None)) if isinstance(part, nn.Module)]
+    new.after = nn.Sequential(*extra) if extra else None
+    return new

@@ -1,0 +1,31 @@
+"""Train and test a model: config -> check -> data -> task -> strategy -> trainer.fit -> checkpoint -> report.
+
+python train.py [key=value ...]      python train.py --help
+"""
+
+from omegaconf import DictConfig
+
+from lockstep import launch
+
+
+def train(cfg: DictConfig, world: launch.World) -> None:
+    """One process's part of a run. The config is checked, the data is prepared and the run has its name by now."""
+    from lockstep import build  # torch and lightning, 8 s: not before the config is known to be right
+    from lockstep.report import Recorder
+
+    build.quiet(world)
+    build.seed(cfg)
+    data = build.data(cfg)
+    task = build.task(cfg, data, weights=cfg.init_from)
+    trainer = build.trainer(cfg, world, data)
+    with Recorder(cfg, world, data) as run:
+        trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
+        best = build.best_checkpoint(trainer)
+        run.trained(trainer, best)
+        run.add(**build.evaluate(cfg, world, data, best or task))
+
+
+JOB = train
+
+if __name__ == "__main__":
+    launch.main(JOB, "train")
