@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from hydra.utils import instantiate
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
@@ -24,9 +24,21 @@ from lockstep.loggers import MetricsCsv
 from lockstep.models.from_timm import normalisation
 from lockstep.task import Classification
 
-TRUSTED = ["lockstep.*", "torch.optim.*", "torch.nn.*", "torch.optim.lr_scheduler.*", "lightning.pytorch.*"]
-PROFILERS: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+# What configs may name, and what those may return. A fork adds its own package.
+TRUSTED = ["lockstep.*", "torch.nn.*", "torch.optim.*", "torchvision.*", "timm.*", "lightning.pytorch.*"]
+PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
 create = partial(instantiate, _execution_whitelist_=TRUSTED, _convert_="all")
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """A node as plain values, its references resolved."""
+    content = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
 
 
 def seed(cfg: DictConfig) -> None:
@@ -57,7 +69,9 @@ def data(cfg: DictConfig) -> DataModule:
 
 def network(cfg: DictConfig, data: DataModule) -> nn.Module:
     try:
-        net: nn.Module = create(cfg.model, in_channels=data.channels, num_classes=data.num_classes, image_size=data.image_size)
+        net: nn.Module = create(
+            cfg.model, in_channels=data.channels, num_classes=data.num_classes, image_size=data.image_size
+        )
     except UserError:
         raise
     except Exception as e:
@@ -70,15 +84,18 @@ def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Class
     """The task with a new network, or with the weights of the checkpoint `weights`."""
     net = network(cfg, data)
     if weights:
-        checkpoint.load_weights(net, Path(weights), "checkpoint")
+        checkpoint.load_weights(net, Path(weights))
     return Classification(
         net,
         optimizer=create(cfg.optim),
         schedule=create(cfg.schedule),
         parallelize=partial(
-            strategies.parallelize, sync_batchnorm=cfg.trainer.sync_batchnorm, channels_last=cfg.channels_last, compile=cfg.compile
+            strategies.parallelize,
+            sync_batchnorm=cfg.trainer.sync_batchnorm,
+            channels_last=cfg.channels_last,
+            compile=cfg.compile,
         ),
-        config=OmegaConf.to_container(cfg, resolve=True),
+        config=plain(cfg),
     )
 
 
@@ -108,13 +125,16 @@ def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
 
 
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
-    given: dict[str, Any] = OmegaConf.to_container(cfg.trainer, resolve=True)  # type: ignore[assignment]
+    given = plain(cfg.trainer)
     devices = given["devices"] if isinstance(given["devices"], list) else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= parts
     if given["profiler"]:
         given["profiler"] = PROFILERS[given["profiler"]](dirpath=run_dir(cfg), filename="profile")
-    given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py and callbacks/progress.py
+    given |= {
+        "sync_batchnorm": False,
+        "enable_progress_bar": False,
+    }  # strategies/parallelize.py and callbacks/progress.py
     # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
     environment = None if world.external else LightningEnvironment()
     strategy = create(cfg.strategy, environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
@@ -126,9 +146,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
             use_distributed_sampler=False,
             default_root_dir=run_dir(cfg),
         )
-    except (ValueError, TypeError, pl.utilities.exceptions.MisconfigurationException) as e:
+    except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
-
 
 
 def quiet(world: World) -> None:
@@ -137,7 +156,9 @@ def quiet(world: World) -> None:
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
-    saved = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path]
+    saved = [
+        c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path
+    ]
     return saved[0] if saved else None
 
 

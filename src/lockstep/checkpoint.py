@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,21 @@ class AtomicCheckpointIO(CheckpointIO):
 
 def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[ModelCheckpoint]:
     """The best by validation; and last.ckpt, at each epoch's end and every `checkpoint.every_n_steps`."""
-    best = ModelCheckpoint(
-        dirpath=folder,
-        filename="best-step={step}",
-        auto_insert_metric_name=False,
-        monitor=cfg.checkpoint.monitor,
-        mode=cfg.checkpoint.mode,
-        save_top_k=cfg.checkpoint.save_top_k,
-    )
-    last = {"dirpath": folder, "filename": "last", "save_top_k": 1, "enable_version_counter": False}
-    callbacks = [best, ModelCheckpoint(**last, every_n_epochs=1, save_on_train_epoch_end=True)]
+    callbacks = []
+    if cfg.trainer.limit_val_batches != 0:
+        best = ModelCheckpoint(
+            dirpath=folder,
+            filename="best-step={step}",
+            auto_insert_metric_name=False,
+            monitor=cfg.checkpoint.monitor,
+            mode=cfg.checkpoint.mode,
+            save_top_k=cfg.checkpoint.save_top_k,
+        )
+        callbacks.append(best)
+    last = partial(ModelCheckpoint, dirpath=folder, filename="last", save_top_k=1, enable_version_counter=False)
+    callbacks.append(last(every_n_epochs=1, save_on_train_epoch_end=True))
     if cfg.checkpoint.every_n_steps:
-        callbacks.append(ModelCheckpoint(**last, every_n_train_steps=cfg.checkpoint.every_n_steps))
+        callbacks.append(last(every_n_train_steps=cfg.checkpoint.every_n_steps))
     return callbacks
 
 
@@ -75,12 +79,22 @@ def network_weights(path: Path) -> dict[str, Tensor]:
     return {key.removeprefix("net."): value for key, value in state.items() if key.startswith("net.")}
 
 
-def load_weights(net: nn.Module, path: Path, key: str) -> None:
+def load_weights(net: nn.Module, path: Path) -> None:
     """Loads a checkpoint's weights into `net`, strictly. Raises UserError that lists what does not fit."""
     weights, own = network_weights(path), net.state_dict()
     missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    shapes = [f"{k} {tuple(weights[k].shape)} instead of {tuple(own[k].shape)}" for k in own.keys() & weights.keys() if weights[k].shape != own[k].shape]
+    shapes = [
+        f"{k} {tuple(weights[k].shape)} instead of {tuple(own[k].shape)}"
+        for k in own.keys() & weights.keys()
+        if weights[k].shape != own[k].shape
+    ]
     if missing or extra or shapes:
-        parts = [f"missing: {', '.join(missing[:5])}"] * bool(missing) + [f"not wanted: {', '.join(extra[:5])}"] * bool(extra) + shapes[:5]
-        raise UserError(f"{key}={path} does not fit the network: {'; '.join(parts)}. Choose the model and data that it was trained with.")
+        parts = (
+            [f"missing: {', '.join(missing[:5])}"] * bool(missing)
+            + [f"not wanted: {', '.join(extra[:5])}"] * bool(extra)
+            + shapes[:5]
+        )
+        raise UserError(
+            f"{path} does not fit the network: {'; '.join(parts)}. Choose the model and data that it was trained with."
+        )
     net.load_state_dict(weights)

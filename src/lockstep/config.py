@@ -11,8 +11,6 @@ from omegaconf.errors import MissingMandatoryValue
 from lockstep.launch.world import ONE_PROCESS, World, available, world_of
 from lockstep.schema import CLOSED, GROUPS, KEYS
 
-
-
 # Arguments of Lightning's Trainer that another key of Lockstep decides.
 OWNED = {
     "trainer.strategy": "choose it with strategy=ddp",
@@ -45,22 +43,26 @@ def shown(value: Any) -> str:
 def unknown_keys(cfg: DictConfig) -> Iterator[str]:
     """Keys that were forced in with `+key=value` and that nothing reads."""
     top = [key for key in KEYS if "." not in key] + list(GROUPS)
-    for key in cfg:
+    for key in map(str, cfg):
         if key not in top:
-            yield f"{key} is not a key of this project{nearest(str(key), top)}."
+            yield f"{key} is not a key of this project{nearest(key, top)}."
     for group in CLOSED:
         known = [key for key in KEYS if key.startswith(f"{group}.")]
         for name in cfg[group] if isinstance(cfg[group], DictConfig) else ():
             key = f"{group}.{name}"
             if key not in known:
-                yield f"{key} cannot be set: {OWNED[key]}." if key in OWNED else f"{key} is not a key of this project{nearest(key, known)}."
+                yield (
+                    f"{key} cannot be set: {OWNED[key]}."
+                    if key in OWNED
+                    else f"{key} is not a key of this project{nearest(key, known)}."
+                )
 
 
 def wrong_values(cfg: DictConfig) -> Iterator[str]:
     for key, kind in KEYS.items():
         group, _, name = key.rpartition(".")
         node = cfg[group] if group else cfg
-        if not isinstance(node, DictConfig) or name not in node:
+        if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
             continue
         if OmegaConf.is_missing(node, name):
             yield f"{key} is missing; type {key}=<{name}>."
@@ -127,8 +129,13 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield "callbacks=[ema] does not work under strategy=fsdp yet: Lightning's callback cannot average sharded weights. Type strategy=ddp."
 
 
-def training_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     trainer = cfg.trainer
+    if (cfg.checkpoint.monitor == "val/loss") != (cfg.checkpoint.mode == "min"):
+        good = "min" if cfg.checkpoint.monitor == "val/loss" else "max"
+        yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst. Type checkpoint.mode={good}."
+    if "early_stopping" in cfg.callbacks and trainer.limit_val_batches == 0:
+        yield "callbacks=[early_stopping] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
     if not trainer.enable_checkpointing and cfg.checkpoint.every_n_steps:

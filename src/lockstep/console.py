@@ -18,7 +18,7 @@ CHATTER = (
     "\U0001f4a1 Tip:", "LOCAL_RANK:", "You are using the plain ModelCheckpoint", "Initializing distributed:",
     "-----", "distributed_backend=", "All distributed processes registered", "Using bfloat16 Automatic", "Using 16bit Automatic",
     "`Trainer.fit` stopped:", "Restoring states from the checkpoint", "Restored all states", "Found current_model_state in",
-    "Loaded model weights from the checkpoint", "Loading `train_dataloader` to estimate",
+    "Loaded model weights from the checkpoint", "Loading `train_dataloader` to estimate", "`Trainer(limit_",
 )  # fmt: skip
 NOISE = (
     r".*does not have many workers which may be a bottleneck",  # images are in memory: workers would only copy them
@@ -56,9 +56,9 @@ def quiet(rank: int) -> None:
 
 def say(text: str) -> None:
     """A line for the person and for train.log. Called by rank 0 alone, or where the others have no output."""
-    from lightning.pytorch.utilities import rank_zero_only
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-    if rank_zero_only.rank == 0:
+    if getattr(rank_zero_only, "rank", 0) == 0:
         out.print(text, markup=False, soft_wrap=True)
         log.info(text)
 
@@ -66,7 +66,9 @@ def say(text: str) -> None:
 def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
+    return (
+        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
+    )
 
 
 def size(n_bytes: float) -> str:
@@ -79,18 +81,27 @@ def size(n_bytes: float) -> str:
 
 def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Names and values; also into train.log."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(show_header=False)
     table.add_column()
     table.add_column(overflow="fold")  # paths are there to be copied
     for row in rows:
         table.add_row(*row)
         log.info("%s: %s", *row)
+    out.print(title, markup=False, soft_wrap=True)
     out.print(table)
+
+
+def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What each job sets that not all jobs set, in one text."""
+    each = [list(row.get("overrides", [])) for row in rows]
+    return [" ".join(o for o in own if not all(o in other for other in each)) for own in each]
 
 
 def sweep_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Path) -> None:
     """A multirun's jobs, one a line."""
-    table = Table("run", "overrides", *columns, title=f"{len(rows)} runs, also in {path}", title_justify="left")
-    for row in rows:
-        table.add_row(str(row["run"]), " ".join(row.get("overrides", [])), *(number(row.get(column)) for column in columns))
-    out.print(table)
+    table = Table("run", "with", *columns)
+    for row, own in zip(rows, differences(rows), strict=True):
+        table.add_row(str(row["run"]), own, *(number(row.get(column)) for column in columns))
+    wide = Console(highlight=False, width=None if out.is_terminal else 160)
+    wide.print(f"{len(rows)} runs, also in {path}", markup=False)
+    wide.print(table)

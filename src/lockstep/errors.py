@@ -11,6 +11,10 @@ class UserError(ValueError):
         self.problems = problems
 
 
+class TrainingFailed(RuntimeError):
+    """Training cannot go on, for a reason that needs no traceback; exit code 1."""
+
+
 class RunFailed(RuntimeError):
     """A process of the run ended with an error that it has reported itself."""
 

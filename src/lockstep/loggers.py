@@ -108,5 +108,5 @@ def wandb_sync_line(run_dir: Path) -> str | None:
     return f"wandb sync {offline[-1]}" if offline else None
 
 
-def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:
+def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:  # noqa: ARG001  # loggers are made alike
     return TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import ROOT
 from lockstep.errors import UserError
 from lockstep.launch.identity import run_dir
+from lockstep.launch.recall import evaluation_file
 from lockstep.launch.world import World
 
 if TYPE_CHECKING:
@@ -125,7 +127,9 @@ class Recorder:
             with config.open("w" if self.cfg.resume else "x") as file:
                 file.write(OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True))
         except FileExistsError:
-            raise UserError(f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name.") from None
+            raise UserError(
+                f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
+            ) from None
         self.handler = logging.FileHandler(self.dir / "train.log")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logging.captureWarnings(True)
@@ -161,7 +165,9 @@ class Recorder:
         return {name: value for name, value in best.items() if name.startswith("val/") and name != "val/count"}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.report["status"] = "done" if kind is None else "interrupted" if not issubclass(kind, Exception) else "failed"
+        self.report["status"] = (
+            "done" if kind is None else "interrupted" if not issubclass(kind, Exception) else "failed"
+        )
         self.report["wall_s"] = time.perf_counter() - self.began_s
         if error is not None:
             self.report["error"] = f"{type(error).__name__}: {error}"
@@ -169,11 +175,14 @@ class Recorder:
             return
         if error is not None:
             logging.getLogger("lockstep").error("%s", self.report["error"])
-        write_json(self.dir / "report.json", self.report)
         for name in ("lockstep", "lightning.pytorch", "py.warnings"):
             logging.getLogger(name).removeHandler(self.handler)
         logging.captureWarnings(False)
         self.handler.close()
+        if isinstance(error, UserError) and not self.cfg.resume:  # a mistake found late: leave nothing behind
+            shutil.rmtree(self.dir)
+            return
+        write_json(self.dir / "report.json", self.report)
         if error is None:
             self.show()
 
@@ -188,7 +197,10 @@ class Recorder:
         rows = [
             ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
             ("test loss", number(report["test/loss"])),
-            ("speed", f"{report['train/images_per_s']:,.0f} images/s" if report["train/images_per_s"] else "not measured"),
+            (
+                "speed",
+                f"{report['train/images_per_s']:,.0f} images/s" if report["train/images_per_s"] else "not measured",
+            ),
             ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps"),
             ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
             ("checkpoint", str(self.dir / report["checkpoint"]) if report["checkpoint"] else "none"),
@@ -212,8 +224,14 @@ def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> N
     """Prints the figures and writes them to eval.json in the run's directory."""
     from lockstep.console import figures_table, number
 
-    report = {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": world.size, **figures}
-    folder = run_dir(cfg)
-    if folder.is_dir():
-        write_json(folder / "eval.json", report)
-    figures_table(str(cfg.init_from), [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()])
+    report = {
+        "run": cfg.run,
+        "checkpoint": cfg.init_from,
+        "strategy": cfg.strategy.name,
+        "world_size": world.size,
+        **figures,
+    }
+    write_json(evaluation_file(cfg), report)
+    figures_table(
+        str(cfg.init_from), [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()]
+    )

@@ -49,7 +49,9 @@ def curve(title: str, unit: str, names: tuple[str, ...], metrics: list[dict[str,
 
 
 def write_html(folder: Path, report: dict[str, Any], metrics: list[dict[str, float]], cfg: DictConfig) -> None:
-    rows = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(number(value))}</td></tr>" for name, value in report.items())
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(number(value))}</td></tr>" for name, value in report.items()
+    )
     page = PAGE.format(
         title=html.escape(str(report["run"])),
         headline=f"{report['test/acc']:.2%} test accuracy",
@@ -57,7 +59,7 @@ def write_html(folder: Path, report: dict[str, Any], metrics: list[dict[str, flo
             f"{report['model']} on {report['data/name']} ({report['data/source']}), {report['strategy']} with "
             f"{report['world_size']} process(es), {report['precision']}, {report['train/steps']:,} steps in {report['wall_s']:.0f} s"
         ),
-        plots="\n".join(curve(*plot, metrics) for plot in PLOTS),
+        plots="\n".join(curve(title, unit, names, metrics) for title, unit, names in PLOTS),
         rows=rows,
         config=html.escape(OmegaConf.to_yaml(cfg, resolve=True)),
     )

@@ -13,7 +13,9 @@ from lockstep.errors import UserError
 def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float]) -> LambdaLR:
     """`shape` maps the share of the run after warm-up, 0 to 1, to a factor of optim.lr; warm-up rises linearly to it."""
     if warmup_steps >= total_steps:
-        raise UserError(f"schedule.warmup_steps={warmup_steps} is not below the run's {total_steps:g} steps. Type a smaller number.")
+        raise UserError(
+            f"schedule.warmup_steps={warmup_steps} is not below the run's {total_steps:g} steps. Type a smaller number."
+        )
 
     def factor(step: int) -> float:
         if step < warmup_steps:
@@ -25,7 +27,9 @@ def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape
 
 def finite(total_steps: float) -> float:
     if math.isinf(total_steps):
-        raise UserError("the schedule needs an end. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant.")
+        raise UserError(
+            "the schedule needs an end. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
+        )
     return total_steps
 
 
@@ -47,10 +51,17 @@ def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, f
 
 
 def step(
-    optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, milestones: Sequence[float] = (), gamma: float = 0.1
+    optimizer: Optimizer,
+    total_steps: float,
+    *,
+    warmup_steps: int = 0,
+    milestones: Sequence[float] = (),
+    gamma: float = 0.1,
 ) -> LambdaLR:
     """Multiplies the rate by `gamma` at each milestone, a share of the run."""
-    return scheduled(optimizer, finite(total_steps), warmup_steps, partial(dropped, milestones=tuple(milestones), gamma=gamma))
+    return scheduled(
+        optimizer, finite(total_steps), warmup_steps, partial(dropped, milestones=tuple(milestones), gamma=gamma)
+    )
 
 
 def dropped(t: float, milestones: tuple[float, ...], gamma: float) -> float:

@@ -36,7 +36,9 @@ def number(low: float, example: float | str, *, above: bool = False, below: floa
 
 def one_of(*values: Any, example: Any = None) -> Kind:
     shown = ", ".join("null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values)
-    return Kind(lambda v: any(v == a and type(v) is type(a) for a in values), f"one of {shown}", str(example or values[0]))
+    return Kind(
+        lambda v: any(v == a and type(v) is type(a) for a in values), f"one of {shown}", str(example or values[0])
+    )
 
 
 def is_batches(v: Any) -> bool:
@@ -63,13 +65,15 @@ ANY = Kind(lambda _: True, "anything", "")
 # The keys of the nodes that Lockstep reads itself. A node with a `_target_` passes unknown keys on to its class.
 KEYS: dict[str, Kind] = {
     "seed": whole(0, 0).or_null(),
-    "run": Kind(lambda v: isinstance(v, str) and bool(RUN_NAME.fullmatch(v)), "a name of letters, digits and . _ - +", "first").or_null(),
+    "run": Kind(
+        lambda v: isinstance(v, str) and bool(RUN_NAME.fullmatch(v)), "a name of letters, digits and . _ - +", "first"
+    ).or_null(),
     "runs_dir": TEXT,
     "resume": TEXT.or_null(),
     "init_from": TEXT.or_null(),
     "compile": FLAG,
     "channels_last": FLAG,
-    "checkpoint.monitor": TEXT,
+    "checkpoint.monitor": one_of("val/acc", "val/loss"),
     "checkpoint.mode": one_of("max", "min"),
     "checkpoint.save_top_k": whole(1, 1),
     "checkpoint.every_n_steps": whole(1, 100).or_null(),
@@ -94,12 +98,18 @@ KEYS: dict[str, Kind] = {
     "trainer.min_epochs": whole(0, 1).or_null(),
     "trainer.max_steps": whole(-1, 200),
     "trainer.min_steps": whole(0, 100).or_null(),
-    "trainer.max_time": Kind(lambda v: isinstance(v, dict) or bool(re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(v))), "days:hours:minutes:seconds", "00:01:30:00").or_null(),
+    "trainer.max_time": Kind(
+        lambda v: isinstance(v, dict) or bool(re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(v))),
+        "days:hours:minutes:seconds",
+        "00:01:30:00",
+    ).or_null(),
     "trainer.limit_train_batches": BATCHES,
     "trainer.limit_val_batches": BATCHES,
     "trainer.limit_test_batches": BATCHES,
     "trainer.limit_predict_batches": BATCHES,
-    "trainer.val_check_interval": Kind(is_batches, "a number of batches (an integer) or a share of an epoch (0.0 to 1.0)", "0.5").or_null(),
+    "trainer.val_check_interval": Kind(
+        is_batches, "a number of batches (an integer) or a share of an epoch (0.0 to 1.0)", "0.5"
+    ).or_null(),
     "trainer.check_val_every_n_epoch": whole(1, 1).or_null(),
     "trainer.num_sanity_val_steps": whole(-1, 2).or_null(),
     "trainer.log_every_n_steps": whole(1, 50),
@@ -123,6 +133,7 @@ KEYS: dict[str, Kind] = {
     "schedule.warmup_steps": whole(0, 100),
     "schedule.final_fraction": number(0, 0.01),
     "schedule.gamma": number(0, 0.1, above=True),
+    "model.name": TEXT,
     "model.dropout_conv": number(0, 0.25, below=1),
     "model.dropout_fc": number(0, 0.5, below=1),
     "model.pretrained": FLAG,
@@ -134,7 +145,23 @@ KEYS: dict[str, Kind] = {
     "strategy.find_unused_parameters": FLAG,
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
     "strategy.reshard_after_forward": FLAG,
-    "strategy.blocks": Kind(lambda v: v == "auto" or (isinstance(v, list) and all(isinstance(b, str) for b in v)), "auto, or a list of class names", "[Bottleneck]"),
+    "strategy.blocks": Kind(
+        lambda v: v == "auto" or (isinstance(v, list) and all(isinstance(b, str) for b in v)),
+        "auto, or a list of class names",
+        "[Bottleneck]",
+    ),
 }
-GROUPS = ("model", "data", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint", "experiment", "debug")
+GROUPS = (
+    "model",
+    "data",
+    "strategy",
+    "trainer",
+    "optim",
+    "schedule",
+    "callbacks",
+    "logger",
+    "checkpoint",
+    "experiment",
+    "debug",
+)
 CLOSED = ("data", "trainer", "checkpoint")

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.metrics import Evaluation
+from lockstep.pace import completes_step, has_row
 
 Batch = tuple[Tensor, Tensor]  # image_BCHW, label_B
 
@@ -45,7 +46,9 @@ class Classification(pl.LightningModule):
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
         if self.call_net is None:
             call = self.parallelize(self.net, self.trainer)
-            self.call_net = call.__call__ if isinstance(call, nn.Module) else call  # a method is not registered as a child
+            self.call_net = (
+                call.__call__ if isinstance(call, nn.Module) else call
+            )  # a method is not registered as a child
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
         return self.call_net(image_BCHW) if self.call_net is not None else self.net(image_BCHW)
@@ -55,8 +58,7 @@ class Classification(pl.LightningModule):
         loss = F.cross_entropy(self(image_BCHW), label_B)
         self.window_loss += loss.detach()
         self.window_count += 1
-        accumulate, every = self.trainer.accumulate_grad_batches, self.trainer.log_every_n_steps
-        if (batch_idx + 1) % accumulate == 0 and (self.trainer.global_step + 1) % every == 0:
+        if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
             # The mean over the global batches since the last row; only here do the processes talk about it.
             self.log("train/loss", self.window_loss / self.window_count, prog_bar=True, sync_dist=True)
             self.window_loss, self.window_count = 0.0, 0

@@ -5,18 +5,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lockstep.errors import RunFailed
+from lockstep.errors import TrainingFailed
+from lockstep.pace import completes_step, has_row
 
 
 class FiniteLoss(pl.Callback):
     """Looks at the loss where it is logged anyway: the training loop gets no synchronisation for it."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step % trainer.log_every_n_steps:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not (completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step)):
             return
         loss = outputs["loss"].item()  # SYNC: once every log_every_n_steps
         if not math.isfinite(loss):
-            raise RunFailed(
+            raise TrainingFailed(
                 f"the loss is {loss} at step {trainer.global_step} (epoch {trainer.current_epoch}). "
                 "Try a lower optim.lr, trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find where it begins."
             )

@@ -24,7 +24,11 @@ class Plan(pl.Callback):
         replicas = f"{world} process{'es' if world > 1 else ''} on {device}"
         if cfg.strategy.name == "dp":
             gpus = trainer.num_devices if device == "cuda" else 1
-            replicas = f"1 process on {gpus} GPUs" if gpus > 1 else f"ONE device ({device}): there are no two GPUs to split batches over"
+            replicas = (
+                f"1 process on {gpus} GPUs"
+                if gpus > 1
+                else f"ONE device ({device}): there are no two GPUs to split batches over"
+            )
         accumulate = trainer.accumulate_grad_batches
         share = cfg.data.batch_size // (world * accumulate)
         say(

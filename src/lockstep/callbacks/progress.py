@@ -5,8 +5,12 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-from rich.progress import BarColumn, Progress as Bar, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import Progress as Bar
 from rich.text import Text
+
+from lockstep.console import say
+from lockstep.pace import completes_step, has_row
 
 EVERY_S = 10.0  # between lines when the output is not a terminal
 
@@ -37,29 +41,41 @@ class Progress(pl.Callback):
         self.total, self.first = int(trainer.estimated_stepping_batches), trainer.global_step
         self.began_s = self.shown_s = time.monotonic()
         if trainer.is_global_zero and sys.stdout.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeLeft(), TextColumn("{task.fields[figures]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                TimeLeft(),
+                TextColumn("{task.fields[figures]}"),
+            )
             self.bar = Bar(*columns, refresh_per_second=4)
             self.bar.add_task("training", total=self.total, completed=self.first, figures="")
             self.bar.start()
 
     def figures(self, trainer: pl.Trainer) -> str:
-        metrics = trainer.progress_bar_metrics if trainer.global_step % trainer.log_every_n_steps == 0 else {}
-        shown = [f"{name} {metrics[key]:.4g}" for name, key in (("loss", "train/loss"), ("images/s", "train/images_per_s")) if key in metrics]
-        val = trainer.callback_metrics.get("val/acc")
-        return " · ".join([*shown, *([f"val/acc {float(val):.4f}"] if val is not None else [])])
+        metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
+        shown = (
+            ("loss", "train/loss", ".4f"),
+            ("images/s", "train/images_per_s", ",.0f"),
+            ("val/acc", "val/acc", ".4f"),
+        )
+        return " · ".join(f"{name} {float(metrics[key]):{form}}" for name, key, form in shown if key in metrics)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not trainer.is_global_zero or (batch_idx + 1) % trainer.accumulate_grad_batches:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not trainer.is_global_zero or not completes_step(trainer, batch_idx):
             return
-        step = trainer.global_step
-        at_row = step % trainer.log_every_n_steps == 0
+        step, row = trainer.global_step, has_row(trainer, trainer.global_step)
         if self.bar is not None:
-            fields = {"figures": self.figures(trainer)} if at_row else {}
-            self.bar.update(self.bar.task_ids[0], completed=step, description=f"epoch {trainer.current_epoch + 1}", **fields)
-        elif at_row and time.monotonic() - self.shown_s > EVERY_S:
+            task = self.bar.task_ids[0]
+            self.bar.update(task, completed=step, description=f"epoch {trainer.current_epoch + 1}")
+            if row:
+                self.bar.update(task, figures=self.figures(trainer))
+        elif row and time.monotonic() - self.shown_s > EVERY_S:
             self.shown_s = time.monotonic()
-            left = (self.shown_s - self.began_s) * (self.total - step) / (step - self.first)
-            print(f"epoch {trainer.current_epoch + 1} · step {step}/{self.total} · {clock(left)} left · {self.figures(trainer)}", flush=True)
+            left = clock((self.shown_s - self.began_s) * (self.total - step) / (step - self.first))
+            say(f"epoch {trainer.current_epoch + 1} · step {step}/{self.total} · {left} left · {self.figures(trainer)}")
 
     def stop(self) -> None:
         if self.bar is not None:

@@ -18,6 +18,10 @@ class StepSeed(pl.Callback):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        micro_batch = trainer.global_step * trainer.accumulate_grad_batches + batch_idx % trainer.accumulate_grad_batches
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        micro_batch = (
+            trainer.global_step * trainer.accumulate_grad_batches + batch_idx % trainer.accumulate_grad_batches
+        )
         torch.manual_seed(step_seed(self.seed, micro_batch, trainer.global_rank))

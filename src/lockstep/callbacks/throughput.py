@@ -6,6 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lockstep.pace import completes_step, has_row
+
 
 class Throughput(pl.Callback):
     """Measures windows of `log_every_n_steps` steps. The first window, which holds warm-up and compiling, counts alone
@@ -16,14 +18,17 @@ class Throughput(pl.Callback):
         self.images = 0
         self.began_s: float | None = None
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self.began_s is None:
             self.began_s = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.images += len(batch[1]) * trainer.world_size
-        stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
-        if stepped and trainer.global_step % trainer.log_every_n_steps == 0:
+        if completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step):
             self.close(trainer)
             self.began_s = time.perf_counter()  # waiting for the next batch counts
             images, seconds = self.windows[-1]

@@ -68,7 +68,12 @@ class DataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.prepared = prepared
-        self.batch_size, self.eval_batch_size, self.num_workers, self.seed = batch_size, eval_batch_size, num_workers, seed
+        self.batch_size, self.eval_batch_size, self.num_workers, self.seed = (
+            batch_size,
+            eval_batch_size,
+            num_workers,
+            seed,
+        )
         val = val_count(prepared.train, val_fraction)
         train = prepared.train - val
         self.val_split = Split(prepared.train, 0, val)
@@ -105,7 +110,9 @@ class DataModule(pl.LightningDataModule):
         )
         # After a resume the loop's progress is restored before this is called.
         loop = trainer.fit_loop
-        sampler.resume(loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.processed % len(sampler))
+        epochs: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # annotated as its base class
+        batches: int = loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+        sampler.resume(epochs, batches % len(sampler))
         return self.loader(self.images("train"), sampler)
 
     def eval_loader(self, part: str, split: Split) -> Loader:

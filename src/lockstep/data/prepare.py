@@ -86,7 +86,9 @@ def prepare(data: DictConfig) -> Prepared:
     train = prepared.train - val_count(prepared.train, data.val_fraction)
     train = min(train, data.limit_train or train)
     if data.batch_size > train:
-        raise UserError(f"data.batch_size={data.batch_size} is more than the {train} training images of {data.name} ({source}). Type data.batch_size={train} or less.")
+        raise UserError(
+            f"data.batch_size={data.batch_size} is more than the {train} training images of {data.name} ({source}). Type data.batch_size={train} or less."
+        )
     return prepared
 
 
@@ -147,7 +149,7 @@ def write(arrays: Arrays, folder: Path) -> None:
         for name in NAMES:
             array = np.ascontiguousarray(getattr(arrays, name))
             digest.update(f"{name}{array.shape}".encode())
-            digest.update(array)
+            digest.update(array.data)
             np.save(part / f"{name}.npy", array)
         about = {"sha256": digest.hexdigest(), "train": len(arrays.train_labels), "test": len(arrays.test_labels)}
         (part / "about.json").write_text(json.dumps(about))

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 FILLER = -1  # stands where a rank has no sample left in an evaluation's last batch
-ROUNDS = 16  # of the Feistel network: with 8, orders of 5 samples are not yet equally frequent (chi2/df 5.8; with 16, 0.9)
+ROUNDS = (
+    16  # of the Feistel network: with 8, orders of 5 samples are not yet equally frequent (chi2/df 5.8; with 16, 0.9)
+)
 BLOCK = 65536  # samples whose indices are computed at once: 0.2 us a sample, against 2 us when computed 64 at a time
 SPLIT_SEED = 0x5EED  # of the validation split: the same images whatever `seed` is
 
@@ -74,9 +76,13 @@ class TrainBatches:
     out at the end of an epoch; each epoch leaves out others.
     """
 
-    def __init__(self, split: Split, *, batch: int, seed: int, rank: int = 0, world: int = 1, accumulate: int = 1) -> None:
+    def __init__(
+        self, split: Split, *, batch: int, seed: int, rank: int = 0, world: int = 1, accumulate: int = 1
+    ) -> None:
         if batch % (world * accumulate):
-            raise ValueError(f"a global batch of {batch} cannot be divided by {world} processes x {accumulate} micro-batches")
+            raise ValueError(
+                f"a global batch of {batch} cannot be divided by {world} processes x {accumulate} micro-batches"
+            )
         self.split, self.batch, self.seed = split, batch, seed
         self.rank, self.world, self.accumulate = rank, world, accumulate
         self.epoch = 0

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 class Preprocess:
     """Resizes (bilinear, with antialiasing) and normalises. Bytes travel to the device: a quarter of the floats' size."""
 
-    def __init__(self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False) -> None:
+    def __init__(
+        self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False
+    ) -> None:
         self.image_size = image_size
         # (x / 255 - mean) / std as one multiplication and one addition
         self.scale = torch.tensor([1 / (255 * s) for s in std]).view(-1, 1, 1)

@@ -17,11 +17,12 @@ from omegaconf import DictConfig
 from lockstep import CONFIGS, ROOT
 from lockstep.config import check
 from lockstep.data.prepare import prepare
-from lockstep.errors import RunFailed, UserError, raise_problems
+from lockstep.errors import RunFailed, TrainingFailed, UserError, raise_problems
 from lockstep.launch import local, recall
 from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, register_resolvers
 from lockstep.launch.identity import identify, run_dir, sweep_name
 from lockstep.launch.world import World, world_of
+from lockstep.report import mark_failed
 
 Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
@@ -43,6 +44,9 @@ def reported(call: Callable[[], Any], rank: int) -> int:
         if rank == 0:  # all ranks found the same
             print("\n".join(f"error: {problem}" for problem in e.problems), file=sys.stderr)
         return 2
+    except TrainingFailed as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
     except RunFailed as e:  # the process that failed has said why
         return e.exit_code
     except KeyboardInterrupt:
@@ -74,7 +78,7 @@ def command(job: Job, name: str) -> None:
     try:
         hydra.main(config_path=str(CONFIGS), config_name=name, execution_whitelist=list(TRUSTED))(task)()
     except CONFIG_ERRORS as e:
-        overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
+        overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
         raise UserError(*explain(e, name, overrides)) from None
     if any(outcome):
         raise RunFailed("a job failed", max(outcome))
@@ -105,6 +109,13 @@ def found_data(cfg: DictConfig) -> str:
     return source
 
 
+def leave_group() -> None:
+    """A multirun's next job in this process may have another world."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """Runs `job` in as many processes as the config asks for; returns what it wrote as its result.
 
@@ -119,8 +130,16 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     world = world_of(cfg)
     cfg = identify(cfg, found_data(cfg))
     if world.external or world.size == 1:
-        job(cfg, world)
+        try:
+            job(cfg, world)
+        finally:
+            leave_group()
     else:
-        local.run_processes(ROOT / f"{name}.py", cfg, world)
-    result: dict[str, Any] = json.loads((run_dir(cfg) / ("eval.json" if name == "eval" else "report.json")).read_text())
+        try:
+            local.run_processes(ROOT / f"{name}.py", cfg, world)
+        except BaseException as e:
+            mark_failed(run_dir(cfg), str(e) or type(e).__name__)
+            raise
+    path = recall.evaluation_file(cfg) if name == "eval" else run_dir(cfg) / "report.json"
+    result: dict[str, Any] = json.loads(path.read_text())
     return result

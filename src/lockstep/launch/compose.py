@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import CONFIGS
-from lockstep.config import OWNED, check
+from lockstep.config import OWNED, check, nearest
 from lockstep.launch.identity import sweep_name
 
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
@@ -25,7 +25,8 @@ def compose_config(config_name: str, overrides: list[str]) -> DictConfig:
     register_resolvers()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS)):
-        return compose(config_name, overrides)
+        cfg: DictConfig = compose(config_name, overrides)
+        return cfg
 
 
 def key_of(override: str) -> str:
@@ -36,19 +37,23 @@ def is_group(override: str) -> bool:
     return (CONFIGS / key_of(override)).is_dir()
 
 
+def options(group: str) -> str:
+    return ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+
+
 def message(error: BaseException, override: str) -> str:
     """Hydra's and OmegaConf's words for one override, on one line."""
-    key, text = key_of(override), str(error)
+    key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
-    near = re.search(r"Did you mean: (.*)\?", text)
+    near = re.search(r"Did you mean: '(.*?)'\?", text)
     if "is not in struct" in text or "Could not override" in text:
-        meant = f" Did you mean {near.group(1)}?" if near else ""
-        return f"{override}: {key} is not a key of this project.{meant} See python train.py --help."
-    if "Could not find" in text and is_group(override):
-        options = sorted(path.stem for path in (CONFIGS / key).glob("*.yaml"))
-        return f"{override} is unknown; use one of {', '.join(options)}."
-    return f"{override}: {' '.join(text.split())}"
+        meant = f"did you mean {'.'.join([*key.split('.')[:-1], near.group(1)])}? " if near else ""
+        return f"{key} is not a key of this project; {meant}python train.py --help shows all."
+    absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
+    if absent and is_group(f"{absent.group(1)}="):
+        return f"{override}: {absent.group(1)} has no {absent.group(2)}; use one of {options(absent.group(1))}{nearest(absent.group(2), options(absent.group(1)).split(', '))}."
+    return f"{override}: {' '.join(str(error).split())}"
 
 
 def variants(override: str) -> list[str]:
@@ -61,7 +66,9 @@ def variants(override: str) -> list[str]:
 
 def explain(error: BaseException, config_name: str, overrides: list[str]) -> list[str]:
     """All that is wrong with `overrides`, each tried by itself on top of the groups that compose."""
-    problems, groups, values = [], [], []
+    problems: list[str] = []
+    groups: list[str] = []
+    values: list[str] = []
     for given in sorted(overrides, key=lambda o: not is_group(o)):  # groups first: they decide which keys exist
         try:
             tried = variants(given)

@@ -35,7 +35,10 @@ def free_port() -> int:
 
 
 def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> dict[str, str]:
-    job = {"config": OmegaConf.to_container(cfg, resolve=True), "world": {**asdict(world), "rank": world.rank + local_rank}}
+    job = {
+        "config": OmegaConf.to_container(cfg, resolve=True),
+        "world": {**asdict(world), "rank": world.rank + local_rank},
+    }
     threads = max(1, (os.cpu_count() or 1) // world.devices)  # as many as cores would slow each other down
     return {
         "MASTER_ADDR": "127.0.0.1",

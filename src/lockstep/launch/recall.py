@@ -48,7 +48,9 @@ def find_run(runs_dir: str, name: str, key: str) -> Path:
 def newest(run_dir: Path, key: str) -> Path:
     found = checkpoints(run_dir)
     if not found:
-        raise UserError(f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>.")
+        raise UserError(
+            f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>."
+        )
     return found[0]
 
 
@@ -65,7 +67,9 @@ def whole(path: Path, key: str) -> Path:
     if not path.exists():
         raise UserError(f"{key}={path} does not exist. Type the path of a .ckpt file, or run=<name>.")
     if not is_checkpoint(path):
-        raise UserError(f"{key}={path} is not a whole checkpoint: it is cut off, damaged, or something else. Try another file of that folder.")
+        raise UserError(
+            f"{key}={path} is not a whole checkpoint: it is cut off, damaged, or something else. Try another file of that folder."
+        )
     return path
 
 
@@ -102,12 +106,16 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.init_from:
         path = Path(cfg.init_from)
         is_path = path.suffix or path.exists()
-        cfg.init_from = str(whole(path, "init_from") if is_path else best(find_run(cfg.runs_dir, cfg.init_from, "init_from")))
+        cfg.init_from = str(
+            whole(path, "init_from") if is_path else best(find_run(cfg.runs_dir, cfg.init_from, "init_from"))
+        )
     if cfg.resume:
         return resumed(cfg, overrides)
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # a later rank may find rank 0's
     if first and cfg.run and (Path(cfg.runs_dir) / cfg.run / "config.yaml").exists():
-        raise UserError(f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name.")
+        raise UserError(
+            f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
+        )
     return cfg
 
 
@@ -125,7 +133,9 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         checkpoint = whole(Path(cfg.resume), "resume")
         run_dir = checkpoint.resolve().parents[1]
         if not (run_dir / "config.yaml").is_file():
-            raise UserError(f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights.")
+            raise UserError(
+                f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights."
+            )
     else:
         run_dir = find_run(cfg.runs_dir, cfg.resume, "resume")
         checkpoint = newest(run_dir, "resume")
@@ -136,6 +146,22 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.runs_dir = cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), None
     return result
+
+
+def config_inside(checkpoint: Path) -> DictConfig:
+    """The config that every checkpoint carries, for one that was moved out of its run's directory."""
+    import torch  # 3 s; only here is it needed before a run starts
+
+    file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
+    cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["hyper_parameters"])
+    assert isinstance(cfg, DictConfig)
+    return cfg
+
+
+def evaluation_file(cfg: DictConfig) -> Path:
+    """Where eval.py writes: the run's eval.json, or beside a checkpoint that has no run around it."""
+    run_dir = Path(cfg.runs_dir) / cfg.run
+    return run_dir / "eval.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(".eval.json")
 
 
 def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
@@ -152,12 +178,12 @@ def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
     else:
         checkpoint = whole(Path(composed.checkpoint), "checkpoint")
         run_dir = checkpoint.resolve().parents[1]
-        if not (run_dir / "config.yaml").is_file():
-            raise UserError(f"checkpoint={checkpoint}: {run_dir}/config.yaml, which says how to build its model, is missing.")
+    config = run_dir / "config.yaml"
+    saved = load_config(config) if config.is_file() else config_inside(checkpoint)
     own = [o for o in overrides if key_of(o) not in EVAL_OWN]
-    cfg = merged(load_config(run_dir / "config.yaml"), composed, [*own, *MACHINE])
+    cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
         cfg.runs_dir = composed.runs_dir if composed.run else str(run_dir.parent)
-        cfg.run = composed.run or run_dir.name
+        cfg.run = composed.run or saved.run
         cfg.resume, cfg.init_from = None, str(checkpoint)
     return cfg

@@ -31,7 +31,10 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         sweep_dir = Path(config.hydra.sweep.dir)
-        reports = sorted(sweep_dir.glob("*/report.json"), key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else -1)
+        reports = sorted(
+            sweep_dir.glob("*/report.json"),
+            key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else -1,
+        )
         rows = [{"run": f"{sweep_dir.name}/{path.parent.name}", **json.loads(path.read_text())} for path in reports]
         if not rows:
             return

@@ -88,6 +88,8 @@ def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
         return World(accelerator, local, size // local, strategy, int(env["RANK"]), external)
     if external == "slurm":
         nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", "1")))
-        return World(accelerator, int(env["SLURM_NTASKS"]) // nodes, nodes, strategy, int(env["SLURM_PROCID"]), external)
+        return World(
+            accelerator, int(env["SLURM_NTASKS"]) // nodes, nodes, strategy, int(env["SLURM_PROCID"]), external
+        )
     node_rank = int(env.get("NODE_RANK", "0"))
     return World(accelerator, devices, nodes, strategy, node_rank * devices)

@@ -1,6 +1,10 @@
 """Any network of timm, with the channels and classes of the data."""
 
+import difflib
+import os
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from torch import nn
 
@@ -22,11 +26,15 @@ def from_timm(
     Raises:
         UserError: timm has no such model, or the weights can be neither fetched nor read.
     """
+    if pretrained:
+        go_offline_without_network()
     import timm  # 1 s; not needed for basic_net
 
     if not timm.is_model(name):
-        near = ", ".join(timm.list_models(f"*{name.split('_')[0].rstrip('0123456789')}*")[:8])
-        raise UserError(f"model.name={name} is unknown to timm. {f'It has for example {near}.' if near else 'See timm.list_models().'}")
+        near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4))
+        raise UserError(
+            f"model.name={name} is unknown to timm. Near to it are {near or 'none'}; timm.list_models() has all."
+        )
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:
         model_args.setdefault("img_size", image_size)
@@ -42,13 +50,26 @@ def from_timm(
     except Exception as e:
         given = f"model.checkpoint_path={checkpoint_path}" if checkpoint_path else f"model.pretrained=true for {name}"
         if not (pretrained or checkpoint_path):
-            raise UserError(f"model.name={name} cannot be built for images of {image_size} pixels and {in_channels} channels: {e}") from e
-        reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
+            raise UserError(
+                f"model.name={name} cannot be built for images of {image_size} pixels and {in_channels} channels: {e}"
+            ) from e
+        reason = str(e).strip().splitlines()[0][:160] if str(e).strip() else type(e).__name__
         raise UserError(
             f"{given}: the weights could not be loaded ({reason}). Type model.pretrained=false to start from random "
             "weights, or model.checkpoint_path=<file> for a local file with the classes and channels of the data."
         ) from e
     return net
+
+
+def go_offline_without_network() -> None:
+    """huggingface_hub retries for half a minute where there is no network; offline, it looks into its cache at once."""
+    address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+        return
+    try:
+        socket.create_connection((address.hostname or "", address.port or 443), timeout=3).close()
+    except OSError:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 
 
 def normalisation(name: str) -> tuple[list[float], list[float]] | None:

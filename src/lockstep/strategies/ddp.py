@@ -19,7 +19,11 @@ def communication_hook(name: str | None) -> dict[str, Any]:
         "powersgd": powerSGD_hook.powerSGD_hook,
     }
     # Vogels et al., "PowerSGD" (2019); exact all-reduce for the first 1,000 steps, as torch's documentation advises
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000) if name == "powersgd" else None
+    state = (
+        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
+        if name == "powersgd"
+        else None
+    )
     return {"ddp_comm_hook": hooks[name], "ddp_comm_state": state}
 
 

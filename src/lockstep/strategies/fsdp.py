@@ -36,7 +36,9 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     classes = sorted({type(module).__name__ for module in net.modules()})
     missing = sorted(set(names) - {type(module).__name__ for module in found})
     if missing:
-        raise UserError(f"strategy.blocks={names}: the network has no {', '.join(missing)}; its classes are {', '.join(classes)}.")
+        raise UserError(
+            f"strategy.blocks={names}: the network has no {', '.join(missing)}; its classes are {', '.join(classes)}."
+        )
     return found
 
 
@@ -44,7 +46,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2 with the sharding itself: the network needs no word about it."""
 
     def __init__(
-        self, *, environment: ClusterEnvironment | None, blocks: str | list[str], reshard_after_forward: bool, sharded_checkpoints: bool
+        self,
+        *,
+        environment: ClusterEnvironment | None,
+        blocks: str | list[str],
+        reshard_after_forward: bool,
+        sharded_checkpoints: bool,
     ) -> None:
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints)
         self.cluster_environment = environment
@@ -64,7 +71,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         fully_shard(net, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         return net
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """As Lightning does; a folder of shards appears whole, under another name until then."""
         if not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
