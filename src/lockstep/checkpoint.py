@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, read without running code, the same keys whatever wrote them."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +38,10 @@ class AtomicCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        Path(path).unlink(missing_ok=True)
+        if Path(path).is_dir():  # shards
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink(missing_ok=True)
 
 
 def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[ModelCheckpoint]:

@@ -18,7 +18,7 @@ CHATTER = (
     "\U0001f4a1 Tip:", "LOCAL_RANK:", "You are using the plain ModelCheckpoint", "Initializing distributed:",
     "-----", "distributed_backend=", "All distributed processes registered", "Using bfloat16 Automatic", "Using 16bit Automatic",
     "`Trainer.fit` stopped:", "Restoring states from the checkpoint", "Restored all states", "Found current_model_state in",
-    "Loaded model weights from the checkpoint", "Loading `train_dataloader` to estimate", "`Trainer(limit_",
+    "Loaded model weights from the checkpoint", "Loading `train_dataloader` to estimate", "`Trainer(limit_", "No CUDA runtime is found",
 )  # fmt: skip
 NOISE = (
     r".*does not have many workers which may be a bottleneck",  # images are in memory: workers would only copy them
@@ -50,6 +50,7 @@ def quiet(rank: int) -> None:
         logger = logging.getLogger(name)
         for target in (logger, *logger.handlers):
             target.addFilter(ChatterFilter())
+    logging.getLogger("torch.utils.cpp_extension").addFilter(ChatterFilter())
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]:
         logging.getLogger(name).addFilter(ChatterFilter())
 

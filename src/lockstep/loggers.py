@@ -86,6 +86,7 @@ def wandb(
     """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE decides where it is set."""
     import wandb as client
 
+    os.environ.setdefault("WANDB_SILENT", "true")  # its settings object does not silence all of it
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE", "online" if has_wandb_key() else "offline")
     return WandbLogger(

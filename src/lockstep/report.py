@@ -193,7 +193,7 @@ class Recorder:
         from lockstep.report_html import write_html
 
         write_html(self.dir, self.report, read_metrics(self.dir / "metrics.csv"), self.cfg)
-        report, run = self.report, self.cfg.run
+        report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
         rows = [
             ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
             ("test loss", number(report["test/loss"])),
@@ -205,7 +205,7 @@ class Recorder:
             ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
             ("checkpoint", str(self.dir / report["checkpoint"]) if report["checkpoint"] else "none"),
             ("report", str(self.dir / "report.html")),
-            ("evaluate it", f"python eval.py run={run}"),
+            ("evaluate it", f"python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else "")),
         ]
         sync = wandb_sync_line(self.dir)
         figures_table(str(run), [*rows, ("send to W&B", sync)] if sync else rows)

@@ -185,5 +185,5 @@ def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
     with open_dict(cfg):
         cfg.runs_dir = composed.runs_dir if composed.run else str(run_dir.parent)
         cfg.run = composed.run or saved.run
-        cfg.resume, cfg.init_from = None, str(checkpoint)
+        cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint), False
     return cfg

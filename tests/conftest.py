@@ -1,0 +1,120 @@
+"""Data in the real on-disk formats, made here; commands run as users run them; no network."""
+
+import gzip
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep import ROOT
+from lockstep.data import files
+
+os.environ["WANDB_MODE"] = "offline"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """uint8 images_N28x28 that a network can learn in seconds: a bright bar whose place is the label."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, 10, count).astype(np.uint8)
+    images = random.integers(0, 60, (count, 28, 28)).astype(np.uint8)
+    for image, label in zip(images, labels, strict=True):
+        image[2 * label + 3 : 2 * label + 6, 4:24] = 220
+    return images, labels
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+    content = header + array.tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_mnist(root: Path, train: int, test: int) -> Path:
+    """`root` with MNIST's four files as published, of `train` and `test` made-up images."""
+    for count, prefix, seed in ((train, "train", 0), (test, "t10k", 1)):
+        images, labels = digits(count, seed)
+        write_idx(root / "MNIST" / "raw" / f"{prefix}-images-idx3-ubyte.gz", images)
+        write_idx(root / "MNIST" / "raw" / f"{prefix}-labels-idx1-ubyte.gz", labels)
+    return root
+
+
+def write_cifar10(root: Path, per_file: int) -> dict[str, str]:
+    """`root` with CIFAR-10's six pickles, `per_file` images each; returns their MD5s, which differ from the real ones."""
+    folder = root / files.CIFAR10_FOLDER
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(2)
+    for name in files.CIFAR10_MD5:
+        labels = random.integers(0, 10, per_file)
+        images = (random.integers(0, 80, (per_file, 3, 32, 32)) + 15 * labels[:, None, None, None]).astype(np.uint8)
+        batch = {b"data": images.reshape(per_file, -1), b"labels": labels.tolist()}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    return {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in files.CIFAR10_MD5}
+
+
+@pytest.fixture(scope="session")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """640 training and 103 test images: neither world sizes nor batches divide the latter."""
+    return write_mnist(tmp_path_factory.mktemp("mnist"), 640, 103)
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Runs train.py and eval.py in a folder of their own, on made data."""
+
+    folder: Path
+    cache: Path
+    data: Path
+
+    def __call__(self, script: str, *args: str, env: dict[str, str] | None = None, timeout_s: float = 300) -> Done:
+        given = [] if script == "eval.py" else [f"data.root={self.data}", f"data.cache_dir={self.cache}"]
+        command = [sys.executable, str(ROOT / script), *given, *args]
+        done = subprocess.run(
+            command, cwd=self.folder, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout_s
+        )
+        return Done(done.returncode, done.stdout, done.stderr, self.folder)
+
+    def files(self) -> list[str]:
+        """What the commands left in their folder."""
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def command(tmp_path: Path, cache: Path, mnist: Path) -> Commands:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return Commands(folder, cache, mnist)
+
+
+@pytest.fixture(scope="module")
+def shared_command(tmp_path_factory: pytest.TempPathFactory, cache: Path, mnist: Path) -> Commands:
+    """As `command`, in a folder that the tests of a module share, for runs that several look at."""
+    return Commands(tmp_path_factory.mktemp("work"), cache, mnist)
+
+
+@pytest.fixture
+def make_mnist(tmp_path: Path) -> Callable[[int, int], Path]:
+    return lambda train, test: write_mnist(tmp_path / f"mnist-{train}-{test}", train, test)
