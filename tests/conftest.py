@@ -88,7 +88,12 @@ class Commands:
         given = [] if script == "eval.py" else [f"data.root={self.data}", f"data.cache_dir={self.cache}"]
         command = [sys.executable, str(ROOT / script), *given, *args]
         done = subprocess.run(
-            command, cwd=self.folder, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout_s
+            command,
+            cwd=self.folder,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
         return Done(done.returncode, done.stdout, done.stderr, self.folder)
 

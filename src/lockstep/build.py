@@ -19,10 +19,10 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
 from lockstep.errors import UserError
 from lockstep.launch.identity import run_dir
-from lockstep.launch.world import World
 from lockstep.loggers import MetricsCsv
 from lockstep.models.from_timm import normalisation
 from lockstep.task import Classification
+from lockstep.world import World
 
 # What configs may name, and what those may return. A fork adds its own package.
 TRUSTED = ["lockstep.*", "torch.nn.*", "torch.optim.*", "torchvision.*", "timm.*", "lightning.pytorch.*"]

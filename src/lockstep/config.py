@@ -8,8 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from lockstep.launch.world import ONE_PROCESS, World, available, world_of
 from lockstep.schema import CLOSED, GROUPS, KEYS
+from lockstep.world import ONE_PROCESS, World, available, world_of
 
 # Arguments of Lightning's Trainer that another key of Lockstep decides.
 OWNED = {

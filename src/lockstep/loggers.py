@@ -86,10 +86,9 @@ def wandb(
     """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE decides where it is set."""
     import wandb as client
 
-    os.environ.setdefault("WANDB_SILENT", "true")  # its settings object does not silence all of it
     if mode == "auto":
         mode = os.environ.get("WANDB_MODE", "online" if has_wandb_key() else "offline")
-    return WandbLogger(
+    logger = WandbLogger(
         name=run,
         save_dir=str(run_dir),
         id=id,
@@ -101,6 +100,9 @@ def wandb(
         mode=mode,
         settings=client.Settings(console="off", silent=True),
     )
+    # Lightning 2.6 passes anonymous=None, about which wandb 0.31 complains on the screen; drop when it does not.
+    del logger._wandb_init["anonymous"]
+    return logger
 
 
 def wandb_sync_line(run_dir: Path) -> str | None:

@@ -20,7 +20,7 @@ from lockstep import ROOT
 from lockstep.errors import UserError
 from lockstep.launch.identity import run_dir
 from lockstep.launch.recall import evaluation_file
-from lockstep.launch.world import World
+from lockstep.world import World
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

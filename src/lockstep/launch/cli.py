@@ -19,10 +19,10 @@ from lockstep.config import check
 from lockstep.data.prepare import prepare
 from lockstep.errors import RunFailed, TrainingFailed, UserError, raise_problems
 from lockstep.launch import local, recall
-from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, register_resolvers
+from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, register_resolvers, tried_alone
 from lockstep.launch.identity import identify, run_dir, sweep_name
-from lockstep.launch.world import World, world_of
 from lockstep.report import mark_failed
+from lockstep.world import World, world_of
 
 Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
@@ -75,10 +75,12 @@ def command(job: Job, name: str) -> None:
             raise RunFailed(f"job {hydra_cfg.job.num} failed", outcome[-1])  # Hydra marks it and goes on
         return result[0] if result else None
 
+    overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
+    if {"-m", "--multirun"} & set(sys.argv):  # Hydra would write multirun.yaml before it finds a mistake
+        raise_problems(tried_alone(name, overrides)[0])
     try:
         hydra.main(config_path=str(CONFIGS), config_name=name, execution_whitelist=list(TRUSTED))(task)()
     except CONFIG_ERRORS as e:
-        overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
         raise UserError(*explain(e, name, overrides)) from None
     if any(outcome):
         raise RunFailed("a job failed", max(outcome))

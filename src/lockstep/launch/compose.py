@@ -64,8 +64,8 @@ def variants(override: str) -> list[str]:
     return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
-def explain(error: BaseException, config_name: str, overrides: list[str]) -> list[str]:
-    """All that is wrong with `overrides`, each tried by itself on top of the groups that compose."""
+def tried_alone(config_name: str, overrides: list[str]) -> tuple[list[str], list[str]]:
+    """What Hydra says against each override by itself, on top of the groups that compose; and the overrides it takes."""
     problems: list[str] = []
     groups: list[str] = []
     values: list[str] = []
@@ -82,8 +82,14 @@ def explain(error: BaseException, config_name: str, overrides: list[str]) -> lis
                 problems.append(message(e, override))
             else:
                 (groups if is_group(override) else values).append(override)
+    return problems, [*groups, *values]
+
+
+def explain(error: BaseException, config_name: str, overrides: list[str]) -> list[str]:
+    """All that is wrong with a command line on which Hydra gave up with `error`."""
+    problems, good = tried_alone(config_name, overrides)
     try:
-        composed = compose_config(config_name, [*groups, *values])
+        composed = compose_config(config_name, good)
         problems += check(composed) if config_name == "train" else []  # eval's is merged with the run's own first
     except CONFIG_ERRORS as e:
         error = e

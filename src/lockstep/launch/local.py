@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.errors import RunFailed
-from lockstep.launch.world import World
+from lockstep.world import World
 
 JOB = "LOCKSTEP_JOB"
 GRACE_S = 10.0  # from being asked to end to being killed
@@ -117,6 +117,8 @@ def end(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 @contextlib.contextmanager

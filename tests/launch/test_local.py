@@ -1,0 +1,110 @@
+"""Processes of one machine: all end well, or all end. Real processes, which import no torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import RunFailed
+from lockstep.launch import local
+from lockstep.launch.compose import compose_config
+from lockstep.world import World
+
+WORLD = World("cpu", 2, 1, "ddp")
+# A process of a run: leaves its job and its id, then does what the test says for its rank.
+WORKER = """
+import json, os, sys, time
+from pathlib import Path
+from lockstep.launch.local import received_job
+cfg, world = received_job()
+local_rank = os.environ["LOCAL_RANK"]
+folder = Path(__file__).parent
+(folder / f"rank{local_rank}.part").write_text(json.dumps({"pid": os.getpid(), "run": cfg.run, "rank": world.rank}))
+(folder / f"rank{local_rank}.part").rename(folder / f"rank{local_rank}")
+what = sys.stdin  # the parent's pipe; never read here
+if (folder / f"fail{local_rank}").exists():
+    sys.exit(int((folder / f"fail{local_rank}").read_text()))
+if (folder / "wait").exists():
+    time.sleep(600)
+print(f"hello from {local_rank}", flush=True)
+"""
+PARENT = """
+import sys
+from pathlib import Path
+from lockstep.launch import local
+from lockstep.launch.compose import compose_config
+from lockstep.world import World
+try:
+    local.run_processes(Path(sys.argv[1]), compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp"))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Path:
+    (tmp_path / "worker.py").write_text(WORKER)
+    return tmp_path / "worker.py"
+
+
+def until(condition, what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def started(worker: Path) -> list[int]:
+    """Waits until both processes are there; returns their ids."""
+    paths = [worker.parent / f"rank{i}" for i in range(2)]
+    until(lambda: all(path.exists() for path in paths), "the processes")
+    return [json.loads(path.read_text())["pid"] for path in paths]
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_each_process_gets_the_resolved_job_and_its_rank(worker, capfd):
+    local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+    jobs = [json.loads((worker.parent / f"rank{i}").read_text()) for i in range(2)]
+    assert [(job["run"], job["rank"]) for job in jobs] == [("r", 0), ("r", 1)]
+    assert capfd.readouterr().out == "hello from 0\n"  # only rank 0 talks
+
+
+@pytest.mark.parametrize(("failing", "code", "expected"), [(1, 3, 1), (0, 2, 2)])
+def test_one_that_fails_ends_the_others(worker, failing, code, expected):
+    (worker.parent / f"fail{failing}").write_text(str(code))
+    (worker.parent / "wait").touch()
+    with pytest.raises(RunFailed) as error:
+        local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+    assert error.value.exit_code == expected
+    assert all(gone(pid) for pid in started(worker))
+
+
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 130), (signal.SIGINT, 130)])
+def test_none_is_left_when_the_parent_is_ended(worker, how, code):
+    (worker.parent / "wait").touch()
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(worker)], stderr=subprocess.DEVNULL)
+    pids = started(worker)
+    parent.send_signal(how)
+    assert parent.wait(60) == code
+    until(lambda: all(gone(pid) for pid in pids), "the end of the processes")
+
+
+def test_it_can_be_called_off_the_main_thread(worker):
+    thread = threading.Thread(target=local.run_processes, args=(worker, compose_config("train", ["run=r"]), WORLD))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(started(worker)) == 2
