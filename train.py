@@ -22,6 +22,8 @@ def train(cfg: DictConfig, world: launch.World) -> None:
         trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
         best = build.best_checkpoint(trainer)
         run.trained(trainer, best)
+        if "val/acc" not in trainer.callback_metrics:
+            run.add(**build.validate(cfg, world, data, task))
         run.add(**build.evaluate(cfg, world, data, best or task))
 
 

@@ -156,14 +156,20 @@ def quiet(world: World) -> None:
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
-    saved = [
-        c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint) and c.best_model_path
-    ]
-    return saved[0] if saved else None
+    saved = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    return next((path for path in saved if path), None)
 
 
 def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | Classification) -> dict[str, float]:
-    """Test figures of a checkpoint, or of a task as it is. The same code after training and in eval.py."""
+    """Figures of a checkpoint, or of a task as it is. The same code after training and in eval.py."""
     subject = task(cfg, data, weights=tested) if isinstance(tested, str) else tested
     (figures,) = evaluator(cfg, world).test(subject, data, verbose=False)
     return {**figures, "test/count": int(figures["test/count"])}
+
+
+def validate(cfg: DictConfig, world: World, data: DataModule, task: Classification) -> dict[str, float]:
+    """Validation figures for a run that ended before its first validation; none where validation is turned off."""
+    if cfg.trainer.limit_val_batches == 0:
+        return {}
+    (figures,) = evaluator(cfg, world).validate(task, data, verbose=False)
+    return {name: value for name, value in figures.items() if name != "val/count"}

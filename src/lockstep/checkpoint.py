@@ -55,6 +55,7 @@ def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[ModelCheckpoint]
             monitor=cfg.checkpoint.monitor,
             mode=cfg.checkpoint.mode,
             save_top_k=cfg.checkpoint.save_top_k,
+            save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
         )
         callbacks.append(best)
     last = partial(ModelCheckpoint, dirpath=folder, filename="last", save_top_k=1, enable_version_counter=False)

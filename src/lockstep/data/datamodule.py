@@ -30,8 +30,8 @@ class Images(Dataset[Batch]):
     def __getitem__(self, indices_B: Indices) -> Batch:
         present = indices_B != FILLER
         places = np.where(present, indices_B, 0)
-        labels_B = np.where(present, self.labels_N[places], IGNORED)
-        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B.astype(np.int64))
+        labels_B = np.where(present, self.labels_N[places].astype(np.int64), IGNORED)  # in uint8, -100 would be 156
+        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B)
 
 
 class Loader(DataLoader[Batch]):

@@ -1,0 +1,129 @@
+"""The main job under each strategy: one run, one report, the same result, evaluated to the same figures."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+
+TWO = ["trainer.devices=2"]
+STRATEGIES = {
+    "single": [],
+    "dp": [],
+    "ddp": TWO,
+    "fsdp": TWO,
+    "accumulated": ["strategy=single", "trainer.accumulate_grad_batches=4"],
+}
+REPORT = (
+    "status", "test/acc", "test/loss", "test/count", "val/acc", "train/images_per_s", "train/steps", "world_size", "strategy",
+    "precision", "data/source", "data/sha256", "checkpoint", "wall_s", "peak_memory_bytes", "git_sha", "versions",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, mnist, cache) -> list[str]:
+    """10 steps in fp32 with dropout off, SGD, gradients clipped; a row of the log for each step."""
+    runs = tmp_path_factory.mktemp("strategies") / "runs"
+    return [
+        f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "data.eval_batch_size=20",
+        "optim=sgd",
+        "optim.momentum=0.5", "optim.lr=0.02", "model.dropout_conv=0", "model.dropout_fc=0", "trainer.gradient_clip_val=0.5",
+        "trainer.max_steps=10", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reports(base) -> dict[str, dict]:
+    return {
+        name: lockstep.train([f"strategy={name}" * (name != "accumulated") or "seed=0", *more, f"run={name}", *base])
+        for name, more in STRATEGIES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(base) -> Path:
+    return Path(base[0].removeprefix("runs_dir="))
+
+
+def checkpoint(runs: Path, name: str, reports: dict[str, dict]) -> dict:
+    return torch.load(runs / name / reports[name]["checkpoint"], weights_only=True, map_location="cpu")
+
+
+def losses(path: Path) -> list[float]:
+    with path.open() as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+
+
+def test_each_run_is_one_directory_with_one_report(reports, runs):
+    assert sorted(path.name for path in runs.iterdir()) == sorted(STRATEGIES)
+    for name, report in reports.items():
+        assert [key for key in REPORT if report.get(key) is None] == []
+        assert json.loads((runs / name / "report.json").read_text()) == report
+        assert not any(isinstance(value, dict | list) for value in report.values())
+        files = {path.name for path in (runs / name).iterdir()}
+        assert files == {"config.yaml", "metrics.csv", "checkpoints", "report.json", "report.html", "train.log"}
+        assert (runs / name / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_figures_of_the_reports(reports):
+    for name, report in reports.items():
+        assert report["status"] == "done"
+        assert report["test/count"] == 103
+        assert report["train/steps"] == 10
+        assert report["strategy"] == ("single" if name == "accumulated" else name)
+        assert report["world_size"] == (2 if name in ("ddp", "fsdp") else 1)
+        assert (report["data/source"], report["data/train"], report["data/val"]) == ("disk", 576, 64)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
+def test_weights_and_losses_agree_with_a_single_process(name, reports, runs):
+    reference, other = (checkpoint(runs, n, reports)["state_dict"] for n in ("single", name))
+    assert list(reference) == list(other)
+    for key, value in reference.items():
+        assert float((other[key] - value).norm() / value.norm()) < 1e-6, key
+    expected, found = losses(runs / "single" / "metrics.csv"), losses(runs / name / "metrics.csv")
+    assert len(expected) == 10
+    assert expected[-1] < expected[0]
+    assert found == pytest.approx(expected, rel=2e-6)
+    for figure in ("test/loss", "val/loss", "test/acc"):
+        assert reports[name][figure] == pytest.approx(reports["single"][figure], rel=2e-6)
+
+
+def test_an_evaluation_gives_the_same_figures_again(reports, base, runs):
+    for name, report in reports.items():
+        again = lockstep.evaluate([f"run={name}", base[0], base[2], "trainer.accelerator=cpu"])
+        assert (again["strategy"], again["world_size"], again["test/count"]) == ("single", 1, 103)
+        for figure in ("test/loss", "test/acc"):
+            assert again[figure] == pytest.approx(report[figure], rel=1e-6)
+        assert json.loads((runs / name / "eval.json").read_text()) == again
+    assert len(list(runs.iterdir())) == len(STRATEGIES)
+
+
+def test_an_evaluation_runs_under_other_strategies(reports, base):
+    again = lockstep.evaluate(
+        ["run=single", base[0], base[2], "strategy=fsdp", "trainer.devices=2", "trainer.accelerator=cpu"]
+    )
+    assert (again["strategy"], again["world_size"], again["test/count"]) == ("fsdp", 2, 103)
+    assert again["test/loss"] == pytest.approx(reports["single"]["test/loss"], rel=1e-6)
+
+
+def test_a_checkpoint_is_enough_for_an_evaluation(reports, base, runs, tmp_path):
+    moved = tmp_path / "elsewhere" / "moved.ckpt"
+    moved.parent.mkdir()
+    moved.write_bytes((runs / "ddp" / reports["ddp"]["checkpoint"]).read_bytes())
+    again = lockstep.evaluate([f"checkpoint={moved}", base[2], "trainer.accelerator=cpu"])
+    assert again["test/loss"] == pytest.approx(reports["ddp"]["test/loss"], rel=1e-6)
+    assert moved.with_suffix(".eval.json").is_file()
+
+
+def test_a_report_can_be_read_as_a_page(reports, runs):
+    page = (runs / "ddp" / "report.html").read_text()
+    assert page.count("<svg") == 2  # no validation within 10 steps
+    for text in ("Loss", "Speed", f"{reports['ddp']['test/acc']:.2%}", reports["ddp"]["data/sha256"]):
+        assert text in page
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
