@@ -1,0 +1,258 @@
+"""The arithmetic of batches: bijections, the same global batches in every world, each evaluation sample once."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.data import sampler
+from lockstep.data.sampler import FILLER, EvalBatches, Split, TrainBatches, permute
+
+SEEDS = st.integers(0, 2**32 - 1)
+EPOCHS = st.integers(0, 10_000)
+# Python 3.12 and 3.13 warn about every fork beside threads; torch has threads, and DataLoader forks its workers.
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class ByArray(Dataset):
+    def __getitem__(self, indices):
+        return torch.from_numpy(indices)
+
+
+class ByIndex(Dataset):
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def stacked(split, *, batch, seed, world, accumulate) -> np.ndarray:
+    """The global batches of all ranks: within a step micro-batch after micro-batch, within one of these rank by rank."""
+    ranks = [
+        list(TrainBatches(split, batch=batch, seed=seed, rank=rank, world=world, accumulate=accumulate))
+        for rank in range(world)
+    ]
+    steps, share = split.count // batch, batch // (world * accumulate)
+    return np.array(ranks).reshape(world, steps, accumulate, share).transpose(1, 2, 0, 3).reshape(steps, batch)
+
+
+def epoch_of(batches: TrainBatches, epoch: int) -> np.ndarray:
+    batches.set_epoch(epoch)
+    return np.array(list(batches))
+
+
+# --- permutations ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(n=st.integers(1, 5000), seed=SEEDS, epoch=EPOCHS)
+def test_a_permutation_reaches_every_place_once(n, seed, epoch):
+    assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
+
+
+def test_places_among_a_billion_samples_are_computed_one_by_one():
+    n = 10**9
+    positions = np.array([0, 1, 2, 31_622, 31_623, n // 2, n - 2, n - 1])
+    places = permute(positions, n, 3, 1)
+    assert [int(permute(positions[i : i + 1], n, 3, 1)[0]) for i in range(len(positions))] == places.tolist()
+    assert places.min() >= 0
+    assert places.max() < n
+
+
+def test_no_two_among_a_billion_samples_share_a_place():
+    n, count = 10**9, 300_000  # a random function would give 45 pairs the same place
+    places = permute(np.arange(count) * (n // count), n, 0, 0)
+    assert len(np.unique(places)) == count
+
+
+@pytest.mark.parametrize("vary", ["seed", "epoch"])
+def test_all_orders_of_five_samples_are_equally_frequent(vary):
+    draws, orders = 6000, 120
+    pairs = [(i, 0) if vary == "seed" else (0, i) for i in range(draws)]
+    seen = Counter(tuple(permute(np.arange(5), 5, seed, epoch).tolist()) for seed, epoch in pairs)
+    expected = draws / orders
+    chi2 = sum((count - expected) ** 2 / expected for count in seen.values()) + expected * (orders - len(seen))
+    assert chi2 < 181  # 119 degrees of freedom: 4 standard deviations
+
+
+@settings(max_examples=60, deadline=None)
+@given(first=st.tuples(SEEDS, EPOCHS), second=st.tuples(SEEDS, EPOCHS))
+@example(first=(0, 1), second=(1, 0))
+@example(first=(0, 0), second=(0, 1))
+def test_another_seed_or_epoch_gives_another_order(first, second):
+    assume(first != second)
+    assert not np.array_equal(permute(np.arange(1000), 1000, *first), permute(np.arange(1000), 1000, *second))
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    world=st.integers(1, 4096),
+    accumulate=st.integers(1, 5),
+    share=st.integers(1, 4),
+    steps=st.integers(0, 3),
+    rest=st.integers(0, 10**6),
+    seed=SEEDS,
+)
+@example(world=4096, accumulate=3, share=1, steps=2, rest=1, seed=0)
+@example(world=3, accumulate=2, share=7, steps=2, rest=41, seed=1)
+def test_the_global_batches_are_those_of_one_process(world, accumulate, share, steps, rest, seed):
+    batch = world * accumulate * share
+    split = Split(total=steps * batch + rest % batch + 11, first=11, count=steps * batch + rest % batch)
+    alone = np.array(list(TrainBatches(split, batch=batch, seed=seed))).reshape(steps, batch)
+    assert np.array_equal(stacked(split, batch=batch, seed=seed, world=world, accumulate=accumulate), alone)
+
+
+@settings(max_examples=30, deadline=None)
+@given(count=st.integers(1, 3000), batch=st.integers(1, 200), epoch=EPOCHS, seed=SEEDS)
+def test_no_sample_comes_twice_in_an_epoch(count, batch, epoch, seed):
+    split = Split(total=count + 100, first=50, count=count)
+    seen = epoch_of(TrainBatches(split, batch=batch, seed=seed), epoch).ravel()
+    assert len(seen) == count // batch * batch
+    assert len(np.unique(seen)) == len(seen)
+    assert set(seen.tolist()) <= set(split.indices(np.arange(count)).tolist())
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+def test_how_many_indices_are_computed_at_once_does_not_show(monkeypatch, block):
+    batches = TrainBatches(Split(1009, 0, 1009), batch=12, seed=5, rank=1, world=2, accumulate=3)
+    expected = list(batches)
+    monkeypatch.setattr(sampler, "BLOCK", block)
+    assert np.array_equal(list(batches), expected)
+
+
+def test_an_epoch_longer_than_one_block_is_the_same_in_two_processes():
+    split = Split(150_001, 0, 150_001)
+    alone = np.array(list(TrainBatches(split, batch=1000, seed=0)))
+    assert np.array_equal(stacked(split, batch=1000, seed=0, world=2, accumulate=1), alone)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(),
+    count=st.integers(40, 700),
+    world=st.integers(1, 4),
+    accumulate=st.integers(1, 3),
+    epoch=EPOCHS,
+)
+def test_resuming_yields_exactly_the_rest_of_the_epoch(data, count, world, accumulate, epoch):
+    split, rank = Split(700, 0, count), data.draw(st.integers(0, world - 1))
+    batches = TrainBatches(split, batch=3 * world * accumulate, seed=9, rank=rank, world=world, accumulate=accumulate)
+    whole = epoch_of(batches, epoch)
+    done = data.draw(st.integers(0, len(batches)))
+    batches.resume(epoch, done)
+    assert np.array_equal(np.array(list(batches)).reshape(-1, 3), whole[done:])
+    assert np.array_equal(list(batches), whole)  # the epoch after begins at its beginning
+
+
+def test_resuming_outlasts_the_set_epoch_that_the_trainer_calls_next():
+    batches = TrainBatches(Split(100, 0, 100), batch=10, seed=0)
+    whole = epoch_of(batches, 4)
+    batches.resume(4, 3)
+    assert np.array_equal(epoch_of(batches, 4), whole[3:])
+    assert len(epoch_of(batches, 5)) == len(whole)
+
+
+def test_each_epoch_has_its_own_order_and_leaves_out_others():
+    batches = TrainBatches(Split(1003, 0, 1003), batch=20, seed=0)
+    first, second = epoch_of(batches, 0).ravel(), epoch_of(batches, 1).ravel()
+    assert not np.array_equal(first, second)
+    assert set(first.tolist()) != set(second.tolist())
+    assert np.array_equal(epoch_of(batches, 0).ravel(), first)
+
+
+def test_the_length_counts_micro_batches_of_whole_global_batches():
+    batches = TrainBatches(Split(1003, 0, 1003), batch=24, seed=0, world=2, accumulate=3)
+    assert len(batches) == len(list(batches)) == 41 * 3
+    assert len(TrainBatches(Split(23, 0, 23), batch=24, seed=0)) == 0
+
+
+@pytest.mark.parametrize(("batch", "world", "accumulate"), [(64, 3, 1), (64, 1, 3), (64, 8, 16), (1, 2, 1)])
+def test_a_batch_that_cannot_be_divided_is_refused(batch, world, accumulate):
+    with pytest.raises(ValueError, match=f"batch of {batch} .*{world} processes x {accumulate} micro-batches"):
+        TrainBatches(Split(1000, 0, 1000), batch=batch, seed=0, world=world, accumulate=accumulate)
+
+
+@FORKS
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataloader_takes_it_as_sampler_of_data_indexed_by_arrays(num_workers):
+    batches = TrainBatches(Split(101, 0, 101), batch=12, seed=1, rank=1, world=2)
+    loader = DataLoader(ByArray(), sampler=batches, batch_size=None, num_workers=num_workers)
+    assert len(loader) == len(batches)
+    assert np.array_equal(torch.stack(list(loader)).numpy(), list(batches))
+
+
+@FORKS
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataloader_takes_it_as_batch_sampler_of_a_map_style_dataset(num_workers):
+    batches = TrainBatches(Split(101, 0, 101), batch=12, seed=1, rank=1, world=2)
+    loader = DataLoader(ByIndex(), batch_sampler=batches, num_workers=num_workers)
+    assert len(loader) == len(batches)
+    assert np.array_equal(torch.stack(list(loader)).numpy(), list(batches))
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def assert_each_once(split: Split, batch: int, world: int) -> None:
+    """All ranks' batches have one shape; laid side by side they are the split, in order, then fillers."""
+    ranks = [list(EvalBatches(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
+    lengths = {len(EvalBatches(split, batch=batch, rank=rank, world=world)) for rank in range(world)}
+    assert {len(batches) for batches in ranks} == lengths
+    assert len({indices.shape for batches in ranks for indices in batches}) == 1
+    laid = np.array(ranks).transpose(1, 0, 2).ravel()
+    assert laid[: split.count].tolist() == split.indices(np.arange(split.count)).tolist()
+    assert (laid[split.count :] == FILLER).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+@pytest.mark.parametrize("batch", [1, 64, 1000])
+def test_each_test_image_counts_once(size, world, batch):
+    assert_each_once(Split(size, 0, size, shuffled=False), batch, world)
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 600), first=st.integers(0, 50), batch=st.integers(1, 700), world=st.integers(1, 40))
+def test_each_validation_image_counts_once_whatever_divides(size, first, batch, world):
+    assert_each_once(Split(size + 50, first, size), batch, world)
+
+
+def test_fillers_are_no_indices():
+    batches = [indices for rank in range(4) for indices in EvalBatches(Split(7, 0, 7), batch=7, rank=rank, world=4)]
+    assert FILLER < 0
+    assert sorted(np.concatenate(batches).tolist()) == [FILLER, 0, 1, 2, 3, 4, 5, 6]
+
+
+# --- splits ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), total=st.integers(2, 4000))
+def test_training_and_validation_images_are_disjoint_and_together_all(data, total):
+    val = data.draw(st.integers(1, total - 1))
+    val_indices = Split(total, 0, val).indices(np.arange(val))
+    train_indices = Split(total, val, total - val).indices(np.arange(total - val))
+    assert not set(val_indices.tolist()) & set(train_indices.tolist())
+    assert np.array_equal(np.sort(np.concatenate([val_indices, train_indices])), np.arange(total))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS, epoch=EPOCHS)
+def test_the_images_that_are_trained_on_do_not_depend_on_the_seed(seed, epoch):
+    split = Split(500, 50, 450)
+    trained = epoch_of(TrainBatches(split, batch=45, seed=seed), epoch).ravel()
+    assert sorted(trained.tolist()) == sorted(split.indices(np.arange(450)).tolist())
+
+
+def test_the_validation_images_of_mnist_stay_the_same_in_every_version():
+    # Were they others, a checkpoint of an older version would be validated on images that it was trained on.
+    assert Split(60_000, 0, 6000).indices(np.arange(6)).tolist() == [2895, 20540, 33155, 10981, 22991, 14861]
+
+
+def test_a_split_in_the_order_of_the_file_keeps_it():
+    assert Split(10, 2, 5, shuffled=False).indices(np.arange(5)).tolist() == [2, 3, 4, 5, 6]
