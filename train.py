@@ -18,10 +18,10 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     data = build.data(cfg)
     task = build.task(cfg, data, weights=cfg.init_from)
     trainer = build.trainer(cfg, world, data)
-    with Recorder(cfg, world, data) as run:
+    with Recorder(cfg, world, data, trainer) as run:
         trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
         best = build.best_checkpoint(trainer)
-        run.trained(trainer, best)
+        run.trained(best)
         if "val/acc" not in trainer.callback_metrics:
             run.add(**build.validate(cfg, world, data, task))
         run.add(**build.evaluate(cfg, world, data, best or task))

@@ -19,7 +19,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
 from lockstep.errors import UserError
 from lockstep.launch.identity import run_dir
-from lockstep.loggers import MetricsCsv
+from lockstep.loggers import CutAtResume, MetricsCsv
 from lockstep.models.from_timm import normalisation
 from lockstep.task import Classification
 from lockstep.world import World
@@ -111,7 +111,7 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
     Raises:
         UserError: Lightning refuses a combination of arguments.
     """
-    own: list[pl.Callback] = [callbacks.StepSeed(cfg.seed), callbacks.Plan(cfg, data)]
+    own: list[pl.Callback] = [callbacks.StepSeed(cfg.seed), callbacks.Plan(cfg, data), CutAtResume()]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress())
     if cfg.trainer.enable_checkpointing:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -69,6 +70,15 @@ class MetricsCsv(Logger):
         if self.path.exists():
             self.columns, rows = self.rows()
             self.write([row for row in rows if int(row["step"]) < steps])
+
+
+class CutAtResume(pl.Callback):
+    """Lets metrics.csv go on where the checkpoint is, without a row twice."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCsv):
+                logger.cut(trainer.global_step)
 
 
 def has_wandb_key() -> bool:

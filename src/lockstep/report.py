@@ -24,6 +24,7 @@ from lockstep.world import World
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from lightning.pytorch.loggers import Logger
 
     from lockstep.data.datamodule import DataModule
 
@@ -86,7 +87,8 @@ class Recorder:
         UserError: the directory belongs to another run.
     """
 
-    def __init__(self, cfg: DictConfig, world: World, data: "DataModule") -> None:
+    def __init__(self, cfg: DictConfig, world: World, data: "DataModule", trainer: "pl.Trainer") -> None:
+        self.trainer = trainer
         self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
         self.began_s = time.perf_counter()
         self.handler: logging.Handler | None = None
@@ -139,12 +141,16 @@ class Recorder:
         write_json(self.dir / "report.json", self.report)
 
     def add(self, **figures: Any) -> None:
+        """Figures of an evaluation, for the report and for the loggers."""
         self.report |= figures
+        for logger in self.trainer.loggers if self.rank == 0 else ():
+            logger.log_metrics(figures, self.trainer.global_step)
 
-    def trained(self, trainer: "pl.Trainer", checkpoint: str | None) -> None:
+    def trained(self, checkpoint: str | None) -> None:
         """Figures of the training itself; every rank takes part."""
         from lockstep.callbacks import Throughput
 
+        trainer = self.trainer
         speed = [c.images_per_s for c in trainer.callbacks if isinstance(c, Throughput)]  # type: ignore[attr-defined]
         path = os.path.relpath(checkpoint, self.dir) if checkpoint else None
         self.report |= {
@@ -175,6 +181,7 @@ class Recorder:
             return
         if error is not None:
             logging.getLogger("lockstep").error("%s", self.report["error"])
+        finish(self.trainer.loggers)
         for name in ("lockstep", "lightning.pytorch", "py.warnings"):
             logging.getLogger(name).removeHandler(self.handler)
         logging.captureWarnings(False)
@@ -209,6 +216,16 @@ class Recorder:
         ]
         sync = wandb_sync_line(self.dir)
         figures_table(str(run), [*rows, ("send to W&B", sync)] if sync else rows)
+
+
+def finish(loggers: "list[Logger]") -> None:
+    """Writes out what loggers hold, and ends W&B's run: the next job of a multirun would go on in it."""
+    from lightning.pytorch.loggers import WandbLogger
+
+    for logger in loggers:
+        logger.finalize("success")  # test figures came after the Trainer had done so
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()
 
 
 def mark_failed(folder: Path, error: str) -> None:

@@ -2,7 +2,7 @@
 
 # B batch · C channel · H W pixel
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,13 +35,27 @@ class Images(Dataset[Batch]):
 
 
 class Loader(DataLoader[Batch]):
-    """torch's DataLoader. Its position is that of the Trainer, which checkpoints keep: it has no state of its own."""
+    """torch's DataLoader that begins when its first batch is wanted, where `position` says.
+
+    Lightning makes the iterator before it restores a checkpoint and sets the epoch; workers would fetch batches of
+    epoch 0 by then. The position is the Trainer's own, which checkpoints keep: the loader has no state.
+    """
+
+    def __init__(self, *args: Any, position: Callable[[], int] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.position = position
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own class
+        if self.position is not None:
+            assert isinstance(self.sampler, TrainBatches)
+            self.sampler.start = self.position()
+        yield from super().__iter__()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load: `DataModule.train_dataloader` asks the Trainer."""
+        """Nothing to load. Having both methods tells Lightning that resuming in mid-epoch is right."""
 
 
 class DataModule(pl.LightningDataModule):
@@ -87,11 +101,14 @@ class DataModule(pl.LightningDataModule):
     def images(self, part: str) -> Images:
         return Images(self.prepared.array(f"{part}_images"), self.prepared.array(f"{part}_labels"))
 
-    def loader(self, images: Images, sampler: TrainBatches | EvalBatches) -> Loader:
+    def loader(
+        self, images: Images, sampler: TrainBatches | EvalBatches, position: Callable[[], int] | None = None
+    ) -> Loader:
         return Loader(
             images,
             sampler=sampler,  # yields whole batches of indices; batch_size=None hands each to Images at once
             batch_size=None,
+            position=position,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
@@ -108,12 +125,8 @@ class DataModule(pl.LightningDataModule):
             world=trainer.world_size,
             accumulate=trainer.accumulate_grad_batches,
         )
-        # After a resume the loop's progress is restored before this is called.
-        loop = trainer.fit_loop
-        epochs: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # annotated as its base class
-        batches: int = loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
-        sampler.resume(epochs, batches % len(sampler))
-        return self.loader(self.images("train"), sampler)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        return self.loader(self.images("train"), sampler, position=lambda: progress.current.ready)
 
     def eval_loader(self, part: str, split: Split) -> Loader:
         assert self.trainer is not None

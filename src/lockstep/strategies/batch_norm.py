@@ -5,17 +5,33 @@ all-reduces: of sums and counts, then of squared deviations. On GPUs torch's own
 """
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
+
+AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
+
+
+class SumOverProcesses(torch.autograd.Function):
+    """A sum over processes is linear: the gradient of each addend is the sum of the processes' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        torch.distributed.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        grad = grads[0].clone()
+        torch.distributed.all_reduce(grad)
+        return grad
 
 
 class GlobalBatchNorm(_BatchNorm):
     """nn.BatchNorm with batch statistics over all processes; the same parameters, buffers and keys."""
-
-    after: nn.Module | None = None
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -30,11 +46,11 @@ class GlobalBatchNorm(_BatchNorm):
         axes = [0, *range(2, x.dim())]
         shape = [1, -1, *([1] * (x.dim() - 2))]
         count = torch.full((1,), float(x.numel() // x.shape[1]), device=x.device)
-        sums = all_reduce(torch.cat([x.sum(axes), count]))
+        sums = SumOverProcesses.apply(torch.cat([x.sum(axes), count]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(shape)
-        var = all_reduce(centred.square().sum(axes)) / count
+        var = SumOverProcesses.apply(centred.square().sum(axes)) / count
         self.update_running(mean.detach(), var.detach() * count / (count - 1).clamp(min=1))
         y = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.weight is not None:
@@ -42,7 +58,10 @@ class GlobalBatchNorm(_BatchNorm):
         return self.activated(y.to(input.dtype))
 
     def activated(self, y: Tensor) -> Tensor:
-        return y if self.after is None else self.after(y)
+        for name in AFTER:
+            module = self._modules.get(name)
+            y = y if module is None else module(y)
+        return y
 
     @torch.no_grad()
     def update_running(self, mean: Tensor, unbiased_var: Tensor) -> None:
@@ -73,8 +92,8 @@ def synchronise(net: nn.Module, device_type: str) -> int:
 def converted(norm: _BatchNorm) -> nn.Module:
     """A GlobalBatchNorm with the parameters and buffers of `norm`, and with the activation that timm puts into some."""
     new = GlobalBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    for name in AFTER:
+        new.add_module(name, norm._modules.get(name))
     new.load_state_dict(norm.state_dict())
     new.train(norm.training)
-    extra = [part for part in (getattr(norm, "drop", None), getattr(norm, "act", None)) if isinstance(part, nn.Module)]
-    new.after = nn.Sequential(*extra) if extra else None
     return new

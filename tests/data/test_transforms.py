@@ -1,0 +1,65 @@
+"""Batches on the device come out as torchvision's transforms make them, image by image."""
+
+import numpy as np
+import pytest
+import torch
+from torchvision import transforms
+
+from lockstep.data.transforms import Preprocess
+
+GREY = {"mean": (0.1307,), "std": (0.3081,)}
+COLOUR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
+
+
+def images(channels: int, height: int, width: int, count: int = 5) -> torch.Tensor:
+    """Noise, which no resizing hides, and the extremes."""
+    values = np.random.default_rng(0).integers(0, 256, (count, channels, height, width)).astype(np.uint8)
+    values[0], values[1] = 0, 255
+    return torch.from_numpy(values)
+
+
+def by_torchvision(image_BCHW: torch.Tensor, size: int, mean: tuple, std: tuple) -> torch.Tensor:
+    transform = transforms.Compose(
+        [
+            transforms.ToTensor(),
+            transforms.Resize((size, size), transforms.InterpolationMode.BILINEAR, antialias=True),
+            transforms.Normalize(mean, std),
+        ]
+    )
+    return torch.stack([transform(image_CHW.permute(1, 2, 0).numpy()) for image_CHW in image_BCHW])
+
+
+@pytest.mark.parametrize(("channels", "statistics"), [(1, GREY), (3, COLOUR)])
+@pytest.mark.parametrize(("height", "width", "size"), [(28, 28, 28), (28, 28, 13), (32, 32, 100), (20, 37, 24)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_each_image_is_what_torchvision_makes_of_it(channels, statistics, height, width, size, channels_last):
+    image_BCHW = images(channels, height, width)
+    made = Preprocess(image_size=size, channels_last=channels_last, **statistics)(image_BCHW)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made, by_torchvision(image_BCHW, size, **statistics), atol=1e-5, rtol=0)
+
+
+def test_images_of_the_right_size_are_only_normalised():
+    made = Preprocess(image_size=32, **COLOUR)(images(3, 32, 32))
+    normalise = transforms.Normalize(**COLOUR)
+    torch.testing.assert_close(made, normalise(images(3, 32, 32) / 255), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches_have_the_memory_format_that_was_asked_for(size, channels_last):
+    made = Preprocess(image_size=size, channels_last=channels_last, **COLOUR)(images(3, 32, 32))
+    assert made.is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert made.is_contiguous() == (not channels_last)
+
+
+def test_the_stored_bytes_stay_as_they_are():
+    image_BCHW = images(1, 28, 28)
+    before = image_BCHW.clone()
+    Preprocess(image_size=28, **GREY)(image_BCHW)
+    assert torch.equal(image_BCHW, before)
+
+
+def test_statistics_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        Preprocess(image_size=28, mean=(0.5, 0.5), std=(0.5,))

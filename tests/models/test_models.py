@@ -1,0 +1,240 @@
+"""The networks: BasicNet is the tutorial's; from_timm gives any of timm's for the data at hand, without a network."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lockstep.errors import UserError
+from lockstep.models import BasicNet, from_timm
+from lockstep.models.from_timm import go_offline_without_network, normalisation
+
+SMALL = "test_resnet"  # timm's own for tests: 0.4 million parameters
+
+
+@pytest.fixture
+def nobody() -> Iterator[int]:
+    """A port that is taken, where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Sets the address of the model hub, on this machine, and what the environment says of proxies: nothing."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # set back after the test, whatever it does to it
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda port: monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+
+
+def small(classes: int = 7, **args) -> nn.Module:
+    return from_timm(name=SMALL, in_channels=1, num_classes=classes, image_size=32, **args)
+
+
+# --- BasicNet --------------------------------------------------------------------------------------------------------
+
+
+def test_basic_net_has_the_layers_of_the_tutorial():
+    layers = [module for module in BasicNet().modules() if not list(module.children())]
+    expected = [
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(128, 10),
+    ]
+    assert [repr(layer) for layer in layers] == [repr(layer) for layer in expected]
+
+
+def test_basic_net_has_1_199_882_parameters():
+    assert sum(parameter.numel() for parameter in BasicNet().parameters()) == 1_199_882
+
+
+def test_basic_net_computes_what_the_tutorial_does_up_to_its_softmax():
+    net, image_BCHW = BasicNet().eval(), torch.randn(4, 1, 28, 28)
+    first, second, *_ = (module for module in net.features if isinstance(module, nn.Conv2d))
+    hidden, last = (module for module in net.classifier if isinstance(module, nn.Linear))
+    x = torch.relu(second(torch.relu(first(image_BCHW))))
+    x = nn.functional.max_pool2d(x, 2).flatten(1)
+    torch.testing.assert_close(net(image_BCHW), last(torch.relu(hidden(x))))
+
+
+def test_basic_net_returns_logits():
+    net = BasicNet().eval()
+    nn.init.constant_(net.classifier[-1].bias, 3.0)
+    with torch.no_grad():
+        logits_BK = net(torch.zeros(2, 1, 28, 28))
+    assert (logits_BK.exp().sum(1) > 2).all()  # probabilities, or their logarithms, would give 1
+
+
+def test_the_dropout_rates_are_those_of_the_config():
+    rates = [m.p for m in BasicNet(dropout_conv=0.0, dropout_fc=0.125).modules() if isinstance(m, nn.Dropout)]
+    assert rates == [0.0, 0.125]
+
+
+@pytest.mark.parametrize(("size", "channels", "classes"), [(6, 1, 2), (7, 2, 3), (28, 1, 10), (32, 3, 100)])
+def test_basic_net_takes_the_shape_of_the_data(size, channels, classes):
+    net = BasicNet(in_channels=channels, num_classes=classes, image_size=size)
+    assert net(torch.zeros(2, channels, size, size)).shape == (2, classes)
+
+
+@pytest.mark.parametrize("size", [1, 4, 5])
+def test_images_too_small_for_basic_net_are_refused(size):
+    with pytest.raises(ValueError, match=rf"at least 6 pixels; data\.image_size={size}"):
+        BasicNet(image_size=size)
+
+
+# --- timm ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [SMALL, "resnet10t", f"{SMALL}.r160_in1k"])
+@pytest.mark.parametrize(("channels", "classes"), [(1, 10), (3, 4)])
+def test_channels_and_classes_come_from_the_data(name, channels, classes):
+    net = from_timm(name=name, in_channels=channels, num_classes=classes, image_size=32).eval()
+    assert net(torch.zeros(2, channels, 32, 32)).shape == (2, classes)
+
+
+def test_a_network_of_fixed_size_is_built_for_the_size_of_the_images():
+    net = from_timm(name="vit_tiny_patch16_224", in_channels=1, num_classes=10, image_size=64).eval()
+    assert net.patch_embed.num_patches == 16
+    assert net(torch.zeros(2, 1, 64, 64)).shape == (2, 10)
+
+
+def test_further_arguments_go_to_the_networks_class():
+    assert small(drop_rate=0.25).drop_rate == 0.25
+    with pytest.raises(UserError, match=rf"model\.name={SMALL} cannot be built .*nonsense"):
+        small(nonsense=1)
+
+
+@pytest.mark.parametrize(("given", "near"), [("resnt50d", "resnet50d"), ("vit_tiny_patch16", "vit_tiny_patch16_224")])
+def test_an_unknown_name_is_answered_with_near_ones(given, near):
+    with pytest.raises(UserError, match=rf"model\.name={given} is unknown to timm.*\b{near}\b"):
+        from_timm(name=given, in_channels=1, num_classes=10, image_size=32)
+
+
+def test_a_name_near_to_none_is_unknown_as_well():
+    with pytest.raises(UserError, match=r"Near to it are none; timm\.list_models\(\) has all"):
+        from_timm(name="qqqq", in_channels=1, num_classes=10, image_size=32)
+
+
+def test_an_unknown_tag_behind_a_known_name_is_named():
+    with pytest.raises(UserError, match=rf"model\.name={SMALL}\.nonsense"):
+        from_timm(name=f"{SMALL}.nonsense", in_channels=1, num_classes=10, image_size=32)
+
+
+def test_images_are_normalised_as_in_pretraining():
+    import timm
+
+    config = timm.get_pretrained_cfg("vit_tiny_patch16_224")
+    assert normalisation("vit_tiny_patch16_224") == (list(config.mean), list(config.std))
+    assert normalisation("vit_tiny_patch16_224") == ([0.5] * 3, [0.5] * 3)  # not the values of most networks
+
+
+@pytest.mark.parametrize("name", ["basic_net", f"{SMALL}.nonsense"])
+def test_what_timm_does_not_know_has_no_normalisation(name):
+    assert normalisation(name) is None
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_pretrained_weights_without_a_network_are_answered_with_what_to_type(hub, nobody):
+    hub(nobody)
+    with pytest.raises(UserError, match=rf"model\.pretrained=true for {SMALL}") as error:
+        small(pretrained=True)
+    assert "model.pretrained=false" in str(error.value)
+    assert "model.checkpoint_path=<file>" in str(error.value)
+
+
+@pytest.mark.parametrize(("listening", "expected"), [(True, None), (False, "1")])
+def test_the_hub_is_asked_only_where_it_can_be_reached(hub, listener, nobody, monkeypatch, listening, expected):
+    hub(listener if listening else nobody)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    go_offline_without_network()
+    assert os.environ.get("HF_HUB_OFFLINE") == expected
+
+
+def test_behind_a_proxy_the_hub_is_asked(hub, nobody, monkeypatch):
+    hub(nobody)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
+    go_offline_without_network()
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, torch.Tensor]:
+    """The weights of a network that is not new."""
+    torch.manual_seed(1)
+    return {key: value + (1 if value.is_floating_point() else 0) for key, value in small().state_dict().items()}
+
+
+def saved(weights: dict[str, torch.Tensor], path: Path) -> Path:
+    save_file(weights, path) if path.suffix == ".safetensors" else torch.save(weights, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_the_weights_of_a_local_file_are_loaded(trained, tmp_path, suffix):
+    net = small(checkpoint_path=str(saved(trained, tmp_path / f"weights{suffix}")))
+    assert net.state_dict().keys() == trained.keys()
+    assert all(torch.equal(value, trained[key]) for key, value in net.state_dict().items())
+
+
+def test_a_local_file_below_the_home_is_found(trained, tmp_path, monkeypatch):
+    saved(trained, tmp_path / "weights.pth")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    net = small(checkpoint_path="~/weights.pth")
+    assert torch.equal(net.state_dict()["conv1.0.weight"], trained["conv1.0.weight"])
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize("content", ["missing", "damaged", "other classes"])
+def test_a_file_of_weights_that_cannot_be_loaded_is_named(trained, tmp_path, suffix, content):
+    path = tmp_path / f"weights{suffix}"
+    if content != "missing":
+        saved(trained, path)
+    if content == "damaged":
+        path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"the weights could not be loaded") as error:
+        small(classes=9 if content == "other classes" else 7, checkpoint_path=str(path))
+    assert f"model.checkpoint_path={path}" in str(error.value)
+
+
+class Touch:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_file_of_weights_cannot_run_code(trained, tmp_path):
+    path, marker = saved({**trained, "more": Touch(tmp_path / "marker")}, tmp_path / "weights.pth"), tmp_path / "marker"
+    with pytest.raises(UserError, match=r"the weights could not be loaded"):
+        small(checkpoint_path=str(path))
+    assert not marker.exists()
+    torch.load(path, weights_only=False)
+    assert marker.exists()  # it would have run

@@ -1,0 +1,97 @@
+"""Batch norm over processes against batch norm over the whole batch in one process. Two real gloo processes."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing, nn
+
+from lockstep.strategies.batch_norm import GlobalBatchNorm, synchronise
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4, momentum=None)
+    )
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(12, 3, 9, 9, generator=torch.Generator().manual_seed(1)) * 3 + 5
+
+
+def step(net: nn.Module, x: torch.Tensor, whole: int) -> torch.Tensor:
+    """Two training passes and their gradients, of a loss that is summed over samples."""
+    for _ in range(2):
+        y = net(x)
+        (y.square() * torch.arange(1.0, 5).view(1, -1, 1, 1)).sum().div(whole).backward()
+    return y
+
+
+def process(rank: int, world: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    net = make_net()
+    assert synchronise(net, "cpu") == 2
+    x = batch()
+    y = step(net, x.chunk(world)[rank], len(x))
+    for parameter in net.parameters():
+        torch.distributed.all_reduce(parameter.grad)
+    torch.save(
+        {"y": y, "state": net.state_dict(), "grads": [p.grad for p in net.parameters()]}, Path(folder) / f"{rank}.pt"
+    )
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("batch_norm")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    multiprocessing.spawn(process, (2, port, str(folder)), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_two_processes_normalise_as_one(together):
+    net, x = make_net(), batch()
+    y = step(net, x, len(x))
+    torch.testing.assert_close(torch.cat([result["y"] for result in together]), y, rtol=1e-5, atol=1e-5)
+    for result in together:
+        for key, value in net.state_dict().items():
+            torch.testing.assert_close(result["state"][key], value, rtol=1e-5, atol=1e-6)
+        for found, parameter in zip(result["grads"], net.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-4)  # sums that cancel
+
+
+def test_it_differs_from_normalising_each_part(together):
+    net, x = make_net(), batch()
+    assert (together[0]["y"] - step(net, x[:6], len(x))).abs().max() > 0.01
+
+
+def test_keys_and_evaluation_stay_those_of_batch_norm():
+    net = make_net()
+    step(net, batch(), 12)
+    expected, x = net.eval()(batch()), batch()
+    keys = list(net.state_dict())
+    synchronise(net, "cpu")
+    assert list(net.state_dict()) == keys
+    assert isinstance(net[1], GlobalBatchNorm)
+    torch.testing.assert_close(net(x), expected)
+
+
+def test_the_activation_that_timm_puts_into_a_norm_is_kept():
+    from timm.layers import BatchNormAct2d
+
+    net = nn.Sequential(BatchNormAct2d(3))
+    x = batch()
+    expected = net(x)
+    net = nn.Sequential(BatchNormAct2d(3))
+    assert synchronise(net, "cpu") == 1
+    torch.testing.assert_close(net(x), expected)
+    assert net(x).min() == 0  # its ReLU
+
+
+def test_a_network_without_batch_norm_has_none():
+    assert synchronise(nn.Sequential(nn.Linear(2, 2)), "cpu") == 0

@@ -1,0 +1,213 @@
+"""What a run can do, on one process: resume, average, stop, profile, log. In this process, to import torch once."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.callbacks import FiniteLoss
+from lockstep.errors import TrainingFailed, UserError
+
+
+class Crash(RuntimeError):
+    pass
+
+
+@pytest.fixture
+def train(tmp_path, mnist, cache, monkeypatch):
+    """Trains in a folder of its own; an epoch has 12 steps."""
+    monkeypatch.chdir(tmp_path)
+    base = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
+    return lambda *overrides: lockstep.train([*base, *overrides])
+
+
+@pytest.fixture
+def crash_at(monkeypatch):
+    """Makes training raise Crash at the end of a step."""
+
+    def set_up(step: int) -> None:
+        def crash(self, trainer, *_):
+            if trainer.global_step == step:
+                raise Crash
+
+        monkeypatch.setattr(FiniteLoss, "on_train_batch_end", crash)
+
+    yield set_up
+
+
+def rows(run: str) -> list[dict[str, str]]:
+    with Path("runs", run, "metrics.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != "train/images_per_s"} for row in csv.DictReader(file)]
+
+
+def state(path: str) -> dict:
+    return torch.load(f"runs/{path}", weights_only=True)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("saved_at", [5, 12, 17])
+def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, saved_at):
+    options = [
+        "trainer.log_every_n_steps=1",
+        "schedule=cosine",
+        "trainer.max_epochs=2",
+        f"checkpoint.every_n_steps={saved_at}",
+    ]
+    whole = train("run=whole", *options)
+    crash_at(saved_at + 2)
+    with pytest.raises(Crash):
+        train("run=parts", *options)
+    assert json.loads(Path("runs/parts/report.json").read_text())["status"] == "failed"
+    crash_at(-1)
+    parts = train("run=parts", "resume=auto", *options)
+    a, b = state("whole/checkpoints/last.ckpt"), state("parts/checkpoints/last.ckpt")
+    assert same(a["state_dict"], b["state_dict"])
+    assert [s["exp_avg_sq"].sum() for s in a["optimizer_states"][0]["state"].values()] == [
+        s["exp_avg_sq"].sum() for s in b["optimizer_states"][0]["state"].values()
+    ]
+    assert a["lr_schedulers"] == b["lr_schedulers"]
+    assert rows("parts") == rows("whole")
+    assert (parts["test/loss"], parts["val/acc"]) == (whole["test/loss"], whole["val/acc"])
+
+
+def test_auto_starts_a_run_that_is_not_there_and_passes_over_a_damaged_checkpoint(train):
+    train("run=a", "resume=auto", "trainer.max_epochs=2")
+    folder = Path("runs/a/checkpoints")
+    best = next(folder.glob("best-*.ckpt"))
+    with (folder / "last.ckpt").open("r+b") as file:
+        file.truncate(100_000)
+    os.utime(folder / "last.ckpt")  # it is the newest
+    report = train("run=a", "resume=auto", "trainer.max_epochs=3")
+    assert report["resumed_from"] == str(best)
+    assert report["train/steps"] == 36
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
+
+
+def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist):
+    train("run=a", "optim=sgd", "optim.lr=0.01", "model.dropout_fc=0.1")
+    lockstep.train(["resume=a", "trainer.max_epochs=2"])
+    config = lockstep.launch.recall.load_config(Path("runs/a/config.yaml"))
+    assert (config.optim.lr, config.model.dropout_fc, config.trainer.max_epochs, config.data.root) == (
+        0.01,
+        0.1,
+        2,
+        str(mnist),
+    )
+    assert config.resume is None
+
+
+def test_other_data_is_refused(train, make_mnist):
+    train("run=a")
+    with pytest.raises(UserError, match="trained on other data"):
+        train("run=a", "resume=auto", "trainer.max_epochs=2", f"data.root={make_mnist(640, 50)}")
+    assert json.loads(Path("runs/a/report.json").read_text())["status"] == "failed"
+    assert len(list(Path("runs/a/checkpoints").iterdir())) == 2
+
+
+def test_a_directory_is_never_taken_twice(train):
+    train("run=a", "debug=one_batch")
+    before = Path("runs/a/report.json").read_text()
+    with pytest.raises(UserError, match=r"runs/a exists. Type resume=auto"):
+        train("run=a", "debug=one_batch")
+    assert Path("runs/a/report.json").read_text() == before
+
+
+def test_weights_alone_start_a_new_run(train):
+    train("run=a")
+    report = train("run=b", "init_from=a", "debug=one_batch", "optim=sgd", "optim.lr=0")
+    assert report["resumed_from"] is None
+    tested = [state(f"{run}/" + json.loads(Path(f"runs/{run}/report.json").read_text())["checkpoint"]) for run in "ab"]
+    assert same(*(checkpoint["state_dict"] for checkpoint in tested))
+    with pytest.raises(UserError, match=r"does not fit the network: .*classifier"):
+        train("run=c", "init_from=a", "data.image_size=32")
+    assert not Path("runs/c").exists()
+
+
+def test_an_average_is_what_is_validated_tested_and_saved(train):
+    options = ["trainer.max_epochs=2", "optim=sgd", "optim.lr=0.01"]
+    plain = train("run=plain", *options)
+    averaged = train("run=ema", *options, "callbacks=[default,ema]", "callbacks.ema.decay=0.8")
+    checkpoint = state("ema/checkpoints/last.ckpt")
+    assert same(checkpoint["current_model_state"], state("plain/checkpoints/last.ckpt")["state_dict"])
+    assert not same(checkpoint["state_dict"], checkpoint["current_model_state"])
+    assert averaged["test/loss"] != plain["test/loss"]
+    again = lockstep.evaluate(["run=ema", "trainer.accelerator=cpu"])
+    assert again["test/loss"] == pytest.approx(averaged["test/loss"], rel=1e-6)
+
+
+def test_a_run_stops_early(train):
+    report = train("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience=1", "optim=sgd", "optim.lr=0",
+                   "optim.momentum=0", "optim.nesterov=false", "trainer.max_epochs=10")  # fmt: skip
+    assert report["train/epochs"] == 2
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_advice(train):
+    with pytest.raises(TrainingFailed, match=r"the loss is (nan|inf) at step \d+ .* lower optim.lr"):
+        train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.log_every_n_steps=2")
+    report = json.loads(Path("runs/a/report.json").read_text())
+    assert (report["status"], "optim.lr" in report["error"]) == ("failed", True)
+
+
+def test_seed_0_is_a_seed_and_null_draws_one(train):
+    a, b, c = (
+        train(f"run={run}", f"seed={seed}", "debug=one_batch") for run, seed in (("a", 0), ("b", 0), ("c", "null"))
+    )
+    assert a["seed"] == b["seed"] == 0
+    assert a["test/loss"] == b["test/loss"] != c["test/loss"]
+    assert isinstance(c["seed"], int)
+
+
+def test_workers_deal_out_the_same_batches(train):
+    options = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
+    train("run=without", *options)
+    train("run=with", *options, "data.num_workers=2")
+    assert rows("with") == rows("without")
+
+
+@pytest.mark.parametrize("preset", ["one_batch", "limit", "profiler"])
+def test_debug_presets(train, preset):
+    report = train("run=a", f"debug={preset}")
+    steps, count = {"one_batch": (1, 103), "limit": (24, 103), "profiler": (12, 103)}[preset]
+    assert (report["train/steps"], report["test/count"]) == (steps, count)
+    assert Path("runs/a/fit-profile.txt").exists() == (preset == "profiler")
+
+
+def test_the_same_batch_can_be_overfitted(train):
+    train("run=a", "debug=overfit", "trainer.max_epochs=60", "model.dropout_conv=0", "model.dropout_fc=0")
+    losses = [float(row["train/loss"]) for row in rows("a") if row["train/loss"]]
+    assert len(losses) == 60
+    assert losses[-1] < 0.05 < 2 < losses[0]
+
+
+def test_several_loggers_write_at_once_and_the_id_of_wandb_is_kept(train):
+    train("run=a", "logger=[wandb,tensorboard]", "trainer.log_every_n_steps=4")
+    folder = Path("runs/a")
+    assert b"test/acc" in b"".join(path.read_bytes() for path in folder.glob("tensorboard/events.out.tfevents.*"))
+    assert [row["step"] for row in rows("a")] == ["3", "7", "11", "11", "12"]  # rows, validation, test
+    ids = {path.name.rsplit("-", 1)[1] for path in folder.glob("wandb/offline-run-*")}
+    train("run=a", "logger=[wandb,tensorboard]", "resume=auto", "trainer.max_epochs=2")
+    assert {path.name.rsplit("-", 1)[1] for path in folder.glob("wandb/offline-run-*")} == ids
+    assert len(ids) == 1
+
+
+def test_without_checkpoints_the_weights_at_the_end_are_tested(train):
+    report = train("run=a", "trainer.enable_checkpointing=false")
+    assert (report["checkpoint"], report["test/count"], report["status"]) == (None, 103, "done")
+    assert list(Path("runs/a/checkpoints").iterdir()) == []
+
+
+def test_a_cut_off_file_of_data_is_named(train, mnist, tmp_path):
+    shutil.copytree(mnist, tmp_path / "cut")
+    path = tmp_path / "cut/MNIST/raw/train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte.gz is cut off or damaged"):
+        train("run=a", f"data.root={tmp_path / 'cut'}")
+    assert not Path("runs").exists()
