@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import subprocess
 import sys
 
@@ -31,8 +30,8 @@ def test_two_processes_are_one_run_with_one_voice(command):
     assert sum("test accuracy" in line for line in lines) == 1
     assert sum("python eval.py run=pair" in line for line in lines) == 1
     assert done.err == ""
-    assert sorted(os.listdir(command.folder)) == ["runs"]
-    assert os.listdir(command.folder / "runs") == ["pair"]
+    assert [path.name for path in command.folder.iterdir()] == ["runs"]
+    assert [path.name for path in (command.folder / "runs").iterdir()] == ["pair"]
     assert "batch 64 = 2 x 32" in (command.folder / "runs/pair/train.log").read_text()
 
 

@@ -4,22 +4,18 @@ import csv
 import json
 import logging
 import os
-import platform
 import shutil
-import subprocess
-import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import ROOT
 from lockstep.errors import UserError
 from lockstep.launch.identity import run_dir
 from lockstep.launch.recall import evaluation_file
+from lockstep.provenance import git_sha, peak_memory_bytes, versions
 from lockstep.world import World
 
 if TYPE_CHECKING:
@@ -27,8 +23,6 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
     from lockstep.data.datamodule import DataModule
-
-PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -38,46 +32,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def git_sha() -> str | None:
-    """The checkout's commit, with `-dirty` where files were changed since; None without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def versions() -> str:
-    found = [f"python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
-
-
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of metrics.csv, without their empty cells."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-
-
-def peak_memory_bytes(trainer: "pl.Trainer") -> int:
-    """The most that one process used: of its GPU where it has one, else of the machine. Asked of all ranks."""
-    import torch
-
-    if trainer.strategy.root_device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    tensor = torch.tensor(float(peak), device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(tensor, reduce_op="max"))
 
 
 class Recorder:

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Writes requirements.txt: every package of the tested set, by version and hash, without the addresses of an index.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv lock --quiet
+uv export --quiet --frozen --no-dev --no-emit-project --no-header --no-annotate >requirements.txt
+if grep -n '://' requirements.txt; then
+  echo "requirements.txt names an address; it must not" >&2
+  exit 1
+fi

@@ -1,0 +1,48 @@
+"""What a run ran on: the commit, the versions, the memory it took."""
+
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from lockstep import ROOT
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
+
+
+def git_sha() -> str | None:
+    """The checkout's commit, with `-dirty` where files were changed since; None without git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def versions() -> str:
+    found = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def peak_memory_bytes(trainer: "pl.Trainer") -> int:
+    """The most that one process used: of its GPU where it has one, else of the machine. Asked of all ranks."""
+    import torch
+
+    if trainer.strategy.root_device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    tensor = torch.tensor(float(peak), device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(tensor, reduce_op="max"))
