@@ -84,6 +84,11 @@ BAD = {
     "strategy=dp trainer.devices=2 trainer.accelerator=cpu": ["strategy=dp", "strategy=ddp"],
     "strategy=ddp trainer.devices=2 trainer.accelerator=cpu data.batch_size=63": ["63", "62 or 64", "2 processes"],
     "trainer.accumulate_grad_batches=3": ["data.batch_size=63 or 66", "3 accumulated"],
+    "trainer.accumulate_grad_batches=2 trainer.limit_train_batches=5": [
+        "whole steps of 2",
+        "trainer.limit_train_batches=4",
+    ],
+    "strategy=ddp trainer.num_nodes=2 trainer.accelerator=cpu": ["MASTER_ADDR", "torchrun"],
     "trainer.devices=0": ["trainer.devices=0", "a number of devices"],
     "strategy=ddp trainer.devices=[0,0] trainer.accelerator=cpu": ["trainer.devices"],
     "trainer.limit_train_batches=1.5": ["trainer.limit_train_batches=1.5", "share"],

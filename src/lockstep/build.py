@@ -126,7 +126,8 @@ def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
 
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
     given = plain(cfg.trainer)
-    devices = given["devices"] if isinstance(given["devices"], list) else world.devices
+    ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which ones; otherwise, how many
+    devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= parts
     if given["profiler"]:

@@ -1,6 +1,7 @@
 """Every check of a config, across its groups, without torch: a mistake is told in half a second, all at once."""
 
 import difflib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,13 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"strategy=dp splits batches over GPUs; there is nothing to split over with trainer.devices={given} on a CPU. Type strategy=ddp, or trainer.devices=1."
     if world.strategy in ONE_PROCESS and world.nodes > 1:
         yield f"strategy={world.strategy} is one process; trainer.num_nodes={world.nodes} needs several. Type strategy=ddp, or trainer.num_nodes=1."
+    if world.nodes > 1 and not world.external and world.strategy not in ONE_PROCESS:
+        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+        if absent or not cfg.run:
+            yield (
+                f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
+                "environment of each node, and run=<name>. Type torchrun --nnodes=... train.py, or trainer.num_nodes=1."
+            )
     if world.external and cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."
     if world.external and cfg.trainer.num_nodes not in (1, world.nodes):
@@ -131,6 +139,12 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     trainer = cfg.trainer
+    limit, accumulate = trainer.limit_train_batches, trainer.accumulate_grad_batches
+    if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):
+        yield (
+            f"trainer.limit_train_batches={limit} counts micro-batches and must be whole steps of {accumulate}. "
+            f"Type trainer.limit_train_batches={accumulate * max(1, int(limit) // accumulate)}."
+        )
     if (cfg.checkpoint.monitor == "val/loss") != (cfg.checkpoint.mode == "min"):
         good = "min" if cfg.checkpoint.monitor == "val/loss" else "max"
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst. Type checkpoint.mode={good}."

@@ -22,7 +22,7 @@ from lockstep.launch import local, recall
 from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, register_resolvers, tried_alone
 from lockstep.launch.identity import identify, run_dir, sweep_name
 from lockstep.report import mark_failed
-from lockstep.world import World, world_of
+from lockstep.world import ONE_PROCESS, World, world_of
 
 Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
@@ -51,7 +51,10 @@ def reported(call: Callable[[], Any], rank: int) -> int:
         return e.exit_code
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception as e:
+        if type(e).__name__ == "MisconfigurationException":  # Lightning's word for a config that cannot run
+            print(f"error: {e}" if rank == 0 else "", end="\n" if rank == 0 else "", file=sys.stderr)
+            return 2
         prefix = f"[rank {rank}] " if rank else ""
         print("".join(prefix + line + "\n" for line in traceback.format_exc().splitlines()), end="", file=sys.stderr)
         return 1
@@ -111,13 +114,6 @@ def found_data(cfg: DictConfig) -> str:
     return source
 
 
-def leave_group() -> None:
-    """A multirun's next job in this process may have another world."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """Runs `job` in as many processes as the config asks for; returns what it wrote as its result.
 
@@ -127,15 +123,14 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
         UserError: the config or the input is wrong.
         RunFailed: another process failed; it has said why.
     """
+    if name == "train" and not cfg.resume:  # otherwise the run's own config is still to come
+        raise_problems(check(cfg))
     cfg = recall.for_evaluation(cfg, overrides) if name == "eval" else recall.for_training(cfg, overrides)
     raise_problems(check(cfg))
     world = world_of(cfg)
     cfg = identify(cfg, found_data(cfg))
-    if world.external or world.size == 1:
-        try:
-            job(cfg, world)
-        finally:
-            leave_group()
+    if world.external or world.strategy in ONE_PROCESS:
+        job(cfg, world)
     else:
         try:
             local.run_processes(ROOT / f"{name}.py", cfg, world)
@@ -143,5 +138,5 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
             mark_failed(run_dir(cfg), str(e) or type(e).__name__)
             raise
     path = recall.evaluation_file(cfg) if name == "eval" else run_dir(cfg) / "report.json"
-    result: dict[str, Any] = json.loads(path.read_text())
+    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # another node's disk may have it
     return result

@@ -40,11 +40,11 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
         "world": {**asdict(world), "rank": world.rank + local_rank},
     }
     threads = max(1, (os.cpu_count() or 1) // world.devices)  # as many as cores would slow each other down
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
     return {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
+        **here,
         "RANK": str(world.rank + local_rank),
         "LOCAL_RANK": str(local_rank),
         "NODE_RANK": str(world.rank // world.devices),

@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import os
 import zipfile
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.errors import UserError
 from lockstep.launch.compose import is_group, key_of
+from lockstep.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # keys of eval.py that say what to evaluate
@@ -111,7 +111,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         )
     if cfg.resume:
         return resumed(cfg, overrides)
-    first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"  # a later rank may find rank 0's
+    first = world_of(cfg).rank == 0  # a later rank may find the directory that rank 0 has made
     if first and cfg.run and (Path(cfg.runs_dir) / cfg.run / "config.yaml").exists():
         raise UserError(
             f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
