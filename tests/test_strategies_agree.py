@@ -126,8 +126,8 @@ def test_a_checkpoint_is_enough_for_an_evaluation(reports, base, runs, tmp_path)
 
 def test_a_report_can_be_read_as_a_page(reports, runs):
     page = (runs / "ddp" / "report.html").read_text()
-    assert page.count("<svg") == 2  # no validation within 10 steps
-    for text in ("Loss", "Speed", f"{reports['ddp']['test/acc']:.2%}", reports["ddp"]["data/sha256"]):
+    assert page.count("<svg") == 3
+    for text in ("Loss", "Accuracy", "Speed", f"{reports['ddp']['test/acc']:.2%}", reports["ddp"]["data/sha256"]):
         assert text in page
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""

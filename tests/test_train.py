@@ -165,6 +165,13 @@ def test_seed_0_is_a_seed_and_null_draws_one(train):
     assert isinstance(c["seed"], int)
 
 
+def test_a_drawn_seed_is_drawn_once(train):
+    first = train("run=a", "seed=null", "resume=auto")
+    again = train("run=a", "seed=null", "resume=auto", "trainer.max_epochs=2")
+    assert again["seed"] == first["seed"]
+    assert again["train/steps"] == 24
+
+
 def test_workers_deal_out_the_same_batches(train):
     options = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
     train("run=without", *options)

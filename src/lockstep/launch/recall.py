@@ -145,6 +145,10 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.run = cfg.run or saved.run
         result.runs_dir = cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), None
+        if result.run == saved.run:  # the same run typed again: what was drawn for it stays
+            result.seed = saved.seed if result.seed is None else result.seed
+            if "wandb" in result.logger and "wandb" in saved.logger:
+                result.logger.wandb.id = saved.logger.wandb.id
     return result
 
 
