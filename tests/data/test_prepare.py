@@ -195,11 +195,14 @@ def test_a_file_with_other_content_makes_a_new_entry(root, cache):
     assert after.array("test_labels").tolist() == [*range(10)] * 2
 
 
-def test_a_file_written_anew_makes_a_new_entry_of_the_same_data(root, cache):
+@pytest.mark.parametrize("change", ["time", "size"])
+def test_a_file_written_anew_makes_a_new_entry_of_the_same_data(root, cache, change):
     before = prepare(config(root, cache))
-    path = raw(root, "train-labels-idx1-ubyte.gz")
+    path = raw(root, "train-images-idx3-ubyte.gz")
     stat = path.stat()
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 2_000_000_000))
+    if change == "size":
+        path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), 0))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 2_000_000_000 * (change == "time")))
     after = prepare(config(root, cache))
     assert after.folder != before.folder
     assert after.sha256 == before.sha256
@@ -261,8 +264,11 @@ def test_a_writer_that_is_killed_leaves_no_half_entry(root, cache):
 
 def prepare_at_once(data: DictConfig, barrier, results) -> None:
     barrier.wait(60)
-    prepared = prepare(data)
-    results.put((prepared, {name: np.array(prepared.array(name)) for name in NAMES}))
+    try:
+        prepared = prepare(data)
+        results.put((prepared, {name: np.array(prepared.array(name)) for name in NAMES}))
+    except Exception as e:
+        results.put(e)
 
 
 def test_processes_that_prepare_at_once_get_the_same_arrays_of_one_folder(root, cache):
@@ -273,6 +279,7 @@ def test_processes_that_prepare_at_once_get_the_same_arrays_of_one_folder(root, 
     got = [results.get(timeout=60) for _ in processes]
     for process in processes:
         process.join(60)
+    assert not [error for error in got if isinstance(error, Exception)]
     expected = files.read_mnist(files.mnist_files(root))
     assert folders(cache) == [got[0][0].folder]
     for prepared, arrays in got:

@@ -222,6 +222,12 @@ def test_each_validation_image_counts_once_whatever_divides(size, first, batch, 
     assert_each_once(Split(size + 50, first, size), batch, world)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_the_number_of_batches_does_not_grow_with_the_world(world):
+    assert len(EvalBatches(Split(100, 0, 100), batch=100, world=world)) == 1
+    assert len(EvalBatches(Split(10_000, 0, 10_000), batch=1000, world=world)) == 10
+
+
 def test_fillers_are_no_indices():
     batches = [indices for rank in range(4) for indices in EvalBatches(Split(7, 0, 7), batch=7, rank=rank, world=4)]
     assert FILLER < 0

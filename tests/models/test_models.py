@@ -176,6 +176,16 @@ def test_the_hub_is_asked_only_where_it_can_be_reached(hub, listener, nobody, mo
     assert os.environ.get("HF_HUB_OFFLINE") == expected
 
 
+def test_the_hubs_client_goes_offline_even_where_it_was_loaded_before(hub, nobody, monkeypatch):
+    import huggingface_hub  # as `normalisation` and an earlier run in the same process do; it reads the variable once
+
+    hub(nobody)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    go_offline_without_network()
+    assert huggingface_hub.is_offline_mode()
+
+
 def test_behind_a_proxy_the_hub_is_asked(hub, nobody, monkeypatch):
     hub(nobody)
     monkeypatch.delenv("HF_HUB_OFFLINE")
