@@ -19,10 +19,9 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     task = build.task(cfg, data, weights=cfg.init_from)
     trainer = build.trainer(cfg, world, data)
     with Recorder(cfg, world, data, trainer) as run:
-        trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
-        best = build.best_checkpoint(trainer)
+        best = build.fit(cfg, trainer, task, data)
         run.trained(best)
-        if "val/acc" not in trainer.callback_metrics:
+        if not run.was_validated:
             run.add(**build.validate(cfg, world, data, task))
         run.add(**build.evaluate(cfg, world, data, best or task))
 

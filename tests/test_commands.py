@@ -2,8 +2,11 @@
 
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -28,7 +31,7 @@ def test_two_processes_are_one_run_with_one_voice(command):
         assert part in plan
     assert lines.index(plan) == 0
     assert sum("test accuracy" in line for line in lines) == 1
-    assert sum("python eval.py run=pair" in line for line in lines) == 1
+    assert lines[-1] == "evaluate it: python eval.py run=pair"
     assert done.err == ""
     assert [path.name for path in command.folder.iterdir()] == ["runs"]
     assert [path.name for path in (command.folder / "runs").iterdir()] == ["pair"]
@@ -69,6 +72,70 @@ def test_a_multirun_of_two_processes_each_goes_on_after_a_job_that_cannot_run(co
     assert (reports[0]["test/count"], reports[0]["world_size"]) == (103, 2)
     assert "data.batch_size=62 or 64" in done.err
     assert sorted(path.name for path in (sweep / "1").iterdir()) == ["report.json"]
+
+
+def test_a_multirun_typed_twice_harms_nothing(command):
+    args = ["-m", "seed=0,1", "run=sweep", "trainer.limit_test_batches=1", *SHORT]
+    assert command("train.py", *args).code == 0
+    before = [(command.folder / f"runs/sweep/{job}/report.json").read_text() for job in range(2)]
+    done = command("train.py", *args)
+    assert done.code == 2, done
+    assert "runs/sweep/0 exists" in done.err
+    assert [(command.folder / f"runs/sweep/{job}/report.json").read_text() for job in range(2)] == before
+    assert '"status": "done"' in before[0]
+
+
+def test_ctrl_c_ends_a_multirun_as_a_whole(command):
+    args = [
+        "-m",
+        "seed=0,1",
+        "run=sweep",
+        "trainer.max_epochs=500",
+        "trainer.log_every_n_steps=1",
+        "trainer.accelerator=cpu",
+        *TWO,
+    ]
+    full = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        f"data.root={command.data}",
+        f"data.cache_dir={command.cache}",
+        *args,
+    ]
+    process = subprocess.Popen(
+        full, cwd=command.folder, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (command.folder / "runs/sweep/0/metrics.csv").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    assert not (command.folder / "runs/sweep/1").exists()
+    assert json.loads((command.folder / "runs/sweep/0/report.json").read_text())["status"] == "interrupted"
+
+
+def test_warnings_reach_the_screen(command, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, warnings\n"
+        "from pathlib import Path\n"
+        "def warn():\n"
+        "    import time\n"
+        "    while not Path('runs/a/metrics.csv').exists(): time.sleep(0.01)\n"
+        "    warnings.warn('something to know')\n"
+        "threading.Thread(target=warn, daemon=True).start()\n"
+    )
+    done = command(
+        "train.py",
+        "run=a",
+        "trainer.log_every_n_steps=1",
+        "trainer.max_epochs=3",
+        "trainer.accelerator=cpu",
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.code == 0, done
+    assert done.err.count("something to know") == 1
+    assert "something to know" in (command.folder / "runs/a/train.log").read_text()
 
 
 def test_a_mistake_that_shows_late_leaves_nothing_either(command):

@@ -104,12 +104,70 @@ def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist
     assert config.resume is None
 
 
-def test_other_data_is_refused(train, make_mnist):
+def contents(run: str) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes()
+        for path in Path("runs", run).rglob("*")
+        if path.is_file() and path.name != "train.log"
+    }
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(train, make_mnist):
     train("run=a")
+    before = contents("a")
     with pytest.raises(UserError, match="trained on other data"):
         train("run=a", "resume=auto", "trainer.max_epochs=2", f"data.root={make_mnist(640, 50)}")
-    assert json.loads(Path("runs/a/report.json").read_text())["status"] == "failed"
-    assert len(list(Path("runs/a/checkpoints").iterdir())) == 2
+    for override, told in (
+        ("model=resnet50d", "model.name=resnet50d cannot be changed"),
+        ("data.val_fraction=0.2", "data.val_fraction"),
+    ):
+        with pytest.raises(UserError, match=told):
+            train("resume=a", override)
+    train("run=b")
+    other = contents("b")
+    with pytest.raises(UserError, match="is another run"):
+        train("resume=a", "run=b", "trainer.max_epochs=2")
+    assert contents("a") == before
+    assert contents("b") == other
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at):
+    crash_at(3)
+    with pytest.raises(Crash):
+        train("run=a", "resume=auto", "trainer.log_every_n_steps=1")
+    crash_at(-1)
+    report = train("run=a", "resume=auto", "trainer.log_every_n_steps=1")
+    assert (report["train/steps"], report["resumed_from"]) == (12, None)
+    assert [row["step"] for row in rows("a") if row["train/loss"]] == [str(step) for step in range(12)]
+
+
+def test_more_steps_go_on_where_max_steps_ended_a_run(train):
+    options = ["trainer.log_every_n_steps=1"]
+    train("run=whole", "trainer.max_steps=17", *options)
+    train("run=parts", "trainer.max_steps=7", *options)
+    train("run=parts", "resume=auto", "trainer.max_steps=17", *options)
+    losses = [[row["train/loss"] for row in rows(run) if row["train/loss"]] for run in ("whole", "parts")]
+    assert len(losses[0]) == 17
+    assert losses[0] == losses[1]
+    assert same(state("whole/checkpoints/last.ckpt")["state_dict"], state("parts/checkpoints/last.ckpt")["state_dict"])
+
+
+def test_a_finished_run_typed_again_changes_no_figure(train):
+    first = train("run=a", "resume=auto", "trainer.max_epochs=2")
+    log = rows("a")
+    again = train("run=a", "resume=auto", "trainer.max_epochs=2")
+    assert rows("a") == log
+    for figure in ("test/loss", "test/acc", "val/acc", "checkpoint", "train/steps"):
+        assert again[figure] == first[figure]
+
+
+def test_the_printed_path_of_a_checkpoint_can_be_typed(train):
+    report = train("run=a")
+    path = f"runs/a/{report['checkpoint']}"
+    again = lockstep.evaluate([f"checkpoint={path}", "trainer.accelerator=cpu"])
+    assert again["test/loss"] == pytest.approx(report["test/loss"], rel=1e-6)
+    assert train("run=b", f"init_from={path}", "debug=one_batch")["status"] == "done"
+    assert train(f"resume={path}", "trainer.max_epochs=2")["train/steps"] == 24
 
 
 def test_a_directory_is_never_taken_twice(train):
@@ -154,6 +212,48 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(train):
         train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.log_every_n_steps=2")
     report = json.loads(Path("runs/a/report.json").read_text())
     assert (report["status"], "optim.lr" in report["error"]) == ("failed", True)
+
+
+def test_a_loss_that_is_no_number_is_seen_in_a_short_run_too(train):
+    with pytest.raises(TrainingFailed):
+        train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.limit_train_batches=5")
+    assert json.loads(Path("runs/a/report.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions_train(train, precision):
+    report = train(f"trainer.precision={precision}", "trainer.max_epochs=3", "optim.lr=3e-3")
+    assert (report["precision"], report["test/count"]) == (precision, 103)
+    assert report["test/acc"] > 0.5
+
+
+@pytest.mark.parametrize(
+    "wrong", ["+optim.foo=1", "trainer.val_check_interval=1000", "trainer.limit_train_batches=0.001"]
+)
+def test_what_torch_or_lightning_refuses_is_told_and_leaves_nothing(train, wrong):
+    with pytest.raises(UserError):
+        train("run=a", wrong)
+    assert not Path("runs/a").exists()
+
+
+def test_a_run_without_an_end_is_ended_by_time(train):
+    report = train("trainer.max_epochs=-1", "trainer.max_time=00:00:00:02")
+    assert report["status"] == "done"
+    assert report["train/steps"] > 0
+
+
+def test_weights_to_start_from_are_not_needed_again(train, tmp_path):
+    import timm
+
+    weights = tmp_path / "weights.pth"
+    torch.save(timm.create_model("test_resnet", num_classes=10, in_chans=1).state_dict(), weights)
+    model = ["model=timm", "model.name=test_resnet", f"model.checkpoint_path={weights}"]
+    report = train("run=a", *model, "data.batch_size=63", "debug=one_batch")
+    weights.unlink()
+    again = lockstep.evaluate(["run=a", "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"])
+    assert again["test/loss"] == pytest.approx(report["test/loss"], rel=1e-5)
+    with pytest.raises(UserError, match=r"optim.lr=7 has no effect in an evaluation"):
+        lockstep.evaluate(["run=a", "optim.lr=7"])
 
 
 def test_seed_0_is_a_seed_and_null_draws_one(train):

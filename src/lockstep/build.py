@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
@@ -26,6 +26,7 @@ from lockstep.world import World
 
 # What configs may name, and what those may return. A fork adds its own package.
 TRUSTED = ["lockstep.*", "torch.nn.*", "torch.optim.*", "torchvision.*", "timm.*", "lightning.pytorch.*"]
+NO_START = {"pretrained": False, "checkpoint_path": None}
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
@@ -50,6 +51,8 @@ def data(cfg: DictConfig) -> DataModule:
     form, own = FORMATS[cfg.data.name], None
     if "model" in (cfg.data.mean, cfg.data.std):
         own = normalisation(cfg.model.name)
+    if own and len(own[0]) != len(form.mean):  # pretrained on colours, used on grey
+        own = None
     mean, std = own or (form.mean, form.std)
     return DataModule(
         prepare(cfg.data),
@@ -67,10 +70,13 @@ def data(cfg: DictConfig) -> DataModule:
     )
 
 
-def network(cfg: DictConfig, data: DataModule) -> nn.Module:
+def network(cfg: DictConfig, data: DataModule, **changes: Any) -> nn.Module:
     try:
         net: nn.Module = create(
-            cfg.model, in_channels=data.channels, num_classes=data.num_classes, image_size=data.image_size
+            {**plain(cfg.model), **changes},
+            in_channels=data.channels,
+            num_classes=data.num_classes,
+            image_size=data.image_size,
         )
     except UserError:
         raise
@@ -82,7 +88,9 @@ def network(cfg: DictConfig, data: DataModule) -> nn.Module:
 
 def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Classification:
     """The task with a new network, or with the weights of the checkpoint `weights`."""
-    net = network(cfg, data)
+    # A checkpoint holds all weights: those that the model started from are not fetched again.
+    starts = {key: value for key, value in NO_START.items() if weights and key in cfg.model}
+    net = network(cfg, data, **starts)
     if weights:
         checkpoint.load_weights(net, Path(weights))
     return Classification(
@@ -155,10 +163,21 @@ def quiet(world: World) -> None:
     console.quiet(world.rank)
 
 
-def best_checkpoint(trainer: pl.Trainer) -> str | None:
-    """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
-    saved = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-    return next((path for path in saved if path), None)
+def fit(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> str | None:
+    """Trains; returns the checkpoint to test.
+
+    Raises:
+        UserError: torch or Lightning refuses an argument before the first batch.
+    """
+    try:
+        trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
+    except UserError:
+        raise
+    except (ValueError, TypeError, InstantiationException, MisconfigurationException) as e:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+            raise
+        raise UserError(" ".join(str(e).split())) from e
+    return checkpoint.best_checkpoint(trainer)
 
 
 def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | Classification) -> dict[str, float]:

@@ -4,17 +4,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
+from lockstep.pace import completes_step
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -44,25 +45,59 @@ class AtomicCheckpointIO(CheckpointIO):
             Path(path).unlink(missing_ok=True)
 
 
-def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[ModelCheckpoint]:
-    """The best by validation; and last.ckpt, at each epoch's end and every `checkpoint.every_n_steps`."""
-    callbacks = []
-    if cfg.trainer.limit_val_batches != 0:
-        best = ModelCheckpoint(
-            dirpath=folder,
-            filename="best-step={step}",
-            auto_insert_metric_name=False,
-            monitor=cfg.checkpoint.monitor,
-            mode=cfg.checkpoint.mode,
-            save_top_k=cfg.checkpoint.save_top_k,
-            save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
-        )
-        callbacks.append(best)
-    last = partial(ModelCheckpoint, dirpath=folder, filename="last", save_top_k=1, enable_version_counter=False)
-    callbacks.append(last(every_n_epochs=1, save_on_train_epoch_end=True))
-    if cfg.checkpoint.every_n_steps:
-        callbacks.append(last(every_n_train_steps=cfg.checkpoint.every_n_steps))
-    return callbacks
+class LastCheckpoint(Checkpoint):
+    """last.ckpt: after each epoch, every so many optimizer steps, and where `max_steps` ends a run.
+
+    The last of these may be in mid-epoch. Lightning's ModelCheckpoint saves there once the epoch is closed, and a run
+    that is resumed with more steps would leave out the rest of it.
+    """
+
+    def __init__(self, path: Path, every_n_steps: int | None) -> None:
+        self.path, self.every_n_steps = path, every_n_steps
+        self.saved = False
+
+    def save(self, trainer: pl.Trainer) -> None:
+        trainer.save_checkpoint(self.path)
+        self.saved = True
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        wanted = step == trainer.max_steps or (self.every_n_steps and step % self.every_n_steps == 0)
+        if wanted and completes_step(trainer, batch_idx):
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_last_batch:
+            self.save(trainer)
+
+
+def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[Checkpoint]:
+    """The best by validation, where there is one; and the last."""
+    last = LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps)
+    if cfg.trainer.limit_val_batches == 0:
+        return [last]
+    best = ModelCheckpoint(
+        dirpath=folder,
+        filename="best-step-{step}",
+        auto_insert_metric_name=False,
+        monitor=cfg.checkpoint.monitor,
+        mode=cfg.checkpoint.mode,
+        save_top_k=cfg.checkpoint.save_top_k,
+        save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
+    )
+    return [best, last]
+
+
+def best_checkpoint(trainer: pl.Trainer) -> str | None:
+    """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
+            return callback.best_model_path
+        if isinstance(callback, LastCheckpoint) and callback.saved:
+            return str(callback.path)
+    return None
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ OWNED = {
     "trainer.use_distributed_sampler": "Lockstep's sampler always deals out the batches",
     "trainer.barebones": "use logger=csv callbacks=[] trainer.enable_progress_bar=false",
     "trainer.model_registry": "not used by this project",
+    "trainer.limit_predict_batches": "nothing predicts in training",
     "trainer.enable_autolog_hparams": "the whole config is logged",
 }
 
@@ -62,7 +63,7 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
 def wrong_values(cfg: DictConfig) -> Iterator[str]:
     for key, kind in KEYS.items():
         group, _, name = key.rpartition(".")
-        node = cfg[group] if group else cfg
+        node = OmegaConf.select(cfg, group) if group else cfg
         if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
             continue
         if OmegaConf.is_missing(node, name):
@@ -97,6 +98,7 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    """Of the batches that are trained on; an evaluation's need not be divisible."""
     batch, accumulate = cfg.data.batch_size, cfg.trainer.accumulate_grad_batches
     parts = world.size * accumulate
     if batch % parts:
@@ -106,6 +108,9 @@ def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             f"data.batch_size={batch} is the global batch; it cannot be divided among {world.size} processes x {accumulate} "
             f"accumulated micro-batches. Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
         )
+
+
+def image_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     for key in ("mean", "std"):
         channels = 1 if cfg.data.name == "mnist" else 3
         value = plain(cfg.data[key])
@@ -156,8 +161,10 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield "checkpoint.every_n_steps has no effect with trainer.enable_checkpointing=false. Leave one of them out."
     if cfg.model.get("pretrained") and cfg.model.get("checkpoint_path"):
         yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."
+    if cfg.init_from and (cfg.model.get("pretrained") or cfg.model.get("checkpoint_path")):
+        yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Leave one of them out."
     path = cfg.model.get("checkpoint_path")
-    if path and not Path(path).is_file():
+    if path and not Path(path).expanduser().is_file():
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
     if trainer.limit_train_batches == 0:
         yield "trainer.limit_train_batches=0 trains nothing. Type python eval.py run=<name> to evaluate a run."
@@ -167,13 +174,14 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
-CROSS_CHECKS = (device_problems, batch_problems, strategy_problems, training_problems)
+EVALUATION = (device_problems, image_problems, strategy_problems)
+TRAINING = (device_problems, image_problems, batch_problems, strategy_problems, training_problems)
 
 
-def check(cfg: DictConfig) -> list[str]:
+def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
     """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
     problems = [*unknown_keys(cfg), *wrong_values(cfg)]
-    for cross_check in CROSS_CHECKS:
+    for cross_check in EVALUATION if evaluating else TRAINING:
         try:
             problems += cross_check(cfg, world_of(cfg))
         except (TypeError, ValueError, ArithmeticError, MissingMandatoryValue):

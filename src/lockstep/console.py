@@ -94,7 +94,7 @@ def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What each job sets that not all jobs set, in one text."""
-    each = [list(row.get("overrides", [])) for row in rows]
+    each = [str(row.get("overrides", "")).split() for row in rows]
     return [" ".join(o for o in own if not all(o in other for other in each)) for own in each]
 
 

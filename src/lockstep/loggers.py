@@ -3,15 +3,17 @@
 import csv
 import netrc
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-WANDB_HOST = "api.wandb.ai"
+WANDB_SERVER = "https://api.wandb.ai"
 
 
 class MetricsCsv(Logger):
@@ -82,12 +84,15 @@ class CutAtResume(pl.Callback):
 
 
 def has_wandb_key() -> bool:
+    """Whether W&B's client would find a key for the server that it is going to talk to."""
     if os.environ.get("WANDB_API_KEY"):
         return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or WANDB_SERVER).hostname or ""
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(WANDB_HOST) is not None
+        found = netrc.netrc(os.environ.get("NETRC")).authenticators(server)
     except (OSError, netrc.NetrcParseError):
         return False
+    return bool(found and found[2])
 
 
 def wandb(
@@ -118,7 +123,7 @@ def wandb(
 def wandb_sync_line(run_dir: Path) -> str | None:
     """What to type to send an offline run to W&B later; None when there is none."""
     offline = sorted((run_dir / "wandb").glob("offline-run-*"))
-    return f"wandb sync {offline[-1]}" if offline else None
+    return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one part for each time it was resumed
 
 
 def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:  # noqa: ARG001  # loggers are made alike

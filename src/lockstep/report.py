@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Whole or not at all."""
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in content.items()
+    }
+    part.write_text(json.dumps(finite, indent=1) + "\n")
     part.replace(path)
 
 
@@ -38,6 +42,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return []
     with path.open(newline="") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
 
 
 class Recorder:
@@ -51,7 +58,9 @@ class Recorder:
         self.trainer = trainer
         self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
         self.began_s = time.perf_counter()
-        self.handler: logging.Handler | None = None
+        self.handlers: list[logging.Handler] = []
+        self.before: dict[Path, str] = {}  # of a run that is resumed: put back when the resume is refused
+        self.was_validated = True
         self.report: dict[str, Any] = {
             "status": "running",
             "run": cfg.run,
@@ -84,6 +93,8 @@ class Recorder:
     def open(self) -> None:
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         config = self.dir / "config.yaml"
+        kept = [config, self.dir / "report.json"]
+        self.before = {path: path.read_text() for path in kept if path.is_file()}
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         try:
             with config.open("w" if self.cfg.resume else "x") as file:
@@ -92,11 +103,15 @@ class Recorder:
             raise UserError(
                 f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
             ) from None
-        self.handler = logging.FileHandler(self.dir / "train.log")
-        self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        logging.captureWarnings(True)
-        for name in ("lockstep", "lightning.pytorch", "py.warnings"):
-            logging.getLogger(name).addHandler(self.handler)
+        to_file, to_screen = logging.FileHandler(self.dir / "train.log"), logging.StreamHandler()
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        to_screen.setLevel(logging.WARNING)
+        logging.captureWarnings(True)  # warnings go to both
+        self.handlers = [to_file, to_screen]
+        for name in ("lockstep", "py.warnings"):
+            logging.getLogger(name).addHandler(to_screen)
+        for name in LOGGED:
+            logging.getLogger(name).addHandler(to_file)
         logging.getLogger("lockstep").setLevel(logging.INFO)
         write_json(self.dir / "report.json", self.report)
 
@@ -109,6 +124,7 @@ class Recorder:
     def trained(self, checkpoint: str | None) -> None:
         """Figures of the training itself; every rank takes part."""
         from lockstep.callbacks import Throughput
+        from lockstep.loggers import MetricsCsv
 
         trainer = self.trainer
         speed = [c.images_per_s for c in trainer.callbacks if isinstance(c, Throughput)]  # type: ignore[attr-defined]
@@ -122,6 +138,10 @@ class Recorder:
             "checkpoint": path,
             **self.validated(),
         }
+        self.was_validated = trainer.strategy.broadcast("val/acc" in self.report)
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCsv):
+                logger.cut(trainer.global_step)  # the test row of a run that had ended before
 
     def validated(self) -> dict[str, float]:
         """The validation figures of the checkpoint that is tested: the best by `checkpoint.monitor`."""
@@ -137,17 +157,21 @@ class Recorder:
         self.report["wall_s"] = time.perf_counter() - self.began_s
         if error is not None:
             self.report["error"] = f"{type(error).__name__}: {error}"
-        if self.rank != 0 or self.handler is None:
+        if self.rank != 0 or not self.handlers:
             return
         if error is not None:
-            logging.getLogger("lockstep").error("%s", self.report["error"])
-        finish(self.trainer.loggers)
-        for name in ("lockstep", "lightning.pytorch", "py.warnings"):
-            logging.getLogger(name).removeHandler(self.handler)
+            logging.getLogger("lockstep").info("%s", self.report["error"])
+        finish(self.trainer.loggers, self.report["status"])
+        for handler in self.handlers:
+            for name in LOGGED:
+                logging.getLogger(name).removeHandler(handler)
+            handler.close()
         logging.captureWarnings(False)
-        self.handler.close()
-        if isinstance(error, UserError) and not self.cfg.resume:  # a mistake found late: leave nothing behind
-            shutil.rmtree(self.dir)
+        if isinstance(error, UserError):  # a mistake found late: leave everything as it was
+            if not self.before:
+                shutil.rmtree(self.dir)
+            for path, text in self.before.items():
+                path.write_text(text)
             return
         write_json(self.dir / "report.json", self.report)
         if error is None:
@@ -155,7 +179,7 @@ class Recorder:
 
     def show(self) -> None:
         """The page and the table at the end of a run."""
-        from lockstep.console import figures_table, number, size
+        from lockstep.console import figures_table, number, say, size
         from lockstep.loggers import wandb_sync_line
         from lockstep.report_html import write_html
 
@@ -172,29 +196,32 @@ class Recorder:
             ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
             ("checkpoint", str(self.dir / report["checkpoint"]) if report["checkpoint"] else "none"),
             ("report", str(self.dir / "report.html")),
-            ("evaluate it", f"python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else "")),
         ]
         sync = wandb_sync_line(self.dir)
-        figures_table(str(run), [*rows, ("send to W&B", sync)] if sync else rows)
+        figures_table(str(run), rows)
+        say(f"evaluate it: python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
+        if sync:
+            say(f"send it to W&B: {sync}")
 
 
-def finish(loggers: "list[Logger]") -> None:
+def finish(loggers: "list[Logger]", status: str) -> None:
     """Writes out what loggers hold, and ends W&B's run: the next job of a multirun would go on in it."""
     from lightning.pytorch.loggers import WandbLogger
 
     for logger in loggers:
-        logger.finalize("success")  # test figures came after the Trainer had done so
+        logger.finalize("success" if status == "done" else "failed")  # the test figures came after the Trainer's own
         if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
+            logger.experiment.finish(exit_code=0 if status == "done" else 1)
 
 
-def mark_failed(folder: Path, error: str) -> None:
+def mark_ended(folder: Path, error: BaseException) -> None:
     """For a run whose processes were ended before they could say so themselves."""
     path = folder / "report.json"
     if path.is_file():
         report = json.loads(path.read_text())
         if report["status"] == "running":
-            write_json(path, report | {"status": "failed", "error": error})
+            status = "failed" if isinstance(error, Exception) else "interrupted"
+            write_json(path, report | {"status": status, "error": str(error) or type(error).__name__})
 
 
 def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:

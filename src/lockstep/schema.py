@@ -66,7 +66,9 @@ ANY = Kind(lambda _: True, "anything", "")
 KEYS: dict[str, Kind] = {
     "seed": whole(0, 0).or_null(),
     "run": Kind(
-        lambda v: isinstance(v, str) and bool(RUN_NAME.fullmatch(v)), "a name of letters, digits and . _ - +", "first"
+        lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))),
+        "a name of letters, digits and . _ - +",
+        "first",
     ).or_null(),
     "runs_dir": TEXT,
     "resume": TEXT.or_null(),
@@ -106,7 +108,6 @@ KEYS: dict[str, Kind] = {
     "trainer.limit_train_batches": BATCHES,
     "trainer.limit_val_batches": BATCHES,
     "trainer.limit_test_batches": BATCHES,
-    "trainer.limit_predict_batches": BATCHES,
     "trainer.val_check_interval": Kind(
         is_batches, "a number of batches (an integer) or a share of an epoch (0.0 to 1.0)", "0.5"
     ).or_null(),
@@ -131,6 +132,10 @@ KEYS: dict[str, Kind] = {
     "optim.weight_decay": number(0, 0.01),
     "optim.momentum": number(0, 0.9, below=1),
     "schedule.warmup_steps": whole(0, 100),
+    "callbacks.early_stopping.patience": whole(1, 3),
+    "callbacks.early_stopping.min_delta": number(0, 0.001),
+    "callbacks.ema.decay": number(0, 0.999, below=1),
+    "callbacks.ema.update_every_n_steps": whole(1, 1),
     "schedule.final_fraction": number(0, 0.01),
     "schedule.gamma": number(0, 0.1, above=True),
     "model.name": TEXT,

@@ -100,6 +100,7 @@ def test_files_that_are_not_there_are_fetched(tmp_path, cache, monkeypatch, sour
 def test_a_download_puts_damaged_files_right(root, cache, monkeypatch, damaged):
     expected = files.read_mnist(files.mnist_files(root))
     content = raw(root, "train-images-idx3-ubyte.gz").read_bytes()
+    raw(root, "train-images-idx3-ubyte.gz").unlink()
     raw(root, damaged).write_bytes(content[:100])
     with pytest.raises(UserError, match=r"data\.source=download"):  # what the message says to type helps:
         prepare(config(root, cache))

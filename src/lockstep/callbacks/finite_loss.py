@@ -4,20 +4,30 @@ import math
 from typing import Any
 
 import lightning.pytorch as pl
+from torch import Tensor
 
 from lockstep.errors import TrainingFailed
 from lockstep.pace import completes_step, has_row
 
 
 class FiniteLoss(pl.Callback):
-    """Looks at the loss where it is logged anyway: the training loop gets no synchronisation for it."""
+    """Looks at the loss where it is logged anyway, and at the end: the training loop gets no synchronisation for it."""
+
+    def __init__(self) -> None:
+        self.loss: Tensor | None = None
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not (completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step)):
-            return
-        loss = outputs["loss"].item()  # SYNC: once every log_every_n_steps
+        self.loss = outputs["loss"]
+        if completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step):
+            self.look(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.look(trainer)
+
+    def look(self, trainer: pl.Trainer) -> None:
+        loss = 0.0 if self.loss is None else self.loss.item()  # SYNC: once every log_every_n_steps
         if not math.isfinite(loss):
             raise TrainingFailed(
                 f"the loss is {loss} at step {trainer.global_step} (epoch {trainer.current_epoch}). "

@@ -1,13 +1,13 @@
 """A progress bar on a terminal, a line now and then elsewhere: with loss, images/s and the time left."""
 
+import math
 import sys
 import time
 from typing import Any
 
 import lightning.pytorch as pl
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
+from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
-from rich.text import Text
 
 from lockstep.console import say
 from lockstep.pace import completes_step, has_row
@@ -21,11 +21,9 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
-class TimeLeft(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        done, total = task.completed, task.total or 0
-        left = (task.elapsed or 0.0) * (total - done) / done if done else None
-        return Text(f"{clock(left)} left" if left is not None else "")
+def time_left(elapsed_s: float, done: int, to_do: int) -> str:
+    """Both in steps, of this process: a resumed run's earlier ones took no time now."""
+    return f"{clock(elapsed_s * to_do / done)} left" if done else ""
 
 
 class Progress(pl.Callback):
@@ -33,23 +31,24 @@ class Progress(pl.Callback):
 
     def __init__(self) -> None:
         self.bar: Bar | None = None
-        self.total = 0
+        self.total: int | None = None  # without an end, as with max_epochs=-1
         self.began_s = self.shown_s = 0.0
         self.first = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.total, self.first = int(trainer.estimated_stepping_batches), trainer.global_step
+        total = trainer.estimated_stepping_batches
+        self.total, self.first = (None if math.isinf(total) else int(total)), trainer.global_step
         self.began_s = self.shown_s = time.monotonic()
         if trainer.is_global_zero and sys.stdout.isatty():
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TimeLeft(),
+                TextColumn("{task.fields[left]}"),
                 TextColumn("{task.fields[figures]}"),
             )
             self.bar = Bar(*columns, refresh_per_second=4)
-            self.bar.add_task("training", total=self.total, completed=self.first, figures="")
+            self.bar.add_task("training", total=self.total, completed=self.first, left="", figures="")
             self.bar.start()
 
     def figures(self, trainer: pl.Trainer) -> str:
@@ -69,13 +68,16 @@ class Progress(pl.Callback):
         step, row = trainer.global_step, has_row(trainer, trainer.global_step)
         if self.bar is not None:
             task = self.bar.task_ids[0]
-            self.bar.update(task, completed=step, description=f"epoch {trainer.current_epoch + 1}")
+            left = time_left(time.monotonic() - self.began_s, step - self.first, (self.total or step) - step)
+            self.bar.update(task, completed=step, description=f"epoch {trainer.current_epoch + 1}", left=left)
             if row:
                 self.bar.update(task, figures=self.figures(trainer))
         elif row and time.monotonic() - self.shown_s > EVERY_S:
             self.shown_s = time.monotonic()
-            left = clock((self.shown_s - self.began_s) * (self.total - step) / (step - self.first))
-            say(f"epoch {trainer.current_epoch + 1} · step {step}/{self.total} · {left} left · {self.figures(trainer)}")
+            left = time_left(self.shown_s - self.began_s, step - self.first, (self.total or step) - step)
+            say(
+                f"epoch {trainer.current_epoch + 1} · step {step}/{self.total or '?'} · {left} · {self.figures(trainer)}"
+            )
 
     def stop(self) -> None:
         if self.bar is not None:

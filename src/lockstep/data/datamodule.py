@@ -141,11 +141,15 @@ class DataModule(pl.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         image_BCHW, label_B = batch
-        return self.preprocess(image_BCHW), label_B
+        image_BCHW = self.preprocess(image_BCHW)
+        if self.trainer is not None:  # half and double precision: Lightning converts batches before this hook
+            image_BCHW = self.trainer.precision_plugin.convert_input(image_BCHW)
+        return image_BCHW, label_B
 
     def state_dict(self) -> dict[str, Any]:
         """What the weights of a checkpoint were trained on."""
-        return {"source": self.prepared.source, "sha256": self.prepared.sha256}
+        about = self.prepared
+        return {"source": about.source, "sha256": about.sha256, "train": about.train, "test": about.test}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["sha256"] != self.prepared.sha256:

@@ -5,12 +5,14 @@ Checksums are the published ones, as torchvision has them (torchvision/datasets/
 
 import gzip
 import hashlib
+import http.client
 import importlib.util
-import io
+import math
 import pickle
 import tarfile
-import urllib.error
+import tempfile
 import urllib.request
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,13 +70,13 @@ def read_idx(path: Path) -> Bytes:
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, OSError, gzip.BadGzipFile) as e:
+    except (EOFError, OSError, zlib.error) as e:
         raise UserError(f"{path} is cut off or damaged ({e}). Fetch it anew, or type data.source=download.") from None
     dimensions = content[3] if len(content) > 3 else 0
     header = 4 + 4 * dimensions
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
-    if content[:3] != b"\0\0\x08" or not shape or len(content) != header + int(np.prod(shape)):
-        expected = f"{header + int(np.prod(shape))} bytes by its header" if shape else "an idx header"
+    if content[:3] != b"\0\0\x08" or not shape or len(content) != header + math.prod(shape):
+        expected = f"{header + math.prod(shape)} bytes by its header" if shape else "an idx header"
         raise UserError(
             f"{path} is cut off or no idx file: {len(content)} bytes, expected {expected}. Fetch it anew, or type data.source=download."
         )
@@ -85,7 +87,7 @@ def mnist_files(root: Path) -> list[Path] | None:
     """The four files below `root`, compressed or not, as torchvision (MNIST/raw) or others lay them; None without."""
     for folder in (root / "MNIST" / "raw", root / "raw", root):
         found = [
-            next((p for p in (folder / name.removesuffix(".gz"), folder / name) if p.is_file()), None)
+            next((p for p in (folder / name, folder / name.removesuffix(".gz")) if p.is_file()), None)
             for name in MNIST_MD5
         ]
         if all(found):
@@ -156,6 +158,10 @@ def read_cifar10(files: list[Path], checksums: dict[str, str] | None = None) -> 
 
 
 def fetch_cifar10(root: Path) -> None:
+    """Unpacks the published archive, unless its files are there and right."""
+    found = cifar10_files(root)
+    if found and all(md5(path) == CIFAR10_MD5[path.name] for path in found):
+        return
     archive = root / "cifar-10-python.tar.gz"
     download([CIFAR10_URL], archive, CIFAR10_TAR_MD5)
     with tarfile.open(archive) as tar:
@@ -177,16 +183,17 @@ def download(urls: list[str], path: Path, checksum: str) -> None:
     for url in urls:
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
-                content = io.BytesIO(response.read())
-        except (urllib.error.URLError, OSError) as e:
+                content = response.read()
+        except (OSError, http.client.HTTPException) as e:
             reasons.append(f"{url}: {getattr(e, 'reason', e)}")
             continue
-        if hashlib.md5(content.getbuffer()).hexdigest() != checksum:
+        if hashlib.md5(content).hexdigest() != checksum:
             reasons.append(f"{url}: wrong checksum")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(content.getbuffer())
-        part.replace(path)  # a reader sees the whole file or none
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as part:
+            part.write(content)
+        Path(part.name).chmod(0o644)
+        Path(part.name).replace(path)  # a reader sees the whole file or none, whoever else fetches it
         return
     raise ConnectionError("; ".join(reasons))

@@ -65,7 +65,7 @@ class Prepared:
 
 
 def default_cache() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lockstep"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
     try:
         base.mkdir(parents=True, exist_ok=True)
         return base
@@ -79,7 +79,7 @@ def prepare(data: DictConfig) -> Prepared:
     Raises:
         UserError: the data is not there, damaged, or too small for the batch.
     """
-    form, root = FORMATS[data.name], Path(data.root)
+    form, root = FORMATS[data.name], Path(data.root).expanduser()
     cache = Path(data.cache_dir).expanduser() if data.cache_dir else default_cache()
     source, paths = locate(data.name, form, root, data.source, cache)
     prepared = decode(data.name, form, source, paths, cache)
@@ -109,10 +109,9 @@ def locate(name: str, form: Format, root: Path, source: str, cache: Path) -> tup
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f".{key_of(name, str(root.resolve()), [])}.lock"):  # two runs, one download
-                if not form.find(root):
-                    form.fetch(root)
+                form.fetch(root)  # what is there and right stays
             return "download", form.find(root) or []
-        except (ConnectionError, OSError) as e:
+        except OSError as e:
             reason = str(e)
         if source == "download" or name != "mnist":
             raise UserError(

@@ -21,10 +21,11 @@ from lockstep.errors import RunFailed, TrainingFailed, UserError, raise_problems
 from lockstep.launch import local, recall
 from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, register_resolvers, tried_alone
 from lockstep.launch.identity import identify, run_dir, sweep_name
-from lockstep.report import mark_failed
+from lockstep.report import mark_ended
 from lockstep.world import ONE_PROCESS, World, world_of
 
 Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
+INTERRUPTED = 130
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
 
 
@@ -50,7 +51,7 @@ def reported(call: Callable[[], Any], rank: int) -> int:
     except RunFailed as e:  # the process that failed has said why
         return e.exit_code
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except Exception as e:
         if type(e).__name__ == "MisconfigurationException":  # Lightning's word for a config that cannot run
             print(f"error: {e}" if rank == 0 else "", end="\n" if rank == 0 else "", file=sys.stderr)
@@ -70,16 +71,21 @@ def command(job: Job, name: str) -> None:
     def task(cfg: DictConfig) -> dict[str, Any] | None:
         hydra_cfg = HydraConfig.get()
         overrides = list(hydra_cfg.overrides.task)
-        if hydra_cfg.mode == RunMode.MULTIRUN:
-            cfg.run = f"{sweep_name(None)}/{hydra_cfg.job.num}"
+        sweep = sweep_name(None) if hydra_cfg.mode == RunMode.MULTIRUN else None
+        if sweep and (cfg.run is None or str(cfg.run) == sweep):  # unless the names themselves are swept over
+            cfg.run = f"{sweep}/{hydra_cfg.job.num}"
         result: list[dict[str, Any]] = []
         outcome.append(reported(lambda: result.append(start(job, name, cfg, overrides)), rank=0))
-        if not result and hydra_cfg.mode == RunMode.MULTIRUN:
+        if outcome[-1] == INTERRUPTED:
+            raise KeyboardInterrupt  # ends a multirun as a whole
+        if not result and sweep:
             raise RunFailed(f"job {hydra_cfg.job.num} failed", outcome[-1])  # Hydra marks it and goes on
         return result[0] if result else None
 
     overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     if {"-m", "--multirun"} & set(sys.argv):  # Hydra would write multirun.yaml before it finds a mistake
+        if name == "eval":
+            raise UserError("eval.py evaluates one run at a time. Leave -m out.")
         raise_problems(tried_alone(name, overrides)[0])
     try:
         hydra.main(config_path=str(CONFIGS), config_name=name, execution_whitelist=list(TRUSTED))(task)()
@@ -123,19 +129,23 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
         UserError: the config or the input is wrong.
         RunFailed: another process failed; it has said why.
     """
-    if name == "train" and not cfg.resume:  # otherwise the run's own config is still to come
+    evaluating, given = name == "eval", cfg.resume
+    if not evaluating and not given:  # otherwise the run's own config is still to come
         raise_problems(check(cfg))
-    cfg = recall.for_evaluation(cfg, overrides) if name == "eval" else recall.for_training(cfg, overrides)
-    raise_problems(check(cfg))
+    cfg = recall.for_evaluation(cfg, overrides) if evaluating else recall.for_training(cfg, overrides)
+    raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
     cfg = identify(cfg, found_data(cfg))
+    if given == "auto" and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
+        for left in ("config.yaml", "metrics.csv"):
+            (run_dir(cfg) / left).unlink(missing_ok=True)
     if world.external or world.strategy in ONE_PROCESS:
         job(cfg, world)
     else:
         try:
             local.run_processes(ROOT / f"{name}.py", cfg, world)
         except BaseException as e:
-            mark_failed(run_dir(cfg), str(e) or type(e).__name__)
+            mark_ended(run_dir(cfg), e)
             raise
     path = recall.evaluation_file(cfg) if name == "eval" else run_dir(cfg) / "report.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # another node's disk may have it

@@ -25,7 +25,7 @@ def sweep_name(run: str | None) -> str:
 
 def run_name(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str:
     """`run`, or a new name; under torchrun and SLURM the job's id, so that all ranks agree without talking."""
-    if cfg.run:
+    if cfg.run is not None:
         return str(cfg.run)
     model_data = f"{str(cfg.model.name).replace('/', '-')}-{cfg.data.name}"
     if "TORCHELASTIC_RUN_ID" in env:

@@ -12,6 +12,19 @@ from lockstep.launch.compose import is_group, key_of
 from lockstep.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
+FIXED = ("model.name", "data.name", "data.val_fraction", "data.limit_train")  # a resumed run cannot change these
+TRAINING = (
+    "optim",
+    "schedule",
+    "callbacks",
+    "logger",
+    "checkpoint.",
+    "resume",
+    "init_from",
+    "experiment",
+    "debug",
+    "seed",
+)
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # keys of eval.py that say what to evaluate
 
 
@@ -112,7 +125,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.resume:
         return resumed(cfg, overrides)
     first = world_of(cfg).rank == 0  # a later rank may find the directory that rank 0 has made
-    if first and cfg.run and (Path(cfg.runs_dir) / cfg.run / "config.yaml").exists():
+    if first and cfg.run and (Path(cfg.runs_dir) / str(cfg.run) / "config.yaml").exists():
         raise UserError(
             f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
         )
@@ -123,7 +136,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.resume == "auto":
         if not cfg.run:
             raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
-        run_dir = Path(cfg.runs_dir) / cfg.run
+        run_dir = Path(cfg.runs_dir) / str(cfg.run)
         found = checkpoints(run_dir)
         if not found:
             cfg.resume = None
@@ -142,9 +155,14 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     saved = load_config(run_dir / "config.yaml")
     result = merged(saved, cfg, [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")])
     with open_dict(result):
-        result.run = cfg.run or saved.run
+        result.run = str(cfg.run or saved.run)
         result.runs_dir = cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), None
+        if result.run != saved.run and (Path(cfg.runs_dir) / result.run / "config.yaml").exists():
+            raise UserError(
+                f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
+            )
+        refuse_changes(result, saved)
         if result.run == saved.run:  # the same run typed again: what was drawn for it stays
             result.seed = saved.seed if result.seed is None else result.seed
             if "wandb" in result.logger and "wandb" in saved.logger:
@@ -164,8 +182,18 @@ def config_inside(checkpoint: Path) -> DictConfig:
 
 def evaluation_file(cfg: DictConfig) -> Path:
     """Where eval.py writes: the run's eval.json, or beside a checkpoint that has no run around it."""
-    run_dir = Path(cfg.runs_dir) / cfg.run
+    run_dir = Path(cfg.runs_dir) / str(cfg.run)
     return run_dir / "eval.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(".eval.json")
+
+
+def refuse_changes(cfg: DictConfig, saved: DictConfig) -> None:
+    """Another network does not fit the checkpoint; another split would validate on images that were trained on."""
+    for key in FIXED:
+        now, then = OmegaConf.select(cfg, key), OmegaConf.select(saved, key)
+        if now != then:
+            raise UserError(
+                f"{key}={now} cannot be changed in a run that is resumed; there it is {then}. Type init_from=<run> for a new run."
+            )
 
 
 def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
@@ -174,10 +202,10 @@ def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
     Raises:
         UserError: the run or the checkpoint does not exist or is damaged.
     """
-    if bool(composed.run) == bool(composed.checkpoint):
+    if (composed.run is None) == (composed.checkpoint is None):
         raise UserError("Type python eval.py run=<name>, or python eval.py checkpoint=<path>; one of the two.")
-    if composed.run:
-        run_dir = find_run(composed.runs_dir, composed.run, "run")
+    if composed.run is not None:
+        run_dir = find_run(composed.runs_dir, str(composed.run), "run")
         checkpoint = best(run_dir)
     else:
         checkpoint = whole(Path(composed.checkpoint), "checkpoint")
@@ -185,9 +213,13 @@ def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
     config = run_dir / "config.yaml"
     saved = load_config(config) if config.is_file() else config_inside(checkpoint)
     own = [o for o in overrides if key_of(o) not in EVAL_OWN]
+    idle = [o for o in own if key_of(o).startswith(TRAINING)]
+    if idle:
+        raise UserError(f"{idle[0]} has no effect in an evaluation. Leave it out.")
     cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
-        cfg.runs_dir = composed.runs_dir if composed.run else str(run_dir.parent)
-        cfg.run = composed.run or saved.run
+        cfg.runs_dir = composed.runs_dir if composed.run is not None else str(run_dir.parent)
+        cfg.run = str(saved.run if composed.run is None else composed.run)
         cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint), False
+        cfg.callbacks, cfg.trainer.accumulate_grad_batches = {}, 1
     return cfg

@@ -3,6 +3,7 @@
 import difflib
 import os
 import socket
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ def from_timm(
         go_offline_without_network()
     import timm  # 1 s; not needed for basic_net
 
-    if not timm.is_model(name):
+    if not known(name):
         near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4))
         raise UserError(
             f"model.name={name} is unknown to timm. Near to it are {near or 'none'}; timm.list_models() has all."
@@ -61,20 +62,34 @@ def from_timm(
     return net
 
 
+def known(name: str) -> bool:
+    """Whether timm has the architecture and, where the name has one, the tag of its weights."""
+    import timm
+
+    try:
+        return timm.is_model(name) and (timm.get_pretrained_cfg(name) is not None or "." not in name)
+    except RuntimeError:  # an unknown tag
+        return False
+
+
 def go_offline_without_network() -> None:
     """huggingface_hub retries for half a minute where there is no network; offline, it looks into its cache at once."""
     address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    if os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
+    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
         return
     try:
-        socket.create_connection((address.hostname or "", address.port or 443), timeout=3).close()
+        socket.create_connection(
+            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=3
+        ).close()
     except OSError:
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+        if "huggingface_hub.constants" in sys.modules:
+            sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def normalisation(name: str) -> tuple[list[float], list[float]] | None:
     """Mean and std of the images that timm's model `name` was pretrained with; None for what timm does not know."""
     import timm
 
-    config = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    config = timm.get_pretrained_cfg(name) if known(name) else None
     return (list(config.mean), list(config.std)) if config else None

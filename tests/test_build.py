@@ -1,0 +1,100 @@
+"""Every option that is shipped can be built and takes a step: networks, optimizers, schedules, callbacks, loggers."""
+
+import pytest
+import torch
+from conftest import write_cifar10
+
+import lockstep
+from lockstep import CONFIGS, build
+from lockstep.data import files
+from lockstep.launch.compose import compose_config
+from lockstep.launch.identity import identify
+from lockstep.world import world_of
+
+SMALL = [
+    "trainer.accelerator=cpu",
+    "trainer.limit_train_batches=2",
+    "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1",
+]
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+@pytest.fixture
+def cifar10(tmp_path, monkeypatch):
+    """Made images as CIFAR-10's files, with checksums that fit them."""
+    monkeypatch.setattr(files, "CIFAR10_MD5", write_cifar10(tmp_path / "cifar", 40))
+    return tmp_path / "cifar"
+
+
+@pytest.mark.parametrize("model", options("model"))
+@pytest.mark.parametrize("data", options("data"))
+def test_models_fit_data(model, data, mnist, cifar10, cache):
+    name = ["model.name=resnet10t"] * (model == "timm")
+    root = mnist if data == "mnist" else cifar10
+    cfg = compose_config(
+        "train", [f"model={model}", f"data={data}", f"data.root={root}", f"data.cache_dir={cache}", *name]
+    )
+    module = build.data(cfg)
+    assert (module.channels, module.image_size) == ((1, 28) if data == "mnist" else (3, 336))
+    with torch.device("meta"):
+        net = build.network(cfg, module)
+        logits = net.eval()(torch.zeros(2, module.channels, module.image_size, module.image_size))
+    assert logits.shape == (2, 10)
+
+
+@pytest.mark.parametrize("group", ["optim", "schedule", "callbacks", "logger", "strategy"])
+def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for option in options(group):
+        cfg = compose_config(
+            "train",
+            [f"{group}={option}", f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", "run=a"],
+        )
+        cfg = identify(cfg, "disk")
+        data = build.data(cfg)
+        trainer = build.trainer(cfg, world_of(cfg), data)
+        task = build.task(cfg, data)
+        assert len(trainer.loggers) == (2 if option in ("wandb", "tensorboard") else 1)
+        optimizer = task.make_optimizer(task.parameters())
+        task.make_schedule(optimizer, 100).step()
+        assert optimizer.param_groups[0]["lr"] >= 0
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("strategy", [[], ["strategy=ddp", "trainer.devices=2"]])
+def test_cifar10_trains_and_tests(strategy, cifar10, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    common = [
+        "data=cifar10",
+        f"data.root={cifar10}",
+        f"data.cache_dir={cache}",
+        "data.batch_size=8",
+        "data.eval_batch_size=8",
+    ]
+    model = [
+        "model=timm",
+        "model.name=resnet10t",
+        "data.image_size=64",
+        "trainer.precision=bf16-mixed",
+        "channels_last=true",
+    ]
+    report = lockstep.train([*common, *model, *SMALL, *strategy])
+    assert (report["train/steps"], report["test/count"], report["data/name"], report["data/train"]) == (
+        2,
+        8,
+        "cifar10",
+        180,
+    )
+
+
+@pytest.mark.parametrize("recipe", options("experiment"))
+def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = cifar10 if "cifar10" in recipe else mnist
+    small = ["data.batch_size=4", "data.eval_batch_size=4", "trainer.max_steps=1", "data.image_size=28"]
+    report = lockstep.train([f"experiment={recipe}", f"data.root={root}", f"data.cache_dir={cache}", *small, *SMALL])
+    assert report["status"] == "done"
