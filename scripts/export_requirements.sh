@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv lock --quiet
-uv export --quiet --frozen --no-dev --no-emit-project --no-header --no-annotate >requirements.txt
+uv export --quiet --frozen --no-emit-project --no-header --no-annotate >requirements.txt
 if grep -n '://' requirements.txt; then
   echo "requirements.txt names an address; it must not" >&2
   exit 1

@@ -60,7 +60,9 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
         task = build.task(cfg, data)
         assert len(trainer.loggers) == (2 if option in ("wandb", "tensorboard") else 1)
         optimizer = task.make_optimizer(task.parameters())
-        task.make_schedule(optimizer, 100).step()
+        schedule = task.make_schedule(optimizer, 100)
+        optimizer.step()
+        schedule.step()
         assert optimizer.param_groups[0]["lr"] >= 0
     assert not (tmp_path / "runs").exists()
 

@@ -134,7 +134,7 @@ def test_warnings_reach_the_screen(command, tmp_path):
         env={"PYTHONPATH": str(tmp_path)},
     )
     assert done.code == 0, done
-    assert done.err.count("something to know") == 1
+    assert done.err.count("UserWarning: something to know") == 1
     assert "something to know" in (command.folder / "runs/a/train.log").read_text()
 
 

@@ -183,7 +183,7 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataMo
 def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | Classification) -> dict[str, float]:
     """Figures of a checkpoint, or of a task as it is. The same code after training and in eval.py."""
     subject = task(cfg, data, weights=tested) if isinstance(tested, str) else tested
-    (figures,) = evaluator(cfg, world).test(subject, data, verbose=False)
+    (figures,) = evaluator(cfg, world).test(subject, data, verbose=False, weights_only=True)
     return {**figures, "test/count": int(figures["test/count"])}
 
 
@@ -191,5 +191,5 @@ def validate(cfg: DictConfig, world: World, data: DataModule, task: Classificati
     """Validation figures for a run that ended before its first validation; none where validation is turned off."""
     if cfg.trainer.limit_val_batches == 0:
         return {}
-    (figures,) = evaluator(cfg, world).validate(task, data, verbose=False)
+    (figures,) = evaluator(cfg, world).validate(task, data, verbose=False, weights_only=True)
     return {name: value for name, value in figures.items() if name != "val/count"}

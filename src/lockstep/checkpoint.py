@@ -57,7 +57,7 @@ class LastCheckpoint(Checkpoint):
         self.saved = False
 
     def save(self, trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)
         self.saved = True
 
     def on_train_batch_end(
