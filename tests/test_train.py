@@ -178,6 +178,15 @@ def test_a_directory_is_never_taken_twice(train):
     assert Path("runs/a/report.json").read_text() == before
 
 
+def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="warmup_steps"):
+        train("run=a", "schedule=cosine", "schedule.warmup_steps=1000")
+    assert {path.name for path in Path("runs/a").iterdir() if path.is_file()} == {"notes.txt", "train.log"}
+    assert Path("runs/a/notes.txt").read_text() == "mine"
+
+
 def test_weights_alone_start_a_new_run(train):
     train("run=a")
     report = train("run=b", "init_from=a", "debug=one_batch", "optim=sgd", "optim.lr=0")

@@ -60,6 +60,7 @@ class Recorder:
         self.began_s = time.perf_counter()
         self.handlers: list[logging.Handler] = []
         self.before: dict[Path, str] = {}  # of a run that is resumed: put back when the resume is refused
+        self.made = False
         self.was_validated = True
         self.report: dict[str, Any] = {
             "status": "running",
@@ -91,6 +92,7 @@ class Recorder:
         return self
 
     def open(self) -> None:
+        self.made = not self.dir.exists()
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         config = self.dir / "config.yaml"
         kept = [config, self.dir / "report.json"]
@@ -168,14 +170,23 @@ class Recorder:
             handler.close()
         logging.captureWarnings(False)
         if isinstance(error, UserError):  # a mistake found late: leave everything as it was
-            if not self.before:
-                shutil.rmtree(self.dir)
-            for path, text in self.before.items():
-                path.write_text(text)
+            self.undo()
             return
         write_json(self.dir / "report.json", self.report)
         if error is None:
             self.show()
+
+    def undo(self) -> None:
+        """Nothing is left of a run that could not start, and nothing is lost of what was there."""
+        if self.made:
+            shutil.rmtree(self.dir)
+            return
+        for name in ("config.yaml", "report.json"):
+            path = self.dir / name
+            if path in self.before:
+                path.write_text(self.before[path])
+            else:
+                path.unlink(missing_ok=True)
 
     def show(self) -> None:
         """The page and the table at the end of a run."""

@@ -52,10 +52,7 @@ def reported(call: Callable[[], Any], rank: int) -> int:
         return e.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as e:
-        if type(e).__name__ == "MisconfigurationException":  # Lightning's word for a config that cannot run
-            print(f"error: {e}" if rank == 0 else "", end="\n" if rank == 0 else "", file=sys.stderr)
-            return 2
+    except Exception:
         prefix = f"[rank {rank}] " if rank else ""
         print("".join(prefix + line + "\n" for line in traceback.format_exc().splitlines()), end="", file=sys.stderr)
         return 1

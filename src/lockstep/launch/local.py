@@ -25,6 +25,7 @@ from lockstep.errors import RunFailed
 from lockstep.world import World
 
 JOB = "LOCKSTEP_JOB"
+LAST_WORDS_S = 2.0  # after one has failed, for the others to fail by themselves: rank 0 may be writing the report
 GRACE_S = 10.0  # from being asked to end to being killed
 
 
@@ -97,12 +98,15 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
 
 
 def wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """0 when all have ended well, else the first exit code that is not 0."""
+    """0 when all have ended well, else the first exit code that is not 0; the others had LAST_WORDS_S by then."""
+    first, deadline = 0, float("inf")
     while True:
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
-        if failed or None not in codes:
-            return failed[0] if failed else 0
+        if failed and not first:
+            first, deadline = failed[0], time.monotonic() + LAST_WORDS_S
+        if None not in codes or time.monotonic() > deadline:
+            return first
         time.sleep(0.05)
 
 
