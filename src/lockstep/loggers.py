@@ -128,3 +128,11 @@ def wandb_sync_line(run_dir: Path) -> str | None:
 
 def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:  # noqa: ARG001  # loggers are made alike
     return TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
+
+
+def finish(loggers: list[Logger], status: str) -> None:
+    """Writes out what loggers hold, and ends W&B's run: the next job of a multirun would go on in it."""
+    for logger in loggers:
+        logger.finalize("success" if status == "done" else "failed")  # the test figures came after the Trainer's own
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=0 if status == "done" else 1)

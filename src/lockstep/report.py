@@ -21,7 +21,6 @@ from lockstep.world import World
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.loggers import Logger
 
     from lockstep.data.datamodule import DataModule
 
@@ -163,6 +162,8 @@ class Recorder:
             return
         if error is not None:
             logging.getLogger("lockstep").info("%s", self.report["error"])
+        from lockstep.loggers import finish
+
         finish(self.trainer.loggers, self.report["status"])
         for handler in self.handlers:
             for name in LOGGED:
@@ -213,16 +214,6 @@ class Recorder:
         say(f"evaluate it: python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
         if sync:
             say(f"send it to W&B: {sync}")
-
-
-def finish(loggers: "list[Logger]", status: str) -> None:
-    """Writes out what loggers hold, and ends W&B's run: the next job of a multirun would go on in it."""
-    from lightning.pytorch.loggers import WandbLogger
-
-    for logger in loggers:
-        logger.finalize("success" if status == "done" else "failed")  # the test figures came after the Trainer's own
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish(exit_code=0 if status == "done" else 1)
 
 
 def mark_ended(folder: Path, error: BaseException) -> None:
