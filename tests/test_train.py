@@ -274,6 +274,13 @@ def test_seed_0_is_a_seed_and_null_draws_one(train):
     assert isinstance(c["seed"], int)
 
 
+def test_a_recipe_can_be_typed_again(train):
+    first = train("run=a", "experiment=mnist_basic_net", "resume=auto", "trainer.max_epochs=1")
+    again = train("run=a", "experiment=mnist_basic_net", "resume=auto", "trainer.max_epochs=2")
+    assert (first["train/steps"], again["train/steps"]) == (12, 24)
+    assert again["resumed_from"] == "runs/a/checkpoints/last.ckpt"
+
+
 def test_a_drawn_seed_is_drawn_once(train):
     first = train("run=a", "seed=null", "resume=auto")
     again = train("run=a", "seed=null", "resume=auto", "trainer.max_epochs=2")

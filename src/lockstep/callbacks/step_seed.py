@@ -13,7 +13,7 @@ def step_seed(seed: int, micro_batch: int, rank: int) -> int:
 
 
 class StepSeed(pl.Callback):
-    """Seeds torch before each training batch. 15 us on a CPU, against 30 ms for a step of BasicNet."""
+    """Seeds torch before each training batch. 0.1 ms on a busy CPU, against 30 ms for a step of BasicNet."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

@@ -25,6 +25,7 @@ TRAINING = (
     "debug",
     "seed",
 )
+RECIPES = ("experiment", "debug")  # they set keys of many groups
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # keys of eval.py that say what to evaluate
 
 
@@ -90,7 +91,7 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     """The run's own config with what this command line changes."""
     cfg = saved.copy()
     keys = [key_of(override) for override in overrides]
-    fixed = [key for key in keys if key in ("experiment", "debug")]
+    fixed = [key for key in keys if key in RECIPES]
     if fixed:
         raise UserError(f"{fixed[0]}= cannot be changed for a run that exists. Set the keys that you mean.")
     if "strategy" in keys:
@@ -118,7 +119,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         raise UserError("resume and init_from exclude each other: continue a run, or start a new one from weights.")
     if cfg.init_from:
         path = Path(cfg.init_from)
-        is_path = path.suffix or path.exists()
+        is_path = path.suffix == ".ckpt" or path.is_file()
         cfg.init_from = str(
             whole(path, "init_from") if is_path else best(find_run(cfg.runs_dir, cfg.init_from, "init_from"))
         )
@@ -153,7 +154,10 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         run_dir = find_run(cfg.runs_dir, cfg.resume, "resume")
         checkpoint = newest(run_dir, "resume")
     saved = load_config(run_dir / "config.yaml")
-    result = merged(saved, cfg, [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")])
+    own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
+    # A recipe typed again is the whole config again; otherwise what is not typed stays as it was.
+    recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
+    result = cfg.copy() if recipe else merged(saved, cfg, own)
     with open_dict(result):
         result.run = str(cfg.run or saved.run)
         result.runs_dir = cfg.runs_dir
