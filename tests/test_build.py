@@ -6,6 +6,7 @@ from conftest import write_cifar10
 
 import lockstep
 from lockstep import CONFIGS, build
+from lockstep.create import network
 from lockstep.data import files
 from lockstep.launch.compose import compose_config
 from lockstep.launch.identity import identify
@@ -41,7 +42,7 @@ def test_models_fit_data(model, data, mnist, cifar10, cache):
     module = build.data(cfg)
     assert (module.channels, module.image_size) == ((1, 28) if data == "mnist" else (3, 336))
     with torch.device("meta"):
-        net = build.network(cfg, module)
+        net = network(build.plain(cfg.model), module.about)
         logits = net.eval()(torch.zeros(2, module.channels, module.image_size, module.image_size))
     assert logits.shape == (2, 10)
 

@@ -6,15 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
-from lockstep import callbacks, checkpoint, console, strategies
+from lockstep import callbacks, checkpoint, console, saving, strategies
+from lockstep.create import create, network
 from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
 from lockstep.errors import UserError
@@ -24,15 +23,11 @@ from lockstep.models.from_timm import normalisation
 from lockstep.task import Classification
 from lockstep.world import World
 
-# What configs may name, and what those may return. A fork adds its own package.
-TRUSTED = ["lockstep.*", "torch.nn.*", "torch.optim.*", "torchvision.*", "timm.*", "lightning.pytorch.*"]
-NO_START = {"pretrained": False, "checkpoint_path": None}
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-create = partial(instantiate, _execution_whitelist_=TRUSTED, _convert_="all")
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -65,32 +60,14 @@ def data(cfg: DictConfig) -> DataModule:
         image_size=cfg.data.image_size,
         mean=mean if cfg.data.mean == "model" else list(cfg.data.mean),
         std=std if cfg.data.std == "model" else list(cfg.data.std),
-        num_classes=form.classes,
+        classes=form.classes,
         channels_last=cfg.channels_last,
     )
 
 
-def network(cfg: DictConfig, data: DataModule, **changes: Any) -> nn.Module:
-    try:
-        net: nn.Module = create(
-            {**plain(cfg.model), **changes},
-            in_channels=data.channels,
-            num_classes=data.num_classes,
-            image_size=data.image_size,
-        )
-    except UserError:
-        raise
-    except Exception as e:
-        cause = e.__cause__ or e  # Hydra wraps what the class raised
-        raise cause if isinstance(cause, UserError) else UserError(f"model: {cause}") from None
-    return net
-
-
 def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Classification:
     """The task with a new network, or with the weights of the checkpoint `weights`."""
-    # A checkpoint holds all weights: those that the model started from are not fetched again.
-    starts = {key: value for key, value in NO_START.items() if weights and key in cfg.model}
-    net = network(cfg, data, **starts)
+    net = network(plain(cfg.model), data.about, with_weights=weights is None)
     if weights:
         checkpoint.load_weights(net, Path(weights))
     return Classification(
@@ -119,11 +96,11 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
     Raises:
         UserError: Lightning refuses a combination of arguments.
     """
-    own: list[pl.Callback] = [callbacks.StepSeed(cfg.seed), callbacks.Plan(cfg, data), CutAtResume()]
+    own: list[pl.Callback] = [callbacks.StepSeed(cfg.seed), callbacks.Plan(cfg, data), CutAtResume(), saving.Position()]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress())
     if cfg.trainer.enable_checkpointing:
-        own += checkpoint.checkpoint_callbacks(cfg, run_dir(cfg) / "checkpoints")
+        own += saving.checkpoint_callbacks(cfg, run_dir(cfg) / "checkpoints")
     return lightning_trainer(cfg, world, callbacks=[*map(create, cfg.callbacks.values()), *own], logger=loggers(cfg))
 
 
@@ -151,7 +128,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
         return pl.Trainer(
             **given,
             strategy=strategy,
-            plugins=[checkpoint.AtomicCheckpointIO()],
+            plugins=[saving.AtomicCheckpointIO()],
             use_distributed_sampler=False,
             default_root_dir=run_dir(cfg),
         )
@@ -177,7 +154,7 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataMo
         if trainer.fit_loop.epoch_loop.batch_progress.total.ready:
             raise
         raise UserError(" ".join(str(e).split())) from e
-    return checkpoint.best_checkpoint(trainer)
+    return saving.best_checkpoint(trainer)
 
 
 def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | Classification) -> dict[str, float]:

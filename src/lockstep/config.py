@@ -138,8 +138,6 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false."
     if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
         yield f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null."
-    if "ema" in cfg.callbacks and name == "fsdp":
-        yield "callbacks=[ema] does not work under strategy=fsdp yet: Lightning's callback cannot average sharded weights. Type strategy=ddp."
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
@@ -149,6 +147,12 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield (
             f"trainer.limit_train_batches={limit} counts micro-batches and must be whole steps of {accumulate}. "
             f"Type trainer.limit_train_batches={accumulate * max(1, int(limit) // accumulate)}."
+        )
+    every = trainer.val_check_interval
+    if isinstance(every, int) and every % accumulate:
+        yield (
+            f"trainer.val_check_interval={every} counts micro-batches and must be whole steps of {accumulate}. "
+            f"Type trainer.val_check_interval={accumulate * max(1, every // accumulate)}."
         )
     if (cfg.checkpoint.monitor == "val/loss") != (cfg.checkpoint.mode == "min"):
         good = "min" if cfg.checkpoint.monitor == "val/loss" else "max"

@@ -28,7 +28,6 @@ NOISE = (
     r".*The dirpath has changed from",  # resuming under another run name
     r".*You are trying to `self.log\(\)` but the .* is not registered",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.9 and newer
-    r".*WeightAveraging doesn't support sharding model layers",  # the config check refuses that
     r".*`torch.distributed._.*` is deprecated",
     r".*Trainer already configured with model summary callbacks",
     r".*Grad strides do not match bucket view strides",  # 1x1 convolutions in channels_last; torch's message calls it harmless

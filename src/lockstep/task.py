@@ -64,6 +64,18 @@ class Classification(pl.LightningModule):
             self.window_loss, self.window_count = 0.0, 0
         return loss
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The window since the last row of the log, on which the processes agree here: it may go on under other ones."""
+        if isinstance(self.window_loss, Tensor):
+            self.window_loss = self.trainer.strategy.reduce(self.window_loss, reduce_op="mean")
+        checkpoint["window"] = {"loss": float(self.window_loss), "count": self.window_count}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        then = checkpoint["hyper_parameters"]["trainer"]["accumulate_grad_batches"]
+        scale = self.trainer.accumulate_grad_batches / then  # the window counts micro-batches
+        self.window_loss = checkpoint["window"]["loss"] * scale
+        self.window_count = round(checkpoint["window"]["count"] * scale)
+
     def evaluation_step(self, batch: Batch) -> None:
         image_BCHW, label_B = batch
         self.evaluation.update(self(image_BCHW), label_B)

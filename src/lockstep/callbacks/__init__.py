@@ -1,9 +1,11 @@
 """Callbacks: each observes one thing."""
 
+from lockstep.callbacks.early_stopping import EarlyStopping
+from lockstep.callbacks.ema import EMA
 from lockstep.callbacks.finite_loss import FiniteLoss
 from lockstep.callbacks.plan import Plan
 from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.step_seed import StepSeed
 from lockstep.callbacks.throughput import Throughput
 
-__all__ = ["FiniteLoss", "Plan", "Progress", "StepSeed", "Throughput"]
+__all__ = ["EMA", "EarlyStopping", "FiniteLoss", "Plan", "Progress", "StepSeed", "Throughput"]

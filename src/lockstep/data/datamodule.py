@@ -77,7 +77,7 @@ class DataModule(pl.LightningDataModule):
         image_size: int,
         mean: Sequence[float],
         std: Sequence[float],
-        num_classes: int,
+        classes: Sequence[str],
         channels_last: bool = False,
     ) -> None:
         super().__init__()
@@ -95,8 +95,14 @@ class DataModule(pl.LightningDataModule):
         self.test_split = Split(prepared.test, 0, prepared.test, shuffled=False)
         self.preprocess = Preprocess(image_size=image_size, mean=mean, std=std, channels_last=channels_last)
         self.channels: int = prepared.array("train_images").shape[1]
-        self.image_size, self.num_classes = image_size, num_classes
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.image_size, self.classes = image_size, tuple(classes)
+        self.about = {  # all that is needed to use a network that was trained on it
+            "channels": self.channels,
+            "image_size": image_size,
+            "classes": list(classes),
+            "mean": list(mean),
+            "std": list(std),
+        }
 
     def images(self, part: str) -> Images:
         return Images(self.prepared.array(f"{part}_images"), self.prepared.array(f"{part}_labels"))
@@ -148,8 +154,8 @@ class DataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """What the weights of a checkpoint were trained on."""
-        about = self.prepared
-        return {"source": about.source, "sha256": about.sha256, "train": about.train, "test": about.test}
+        found = self.prepared
+        return {"source": found.source, "sha256": found.sha256, "train": found.train, "test": found.test, **self.about}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["sha256"] != self.prepared.sha256:

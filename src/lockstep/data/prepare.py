@@ -34,16 +34,18 @@ class Format:
     needs: str  # what a folder must hold, in words
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    classes: int = 10
+    classes: tuple[str, ...]
 
 
 FORMATS = {
     "mnist": Format(
-        files.mnist_files, files.read_mnist, files.fetch_mnist, "MNIST/raw/train-images-idx3-ubyte.gz and its three companions", (0.1307,), (0.3081,)
+        files.mnist_files, files.read_mnist, files.fetch_mnist, "MNIST/raw/train-images-idx3-ubyte.gz and its three companions", (0.1307,), (0.3081,),
+        tuple("0123456789"),
     ),
     "cifar10": Format(
         files.cifar10_files, files.read_cifar10, files.fetch_cifar10, "cifar-10-batches-py/data_batch_1 to 5 and test_batch",
         (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
     ),
 }  # fmt: skip
 

@@ -2,17 +2,23 @@
 
 import difflib
 import json
+import os
+import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 from lockstep.launch.compose import is_group, key_of
 from lockstep.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
-FIXED = ("model.name", "data.name", "data.val_fraction", "data.limit_train")  # a resumed run cannot change these
+# A resumed run cannot change these: another network does not fit the checkpoint, another split would validate on images
+# that were trained on, other batches would repeat samples and leave out others, and the optimizer's state has its own rates.
+FIXED = ("model.name", "data.name", "data.val_fraction", "data.limit_train", "data.batch_size", "seed", "optim")
 TRAINING = (
     "optim",
     "schedule",
@@ -29,23 +35,35 @@ RECIPES = ("experiment", "debug")  # they set keys of many groups
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # keys of eval.py that say what to evaluate
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether `path` holds a whole checkpoint: a file whose checksums are right, or a folder of shards."""
-    if path.is_dir():
-        return (path / ".metadata").is_file() and (path / "meta.pt").is_file()
-    if not zipfile.is_zipfile(path):
-        return False
+def is_whole_file(path: Path) -> bool:
+    """Whether the checksums of a file of torch.save are right."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError):
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError):
         return False
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Whole checkpoints of a run, the newest first."""
-    found = sorted((run_dir / "checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return [path for path in found if is_checkpoint(path)]
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a whole checkpoint: a file, or a folder with all shards (see shards.py)."""
+    if not path.is_dir():
+        return is_whole_file(path)
+    shards = sorted(path.glob("shard-*-of-*.pt"))
+    world = int(shards[0].stem.rpartition("-")[2]) if shards else -1
+    return len(shards) == world and all(map(is_whole_file, [path / "rest.pt", *shards]))
+
+
+def checkpoints(run_dir: Path) -> Iterator[Path]:
+    """Whole checkpoints of a run, the newest first. Passes over damaged ones, and says so."""
+    folder = run_dir / "checkpoints"
+    # `.old` alone is there when a run was killed between the two renamings of a folder of shards
+    old = [path for path in folder.glob("*.ckpt.old") if not path.with_suffix("").exists()]
+    found = [*folder.glob("*.ckpt"), *old]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if is_checkpoint(path):
+            yield path
+        elif os.environ.get("RANK", "0") == "0":
+            print(f"WARNING: {path} is not whole and is passed over.", file=sys.stderr)
 
 
 def find_run(runs_dir: str, name: str, key: str) -> Path:
@@ -60,12 +78,11 @@ def find_run(runs_dir: str, name: str, key: str) -> Path:
 
 
 def newest(run_dir: Path, key: str) -> Path:
-    found = checkpoints(run_dir)
-    if not found:
-        raise UserError(
-            f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>."
-        )
-    return found[0]
+    for path in checkpoints(run_dir):
+        return path
+    raise UserError(
+        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>."
+    )
 
 
 def best(run_dir: Path) -> Path:
@@ -138,11 +155,11 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         if not cfg.run:
             raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
         run_dir = Path(cfg.runs_dir) / str(cfg.run)
-        found = checkpoints(run_dir)
-        if not found:
+        found = next(checkpoints(run_dir), None)
+        if found is None:
             cfg.resume = None
             return cfg
-        checkpoint = found[0]
+        checkpoint = found
     elif Path(cfg.resume).suffix == ".ckpt" or Path(cfg.resume).is_file():
         checkpoint = whole(Path(cfg.resume), "resume")
         run_dir = checkpoint.resolve().parents[1]
@@ -166,11 +183,10 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
             raise UserError(
                 f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
             )
+        result.seed = saved.seed if result.seed is None else result.seed  # drawn once
         refuse_changes(result, saved)
-        if result.run == saved.run:  # the same run typed again: what was drawn for it stays
-            result.seed = saved.seed if result.seed is None else result.seed
-            if "wandb" in result.logger and "wandb" in saved.logger:
-                result.logger.wandb.id = saved.logger.wandb.id
+        if result.run == saved.run and "wandb" in result.logger and "wandb" in saved.logger:
+            result.logger.wandb.id = saved.logger.wandb.id
     return result
 
 
@@ -178,7 +194,7 @@ def config_inside(checkpoint: Path) -> DictConfig:
     """The config that every checkpoint carries, for one that was moved out of its run's directory."""
     import torch  # 3 s; only here is it needed before a run starts
 
-    file = checkpoint / "meta.pt" if checkpoint.is_dir() else checkpoint
+    file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
     cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["hyper_parameters"])
     assert isinstance(cfg, DictConfig)
     return cfg
@@ -190,14 +206,25 @@ def evaluation_file(cfg: DictConfig) -> Path:
     return run_dir / "eval.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(".eval.json")
 
 
+def leaves(cfg: DictConfig, key: str) -> dict[str, Any]:
+    """The values at and below `key`, by their own keys."""
+    value: Any = OmegaConf.select(cfg, key)
+    if isinstance(value, DictConfig):
+        return {k: v for name in map(str, value) for k, v in leaves(cfg, f"{key}.{name}").items()}
+    return {key: OmegaConf.to_container(value) if isinstance(value, ListConfig) else value}
+
+
 def refuse_changes(cfg: DictConfig, saved: DictConfig) -> None:
-    """Another network does not fit the checkpoint; another split would validate on images that were trained on."""
-    for key in FIXED:
-        now, then = OmegaConf.select(cfg, key), OmegaConf.select(saved, key)
-        if now != then:
-            raise UserError(
-                f"{key}={now} cannot be changed in a run that is resumed; there it is {then}. Type init_from=<run> for a new run."
-            )
+    """Raises UserError for values of FIXED that differ from those of the run that is to go on."""
+    problems = []
+    for fixed in FIXED:
+        now, then = leaves(cfg, fixed), leaves(saved, fixed)
+        for key in {**now, **then}:
+            if now.get(key) != then.get(key):
+                problems.append(
+                    f"{key}={now.get(key)} cannot be changed in a run that is resumed; there it is {then.get(key)}. Type init_from=<run> for a new run."
+                )
+    raise_problems(problems)
 
 
 def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:

@@ -6,6 +6,12 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
+from lockstep.strategies.one_format import OneFormat
+
+
+class ReplicatedStrategy(OneFormat, DDPStrategy):
+    """Lightning's, with checkpoints that fit every strategy."""
+
 
 def communication_hook(name: str | None) -> dict[str, Any]:
     """Arguments of DDPStrategy for a hook that compresses gradients on the wire."""
@@ -37,8 +43,8 @@ def ddp(
     find_unused_parameters: bool,
     comm_hook: str | None,
     name: str = "ddp",
-) -> DDPStrategy:
-    return DDPStrategy(
+) -> ReplicatedStrategy:
+    return ReplicatedStrategy(
         cluster_environment=environment,
         bucket_cap_mb=bucket_cap_mb,
         gradient_as_bucket_view=gradient_as_bucket_view,

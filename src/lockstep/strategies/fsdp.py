@@ -1,16 +1,20 @@
 """One process per device with a shard of everything: torch's fully_shard (FSDP2), on GPUs and on CPUs."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import Optimizer
 
+from lockstep import shards
 from lockstep.errors import UserError
+from lockstep.strategies.one_format import OneFormat, gathered, load_into
 
 MIN_BLOCK = 1_000_000  # parameters; a lone layer below that is gathered with its parent
 
@@ -42,8 +46,10 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     return found
 
 
-class FullyShardedStrategy(ModelParallelStrategy):
+class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
     """Lightning's strategy for FSDP2 with the sharding itself: the network needs no word about it."""
+
+    lightning_restore_optimizer = True  # as the other strategies do; see OneFormat
 
     def __init__(
         self,
@@ -61,36 +67,65 @@ class FullyShardedStrategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.device_mesh["data_parallel"]
+
     def parallelize(self, net: nn.Module) -> nn.Module:
         """Shards the blocks, inner ones first, then what is left with the network itself."""
-        mesh = self.device_mesh["data_parallel"]
         net.to(self.root_device)
         blocks = list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
         for block in reversed(blocks):
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(net, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
+        fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
         return net
+
+    def in_a_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Sharded as it is, or put together on rank 0."""
+        if self._save_distributed_checkpoint:
+            return state
+        whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
+        return whole
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self.in_a_checkpoint(self.lightning_module.state_dict())
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.in_a_checkpoint(OneFormat.optimizer_state(self, optimizer))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        load_into(self.lightning_module.state_dict(), checkpoint["state_dict"])
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        OneFormat.load_optimizer_state_dict(self, checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_dir():
+            loaded: dict[str, Any] = shards.load_sharded(path, self.mesh)
+            return loaded
+        return self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """As Lightning does; a folder of shards appears whole, under another name until then."""
-        if not self._save_distributed_checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
+        """One file of rank 0; or a folder of shards, which appears whole, under another name until then."""
         path = Path(self.broadcast(filepath))
+        if not self._save_distributed_checkpoint:
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path)
+            return
         part = path.with_name(path.name + ".part")
         if self.is_global_zero:
             shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
         self.barrier()
-        super().save_checkpoint(checkpoint, part, storage_options)
+        shards.save(checkpoint, part, self.global_rank, self.world_size)
         self.barrier()
         if self.is_global_zero:
-            old = path.with_name(path.name + ".old")
-            if path.exists():
-                path.rename(old)
-            part.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
+            shards.take_place(part, path)
         self.barrier()
 
 

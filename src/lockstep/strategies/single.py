@@ -1,8 +1,27 @@
 """One process on one device."""
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lockstep.strategies.one_format import OneFormat
 
 
-def single(*, environment: ClusterEnvironment | None, sharded_checkpoints: bool, name: str = "single") -> str:
-    """Lightning's own choice for one device."""
-    return "auto"
+class SingleStrategy(OneFormat, SingleDeviceStrategy):
+    """Lightning's, on the device that the Trainer chose."""
+
+    strategy_name = "single"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+
+
+def single(
+    *, environment: ClusterEnvironment | None, sharded_checkpoints: bool, name: str = "single"
+) -> SingleStrategy:
+    return SingleStrategy()

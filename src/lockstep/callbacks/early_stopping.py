@@ -1,0 +1,17 @@
+"""Lightning's early stopping, exact when a run is resumed."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+
+
+class EarlyStopping(callbacks.EarlyStopping):
+    """Lightning's keeps its counters in checkpoints, but not that it has asked for the end; and it takes the patience
+    of the checkpoint in place of the config's."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "patience": self.patience})
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.should_stop = trainer.should_stop or self.wait_count >= self.patience

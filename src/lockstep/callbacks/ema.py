@@ -1,0 +1,92 @@
+"""An exponential moving average of the weights: it is validated, tested and saved in their place."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lockstep.pace import completes_step
+
+
+class EMA(pl.Callback):
+    """average = decay * average + (1 - decay) * weights, after every `update_every_n_steps`-th step from the first on.
+
+    Lightning's EMAWeightAveraging copies the whole module, which FSDP2 does not allow. Here the average has the form that
+    the strategy gave to the weights: whole, or this process's shards. Checkpoints are laid out as Lightning's: the average
+    is in `state_dict`, the weights that training goes on with are in `current_model_state`. Running statistics of batch
+    normalisation are averaged too; counters are taken as they are.
+    """
+
+    def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
+        self.decay, self.update_every_n_steps = decay, update_every_n_steps
+        self.average: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if not completes_step(trainer, batch_idx) or (step - 1) % self.update_every_n_steps:
+            return
+        now = tensors(pl_module)
+        if self.average is None:
+            self.average = [tensor.clone() for tensor in now]
+            return
+        self.average = [old.to(new.device) for old, new in zip(self.average, now, strict=True)]  # loaded on the CPU
+        moving = [(old, new) for old, new in zip(self.average, now, strict=True) if new.is_floating_point()]
+        torch._foreach_lerp_([old for old, _ in moving], [new for _, new in moving], 1 - self.decay)
+        for old, new in zip(self.average, now, strict=True):
+            if not new.is_floating_point():
+                old.copy_(new)
+
+    @torch.no_grad()
+    def swap(self, pl_module: pl.LightningModule) -> None:
+        """Exchanges the values of the average and the weights, which stay the tensors that the optimizer knows."""
+        for own, weight in zip(self.average or (), tensors(pl_module) if self.average else (), strict=True):
+            kept = weight.clone()
+            weight.copy_(own)
+            own.copy_(kept)
+
+    @contextmanager
+    def in_place(self, pl_module: pl.LightningModule) -> Iterator[None]:
+        self.swap(pl_module)
+        yield
+        self.swap(pl_module)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.swap(pl_module)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.swap(pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.swap(pl_module)
+        self.average = None
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if self.average is None:
+            return
+        with self.in_place(pl_module):
+            state = trainer.strategy.lightning_module_state_dict()
+            average = {name: None if value is None else value.clone() for name, value in state.items()}
+        checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], average
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """The strategy has loaded the average into the network by now, in the form that it has there."""
+        if "current_model_state" in checkpoint:
+            self.average = [tensor.clone() for tensor in tensors(pl_module)]
+            trainer.strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, strict=True)
+
+
+@torch.no_grad()
+def tensors(pl_module: pl.LightningModule) -> list[Tensor]:
+    """Weights and buffers themselves, or this process's shards of them."""
+    return [t.to_local() if isinstance(t, DTensor) else t for t in pl_module.state_dict().values()]

@@ -1,0 +1,157 @@
+"""When checkpoints are saved, and from where in the training a checkpoint goes on."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from omegaconf import DictConfig
+
+from lockstep import shards
+from lockstep.errors import UserError
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """One file, which takes its name when it is whole and on the disk: a crash leaves the one before."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        shards.remove(part)
+        shards.write(checkpoint, part)
+        shards.take_place(part, path)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Only tensors and plain values are read, whatever the caller says: a checkpoint cannot run code."""
+        loaded: dict[str, Any] = shards.load(Path(path)) if Path(path).is_dir() else shards.open_file(Path(path))
+        return loaded
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        shards.remove(Path(path))
+
+
+class Position(pl.Callback):
+    """Makes every checkpoint say: so many steps are done, with all that belongs to them, and nothing of the next.
+
+    Lightning's loops save how far each of their counters is, which depends on the hook that saves, and going on from some
+    of these states loses a validation or an epoch (NOTEBOOK.md). Both ends are put right here, in the public hooks.
+    """
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        loop = checkpoint["loops"]["fit_loop"]
+        epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
+        done = batches["current"]["processed"]
+        ended = batches["is_last_batch"] or done >= trainer.num_training_batches
+        begun = epochs["current"]["ready"]
+        for scope in ("total", "current"):
+            epochs[scope] = dict.fromkeys(epochs[scope], begun) | dict.fromkeys(
+                ("processed", "completed"), begun if ended else begun - 1
+            )
+        batches["total"] = dict.fromkeys(batches["total"], batches["total"]["processed"])
+        batches["current"] = dict.fromkeys(batches["current"], 0 if ended else done)
+        batches["is_last_batch"] = False
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Counters of micro-batches, in those of this run: it may accumulate more or fewer to the same global batch."""
+        now, then = (
+            trainer.accumulate_grad_batches,
+            checkpoint["hyper_parameters"]["trainer"]["accumulate_grad_batches"],
+        )
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for scope in ("total", "current"):
+            batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        every, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches
+        if every is not None and every != float("inf") and every % accumulate:
+            raise UserError(
+                f"trainer.val_check_interval={trainer.val_check_interval} would validate after {every} micro-batches, within a "
+                f"step of {accumulate}. Type a multiple: trainer.val_check_interval={accumulate * max(1, int(every) // accumulate)}."
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # Lightning 2.6 counts one step too many for the loggers after resuming where a validation had been.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+
+
+class LastCheckpoint(Checkpoint):
+    """last.ckpt: after each epoch, every so many optimizer steps, and where a run ends.
+
+    Within an epoch it is saved when the next batch begins: the row of the log and the validation that belong to a step
+    are done by then, and a run that goes on from it repeats neither.
+    """
+
+    def __init__(self, path: Path, every_n_steps: int | None) -> None:
+        self.path, self.every_n_steps = path, every_n_steps
+        self.saved_at = 0
+
+    def save(self, trainer: pl.Trainer) -> None:
+        if self.saved_at != trainer.global_step:
+            trainer.save_checkpoint(self.path, weights_only=False)
+            self.saved_at = trainer.global_step
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.saved_at = trainer.global_step
+        if trainer.ckpt_path and trainer.is_global_zero:
+            self.forget_later(trainer, Path(trainer.ckpt_path))
+
+    def forget_later(self, trainer: pl.Trainer, resumed: Path) -> None:
+        """Leaves in the run's folder what was there when the resumed checkpoint was saved, as its newest."""
+        kept = {
+            Path(path) for callback in trainer.checkpoint_callbacks for path in getattr(callback, "best_k_models", ())
+        }
+        for path in self.path.parent.glob("best-*"):
+            if path.resolve() not in {p.resolve() for p in [*kept, resumed]}:
+                shards.remove(path)
+        if resumed.resolve().parent == self.path.parent.resolve():
+            os.utime(resumed)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        begins_step = batch_idx % trainer.accumulate_grad_batches == 0
+        if begins_step and self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.save(trainer)
+
+
+def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[Checkpoint]:
+    """The best by validation, where there is one; and the last."""
+    last = LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps)
+    if cfg.trainer.limit_val_batches == 0:
+        return [last]
+    best = ModelCheckpoint(
+        dirpath=folder,
+        filename="best-step-{step}",
+        auto_insert_metric_name=False,
+        monitor=cfg.checkpoint.monitor,
+        mode=cfg.checkpoint.mode,
+        save_top_k=cfg.checkpoint.save_top_k,
+        save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
+        enable_version_counter=False,  # a run that goes on from before a checkpoint writes the same one again
+    )
+    return [best, last]
+
+
+def best_checkpoint(trainer: pl.Trainer) -> str | None:
+    """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
+            return callback.best_model_path
+        if isinstance(callback, LastCheckpoint) and callback.path.exists():
+            return str(callback.path)
+    return None

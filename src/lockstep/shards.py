@@ -1,0 +1,144 @@
+"""A checkpoint as a folder: every process writes its shards of the sharded tensors, the first one all the rest.
+
+Plain files of torch.save, so that they load with weights_only=True as every checkpoint does (the metadata of
+torch.distributed.checkpoint is a pickle that may run code), and so that a zip checksum tells whether each is whole.
+"""
+
+# `rest.pt` holds the checkpoint with a note in the place of each sharded tensor; `shard-<rank>-of-<world>.pt` holds for each
+# note the rows of the tensor from `first` on.
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+REST = "rest.pt"
+NOTE = "sharded tensor "  # and its place in the checkpoint; no other text of a checkpoint begins like this
+
+
+def write(content: Any, path: Path) -> None:
+    """torch.save, down to the disk."""
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_file(path: Path) -> Any:
+    """Tensors and plain values, mapped, not read."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def first_row(tensor: DTensor) -> int:
+    """Where this process's rows begin: torch.chunk's way of dividing, which FSDP2 follows."""
+    if tuple(tensor.placements) != (Shard(0),):
+        raise ValueError(f"sharded by rows over one mesh dimension is what can be saved, not {tensor.placements}")
+    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return min(tensor.device_mesh.get_local_rank() * rows, tensor.shape[0])
+
+
+def divide(tree: Any, shards: dict[str, Any], place: str = "") -> Any:
+    """`tree` with notes in place of sharded tensors, whose local parts go into `shards`."""
+    if isinstance(tree, DTensor):
+        note = f"{NOTE}{place}"
+        local = tree.to_local().detach().cpu()
+        shards[note] = {"first": first_row(tree), "shape": list(tree.shape), "rows": local}
+        return note
+    if isinstance(tree, dict):
+        return {key: divide(value, shards, f"{place}/{key}") for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(divide(value, shards, f"{place}/{i}") for i, value in enumerate(tree))
+    return tree
+
+
+def save(content: dict[str, Any], folder: Path, rank: int, world: int) -> None:
+    """This process's part. `folder` exists; the checkpoint is whole when every process is through."""
+    shards: dict[str, Any] = {}
+    rest = divide(content, shards)
+    write(shards, folder / f"shard-{rank:05}-of-{world:05}.pt")
+    if rank == 0:
+        write(rest, folder / REST)
+
+
+def files(folder: Path) -> list[Path]:
+    """The shards, in the order of their rows."""
+    return sorted(folder.glob("shard-*-of-*.pt"))
+
+
+def parts(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in files(folder):
+        yield open_file(path)
+
+
+def joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The reverse of `divide`."""
+    if isinstance(tree, str) and tree.startswith(NOTE):
+        return tensors[tree]
+    if isinstance(tree, dict):
+        return {key: joined(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(joined(value, tensors) for value in tree)
+    return tree
+
+
+def load(folder: Path) -> Any:
+    """The checkpoint on the CPU with whole tensors."""
+    rows: dict[str, list[Tensor]] = {}
+    for part in parts(folder):
+        for note, shard in part.items():
+            rows.setdefault(note, []).append(shard["rows"])
+    return joined(open_file(folder / REST), {note: torch.cat(each) for note, each in rows.items()})
+
+
+def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:
+    """The checkpoint with each sharded tensor divided anew among the processes of `mesh`; each reads its own rows only."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part in parts(folder):
+        for note, shard in part.items():
+            found.setdefault(note, []).append(shard)
+    tensors = {note: redistributed(each, mesh) for note, each in found.items()}
+    return joined(open_file(folder / REST), tensors)
+
+
+def redistributed(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
+    shape = torch.Size(shards[0]["shape"])
+    share = -(-shape[0] // mesh.size())
+    begin = min(mesh.get_local_rank() * share, shape[0])
+    end = min(begin + share, shape[0])
+    own = [s["rows"][max(begin - s["first"], 0) : max(end - s["first"], 0)] for s in shards]
+    local = torch.cat(own).to(mesh.device_type)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=whole_stride(shape))
+
+
+def whole_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def remove(path: Path) -> None:
+    """A checkpoint, whichever form it has; nothing where there is none."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def take_place(part: Path, path: Path) -> None:
+    """Puts the checkpoint `part` where `path` is.
+
+    A file takes a file's place in one go. A folder cannot: for an instant only `<path>.old` is there, and it is looked for.
+    """
+    if part.is_file() and not path.is_dir():
+        part.replace(path)
+        return
+    old = path.with_name(path.name + ".old")
+    if path.exists():
+        remove(old)  # left behind by a kill
+        path.rename(old)
+    part.rename(path)
+    remove(old)
