@@ -6,15 +6,17 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked as forked_processes
 import numpy as np
 import pytest
 
 from lockstep import ROOT
 from lockstep.data import files
+from lockstep.launch import local
 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -118,6 +120,14 @@ def command(tmp_path: Path, cache: Path, mnist: Path) -> Commands:
 def shared_command(tmp_path_factory: pytest.TempPathFactory, cache: Path, mnist: Path) -> Commands:
     """As `command`, in a folder that the tests of a module share, for runs that several look at."""
     return Commands(tmp_path_factory.mktemp("work"), cache, mnist)
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """Lets runs that are started from Python fork their processes from a server that has imported everything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "run_processes", forked_processes.run_processes)
+        yield
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ REPORT = (
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory, mnist, cache) -> list[str]:
+def base(tmp_path_factory, mnist, cache, forked) -> list[str]:
     """10 steps in fp32 with dropout off, SGD, gradients clipped; a row of the log for each step."""
     runs = tmp_path_factory.mktemp("strategies") / "runs"
     return [

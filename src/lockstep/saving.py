@@ -106,6 +106,7 @@ class LastCheckpoint(Checkpoint):
         self.saved_at = trainer.global_step
         if trainer.ckpt_path and trainer.is_global_zero:
             self.forget_later(trainer, Path(trainer.ckpt_path))
+        trainer.ckpt_path = None  # ModelCheckpoint would never remove it, though it may no longer be among the best
 
     def forget_later(self, trainer: pl.Trainer, resumed: Path) -> None:
         """Leaves in the run's folder what was there when the resumed checkpoint was saved, as its newest."""

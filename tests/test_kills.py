@@ -1,0 +1,91 @@
+"""Invariant 3: a run that is killed at any instant and typed again ends bit-identical to the run that was not."""
+
+import json
+from pathlib import Path
+
+import compare_runs
+import forked as forked_processes
+import pytest
+
+import lockstep
+from lockstep.errors import RunFailed
+from lockstep.launch import cli
+
+SETUPS = {
+    "single": ["strategy=single"],
+    "ddp": ["strategy=ddp", "trainer.devices=2"],
+    "fsdp": ["strategy=fsdp", "trainer.devices=2"],
+    "shards": ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"],
+}
+# All that has a state: dropout, momentum, schedule, average, best scores, early stopping, a mean loss over three steps.
+# Three epochs of 12 steps, of two micro-batches each, validated in mid-epoch; stopped early in the last one.
+OPTIONS = [
+    "trainer.accelerator=cpu", "data.batch_size=48", "data.eval_batch_size=40", "trainer.max_epochs=3", "trainer.log_every_n_steps=3",
+    "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=10", "trainer.gradient_clip_val=1.0", "checkpoint.every_n_steps=4",
+    "schedule=cosine", "schedule.warmup_steps=3", "optim.lr=3e-3", "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9",
+    "callbacks.early_stopping.patience=4", "callbacks.early_stopping.monitor=val/acc", "callbacks.early_stopping.mode=max",
+    "checkpoint.monitor=val/loss", "checkpoint.mode=min", "trainer.enable_progress_bar=false", "resume=auto",
+]  # fmt: skip
+
+
+@pytest.fixture
+def train(tmp_path, mnist, cache, monkeypatch, forked):
+    """Trains in processes that can be killed, one process alone included."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "ONE_PROCESS", ())
+    base = [f"data.root={mnist}", f"data.cache_dir={cache}", *OPTIONS]
+    return lambda *overrides: lockstep.train([*base, *overrides])
+
+
+def events(train, monkeypatch, setup: str, rank: int) -> list[str]:
+    """Runs without a kill; returns the names of the moments at which `rank` could have been killed."""
+    monkeypatch.setenv(forked_processes.KILL_RANK, str(rank))
+    monkeypatch.setenv(forked_processes.KILL_AT, "0")
+    monkeypatch.setenv(forked_processes.COUNT, str(Path("events").resolve()))
+    train("run=whole", *SETUPS[setup])
+    monkeypatch.delenv(forked_processes.COUNT)
+    return Path("events").read_text().splitlines()
+
+
+def chosen(names: list[str], count: int) -> list[int]:
+    """Of each kind of moment one, from different parts of the run, and `count` more at equal distances."""
+    kinds = list(dict.fromkeys(names))
+    places = {kind: [i for i, name in enumerate(names) if name == kind] for kind in kinds}
+    spread = {places[kind][(7 * i) % len(places[kind])] for i, kind in enumerate(kinds)}
+    return sorted({i + 1 for i in spread} | {1 + i * len(names) // max(1, count) for i in range(count)})
+
+
+def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, count: int) -> None:
+    names = events(train, monkeypatch, setup, rank)
+    whole = compare_runs.find("whole", Path("runs"))
+    for at in chosen(names, count):
+        monkeypatch.setenv(forked_processes.KILL_AT, str(at))
+        with pytest.raises(RunFailed):
+            train(f"run=killed-{at}", *SETUPS[setup])
+        monkeypatch.setenv(forked_processes.KILL_AT, "0")
+        train(f"run=killed-{at}", *SETUPS[setup])
+        found = compare_runs.compare(whole, compare_runs.find(f"killed-{at}", Path("runs")), exact=True, tolerance=0)
+        place = f"killed at event {at}: {names[at - 1]}"
+        assert (place, {section: lines for section, lines in found.items() if lines}) == (place, {})
+        assert files(f"killed-{at}") == files("whole"), place
+
+
+def files(run: str) -> set[str]:
+    return {str(path.relative_to(f"runs/{run}")) for path in Path("runs", run).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("setup", "rank"), [("single", 0), ("ddp", 0), ("ddp", 1), ("fsdp", 0), ("fsdp", 1), ("shards", 0), ("shards", 1)]
+)
+def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, train, monkeypatch):
+    assert_killed_runs_end_alike(train, monkeypatch, setup, rank, count=2)
+
+
+def test_the_run_that_is_compared_has_what_it_is_about(train):
+    report = train("run=a")
+    checkpoint = lockstep.checkpoint.read(Path("runs/a/checkpoints/last.ckpt"))
+    assert 24 < report["train/steps"] < 36
+    assert "current_model_state" in checkpoint
+    assert any("EarlyStopping" in name for name in checkpoint["callbacks"])
+    log = json.dumps(compare_runs.series(compare_runs.find("a", Path("runs"))))
+    assert log.count("val/acc") == 1
