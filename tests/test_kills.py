@@ -24,7 +24,7 @@ OPTIONS = [
     "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=10", "trainer.gradient_clip_val=1.0", "checkpoint.every_n_steps=4",
     "schedule=cosine", "schedule.warmup_steps=3", "optim.lr=3e-3", "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9",
     "callbacks.early_stopping.patience=4", "callbacks.early_stopping.monitor=val/acc", "callbacks.early_stopping.mode=max",
-    "checkpoint.monitor=val/loss", "checkpoint.mode=min", "trainer.enable_progress_bar=false", "resume=auto",
+    "checkpoint.monitor=val/loss", "checkpoint.mode=min", "data.random_shift=2", "data.random_flip=true", "trainer.enable_progress_bar=false", "resume=auto",
 ]  # fmt: skip
 
 

@@ -1,7 +1,10 @@
 """Lockstep: train PyTorch models with the same result under any strategy. `from lockstep import train`."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __version__ = "0.1.0"
 
@@ -26,3 +29,17 @@ def evaluate(overrides: list[str]) -> dict[str, Any]:
     from lockstep.launch.cli import call
 
     return call("eval", overrides)
+
+
+def load_model(what: str | Path) -> "nn.Module":
+    """The bare network of a run (`runs/<name>`, or its name) or of a checkpoint, with its weights, for evaluation, on the CPU.
+
+    image_BCHW to logits_BK; of a run, the checkpoint that was tested.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    from lockstep.checkpoint import load_network
+    from lockstep.launch.recall import tested_checkpoint
+
+    return load_network(tested_checkpoint(str(what), "load_model"))

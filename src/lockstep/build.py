@@ -62,6 +62,8 @@ def data(cfg: DictConfig) -> DataModule:
         std=std if cfg.data.std == "model" else list(cfg.data.std),
         classes=form.classes,
         channels_last=cfg.channels_last,
+        random_shift=cfg.data.random_shift,
+        random_flip=cfg.data.random_flip,
     )
 
 

@@ -132,7 +132,7 @@ class Recorder:
         path = os.path.relpath(checkpoint, self.dir) if checkpoint else None
         self.report |= {
             "train/steps": trainer.global_step,
-            "train/epochs": trainer.current_epoch,
+            "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
             "train/images_per_s": speed[0] if speed else None,
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),

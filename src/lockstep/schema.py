@@ -91,6 +91,8 @@ KEYS: dict[str, Kind] = {
     "data.std": Kind(is_channels, "`model`, or one number for each channel", "[0.3081]"),
     "data.val_fraction": number(0, 0.1, above=True, below=1),
     "data.limit_train": whole(1, 1000).or_null(),
+    "data.random_shift": whole(0, 4, "a whole number of pixels"),
+    "data.random_flip": FLAG,
     "data.num_workers": whole(0, 4),
     "trainer.accelerator": one_of("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Kind(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2"),

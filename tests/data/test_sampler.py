@@ -217,7 +217,9 @@ def test_each_test_image_counts_once(size, world, batch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 600), first=st.integers(0, 50), batch=st.integers(1, 700), world=st.integers(1, 40))
+@given(size=st.integers(1, 600), first=st.integers(0, 50), batch=st.integers(1, 700), world=st.integers(1, 4096))
+@example(size=1, first=0, batch=1000, world=4096)
+@example(size=600, first=3, batch=700, world=4095)
 def test_each_validation_image_counts_once_whatever_divides(size, first, batch, world):
     assert_each_once(Split(size + 50, first, size), batch, world)
 

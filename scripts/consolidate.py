@@ -1,0 +1,42 @@
+"""Puts a checkpoint of shards together to one file, which resumes, evaluates and exports as any other does.
+
+python scripts/consolidate.py <folder of shards> [<file>]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from lockstep import shards
+from lockstep.errors import UserError
+from lockstep.launch.recall import is_checkpoint
+
+
+def consolidate(folder: Path, file: Path) -> Path:
+    """Raises UserError: `folder` is no whole checkpoint of shards, or `file` exists."""
+    if not folder.is_dir() or not is_checkpoint(folder):
+        raise UserError(f"{folder} is not a whole checkpoint of shards, as checkpoint.sharded=true leaves them.")
+    if file.exists():
+        raise UserError(f"{file} exists. Type another name.")
+    part = file.with_name(file.name + ".part")
+    shards.write(shards.load(folder), part)
+    part.rename(file)
+    return file
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", nargs="?", type=Path, help="by default the folder's name with -whole")
+    args = parser.parse_args()
+    try:
+        file = args.file or args.folder.with_name(f"{args.folder.stem}-whole.ckpt")
+        print(f"{args.folder} is in one file now: {consolidate(args.folder, file)}")
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""How far the same command differs under other strategies, numbers of processes and accumulation: a table in Markdown.
+
+python scripts/parity.py [--steps 50] [--out docs/parity.md]
+
+Two networks are trained for some steps in fp32 with dropout off, with clipping and augmentation on: BasicNet, and a ResNet of
+timm whose batch norm is synchronised. Each is compared with one process. Exit code 1 if BasicNet differs by more than 1e-6.
+"""
+
+import argparse
+import contextlib
+import io
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import compare_runs
+
+LIMIT = 1e-6
+COMMON = [
+    "data.source=embedded", "data.batch_size=64", "data.random_shift=2", "data.random_flip=true", "trainer.accelerator=cpu",
+    "trainer.log_every_n_steps=1", "trainer.gradient_clip_val=0.5", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "trainer.enable_progress_bar=false", "optim=sgd", "optim.lr=0.05", "schedule=cosine", "trainer.max_epochs=10",
+]  # fmt: skip
+NETWORKS = {
+    "BasicNet": ["model.dropout_conv=0", "model.dropout_fc=0"],
+    "ResNet with batch norm": ["model=timm", "model.name=test_resnet", "trainer.sync_batchnorm=true"],
+}
+ACCUMULATED = "trainer.accumulate_grad_batches"
+
+
+@dataclass(frozen=True)
+class Setup:
+    strategy: str
+    world: int = 1
+    accumulate: int = 1
+
+    @property
+    def overrides(self) -> list[str]:
+        devices = [f"trainer.devices={self.world}"] if self.world > 1 else []
+        return [f"strategy={self.strategy}", *devices, f"{ACCUMULATED}={self.accumulate}"]
+
+
+REFERENCE = Setup("single")
+SETUPS = [
+    Setup("single", accumulate=2), Setup("single", accumulate=4), Setup("dp"), Setup("ddp", 2), Setup("ddp", 4), Setup("ddp", 2, 2),
+    Setup("fsdp", 2), Setup("fsdp", 4), Setup("fsdp", 2, 2),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    network: str
+    setup: Setup
+    loss: float  # greatest relative difference of any step's loss
+    weights: float  # greatest relative difference of any tensor of the network
+
+
+def setups(network: str) -> list[Setup]:
+    """Micro-batches that are accumulated have batch statistics of their own, and the replicas of dp too."""
+    return [s for s in SETUPS if network == "BasicNet" or (s.accumulate == 1 and s.strategy != "dp")]
+
+
+def train(name: str, overrides: list[str]) -> None:
+    import lockstep
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        lockstep.train([f"run={name}", *overrides])
+
+
+def difference(reference: compare_runs.Run, other: compare_runs.Run) -> tuple[float, float]:
+    from lockstep.checkpoint import network_of, read
+
+    losses = [[float(row["train/loss"]) for row in run.rows if row["train/loss"]] for run in (reference, other)]
+    weights: list[dict[str, Any]] = [
+        network_of(read(r.folder / "checkpoints" / "last.ckpt")) for r in (reference, other)
+    ]
+    if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
+        raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")
+    apart = [
+        compare_runs.tensor_difference(value, weights[1][key])
+        for key, value in weights[0].items()
+        if value.is_floating_point()
+    ]
+    return max(compare_runs.relative(a, b) for a, b in zip(*losses, strict=True)), max(apart)
+
+
+def measure(runs_dir: Path, steps: int, more: list[str] | None = None) -> Iterator[Row]:
+    for network, options in NETWORKS.items():
+        common = [f"runs_dir={runs_dir}", f"trainer.max_steps={steps}", *COMMON, *options, *(more or [])]
+        place = network.split()[0].lower()
+        train(place, [*common, *REFERENCE.overrides])
+        reference = compare_runs.find(place, runs_dir)
+        for setup in setups(network):
+            name = f"{place}-{setup.strategy}-{setup.world}-{setup.accumulate}"
+            train(name, [*common, *setup.overrides])
+            yield Row(network, setup, *difference(reference, compare_runs.find(name, runs_dir)))
+
+
+def table(rows: list[Row], steps: int) -> str:
+    lines = [
+        f"| network | strategy | processes | accumulation | loss, greatest of {steps} steps | weights, greatest of all tensors |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r.network} | {r.setup.strategy} | {r.setup.world} | {r.setup.accumulate} | {r.loss:.1e} | {r.weights:.1e} |"
+        )
+    return "\n".join(lines)
+
+
+def good(rows: list[Row]) -> bool:
+    return all(max(row.loss, row.weights) <= LIMIT for row in rows if row.network == "BasicNet")
+
+
+HEADER = """# The same result
+
+Greatest relative differences from one process (`strategy=single`) after {steps} steps in fp32: of a loss, the difference over the
+value; of a tensor, the norm of the difference over the norm. Dropout is off; clipping, a schedule and augmentation are on. Made by
+`python scripts/parity.py --out docs/parity.md` with {versions}, on a CPU with gloo.
+
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--out", type=Path, help="write the page there as well")
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in measure(Path(folder), args.steps):
+            rows.append(row)
+            print(f"{row.network}, {row.setup}: loss {row.loss:.1e}, weights {row.weights:.1e}", file=sys.stderr)
+    print(table(rows, args.steps))
+    if args.out:
+        from lockstep.provenance import versions
+
+        args.out.write_text(HEADER.format(steps=args.steps, versions=versions()) + table(rows, args.steps) + "\n")
+    return 0 if good(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
