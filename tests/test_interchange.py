@@ -32,12 +32,14 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def train(runs, mnist, cache, forked):
-    """AdamW with warm-up, clipping and an average of the weights; dropout off, for ranks draw different masks."""
+    """AdamW with warm-up, clipping and an average of the weights; dropout off, for ranks draw different masks.
+
+    Its eps is large: AdamW makes whole steps out of gradients that are rounding alone."""
     base = [
         f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "data.eval_batch_size=40",
         "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "model.dropout_conv=0",
         "model.dropout_fc=0", "trainer.gradient_clip_val=0.5", "data.random_shift=2", "callbacks=[default,ema]",
-        "callbacks.ema.decay=0.8", "schedule.warmup_steps=5", "trainer.limit_val_batches=1",
+        "callbacks.ema.decay=0.8", "schedule.warmup_steps=5", "trainer.limit_val_batches=1", "optim.lr=1e-4", "optim.eps=1e-4",
     ]  # fmt: skip
     return lambda *overrides: lockstep.train([*base, *overrides])
 
@@ -91,13 +93,15 @@ def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(wor
     for figure in figures:
         assert figure["test/loss"] == pytest.approx(expected["test/loss"], rel=1e-6)
         assert (figure["strategy"], figure["test/count"]) == ("single", 103)
-    assert_goes_on(train, runs, whole, f"shards{world}", "ddp2", file)
+    assert_goes_on(train, runs, whole, f"together{world}", "ddp2", file)
 
 
 def test_checkpoints_have_the_same_keys_whatever_made_them(runs, whole):
     def keys(name: str) -> set[str]:
         return set(dict(compare_runs.flat(read(runs / name / "checkpoints" / "last.ckpt"))))
 
-    own = {name: {key for key in keys(name) if not key.startswith("callbacks")} for name in SETUPS}
+    own = {
+        name: {key for key in keys(name) if not key.startswith(("callbacks", "hyper_parameters"))} for name in SETUPS
+    }
     for name in SETUPS:
         assert own[name] ^ own["single"] == set(), name

@@ -61,7 +61,7 @@ def write_network(folder: Path, model: dict[str, Any], about: dict[str, Any], ne
         name = model.pop("name")
         arguments = {key: value for key, value in model.items() if key not in ("pretrained", "checkpoint_path")}
         arguments |= {"in_chans": about["channels"], "num_classes": len(about["classes"])}
-        if net.pretrained_cfg.get("fixed_input_size"):  # type: ignore[union-attr]
+        if vars(net)["pretrained_cfg"].get("fixed_input_size"):
             arguments.setdefault("img_size", about["image_size"])
         write(folder / "model.json", {"timm": name, "class": None, "arguments": arguments})
         return

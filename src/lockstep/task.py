@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.gradients import clip_grad_norm
 from lockstep.metrics import Evaluation
 from lockstep.pace import completes_step, has_row
 
@@ -63,6 +64,14 @@ class Classification(pl.LightningModule):
             self.log("train/loss", self.window_loss / self.window_count, prog_bar=True, sync_dist=True)
             self.window_loss, self.window_count = 0.0, 0
         return loss
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        if gradient_clip_val is None or gradient_clip_algorithm == "value":
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        else:
+            clip_grad_norm(self.parameters(), gradient_clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log, on which the processes agree here: it may go on under other ones."""
