@@ -12,6 +12,7 @@ import torch
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.loggers import MetricsCsv
 
 
 class Crash(RuntimeError):
@@ -319,6 +320,61 @@ def test_several_loggers_write_at_once_and_the_id_of_wandb_is_kept(train):
     train("run=a", "logger=[wandb,tensorboard]", "resume=auto", "trainer.max_epochs=2")
     assert {path.name.rsplit("-", 1)[1] for path in folder.glob("wandb/offline-run-*")} == ids
     assert len(ids) == 1
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash(train, crash_at):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = ["run=a", "logger=tensorboard", "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=4"]
+    crash_at(7)
+    with pytest.raises(Crash):
+        train(*options)
+    crash_at(-1)
+    train(*options, "resume=auto")
+    events = EventAccumulator("runs/a/tensorboard").Reload()
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert steps == list(range(12))
+
+
+def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
+    logger = MetricsCsv(run_dir=tmp_path, run="a")
+    for step in (9, 10, 11):
+        logger.log_metrics({"loss": 0.5 + step}, step)
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(path.read_bytes()[: -len("1,11.5\r\n")])
+    assert path.read_text().endswith("\n1")  # of 11
+    logger.cut(11)
+    assert path.read_text().split() == ["step,loss", "9,9.5", "10,10.5"]
+
+
+def test_what_would_repeat_samples_or_be_ignored_cannot_be_changed_in_a_resumed_run(train):
+    train("run=a", "debug=one_batch")
+    with pytest.raises(UserError) as error:
+        lockstep.train(["resume=a", "data.batch_size=24", "seed=3", "optim.lr=0.5", "trainer.max_epochs=2"])
+    assert [problem.split(" cannot")[0] for problem in error.value.problems] == [
+        "data.batch_size=24",
+        "seed=3",
+        "optim.lr=0.5",
+    ]
+
+
+def test_validating_within_an_accumulated_step_is_refused(train):
+    with pytest.raises(
+        UserError, match=r"val_check_interval=5 counts micro-batches .* Type trainer.val_check_interval=4"
+    ):
+        train("run=a", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=5")
+    with pytest.raises(UserError, match=r"after 7 micro-batches, within a step of 2"):
+        train("run=a", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=0.3")
+    assert not Path("runs/a").exists()
+
+
+def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
+    options = ["run=a", "callbacks=[default,early_stopping]", "optim=sgd", "optim.lr=0", "optim.momentum=0",
+               "optim.nesterov=false", "trainer.max_epochs=10", "resume=auto"]  # fmt: skip
+    epochs = [
+        train(*options, f"callbacks.early_stopping.patience={patience}")["train/epochs"] for patience in (1, 1, 3)
+    ]
+    assert epochs == [2, 2, 4]
 
 
 def test_without_checkpoints_the_weights_at_the_end_are_tested(train):

@@ -48,9 +48,10 @@ class MetricsCsv(Logger):
             csv.DictWriter(file, self.columns).writerow(row)
 
     def rows(self) -> tuple[list[str], list[dict[str, str]]]:
-        with self.path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            return list(reader.fieldnames or []), list(reader)
+        """Columns and rows; without a last one that a kill cut off."""
+        lines = self.path.read_text().splitlines(keepends=True)
+        reader = csv.DictReader([line for line in lines if line.endswith("\n")])
+        return list(reader.fieldnames or []), list(reader)
 
     def widen(self, new: list[str]) -> None:
         """Adds columns: the file is written anew beside itself and takes its place."""
@@ -75,12 +76,16 @@ class MetricsCsv(Logger):
 
 
 class CutAtResume(pl.Callback):
-    """Lets metrics.csv go on where the checkpoint is, without a row twice."""
+    """Lets logs go on where the checkpoint is, without a row twice. W&B keeps what it has been sent."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if trainer.global_step else ():
             if isinstance(logger, MetricsCsv):
                 logger.cut(trainer.global_step)
+            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
+                writer = logger.experiment
+                writer.close()  # it opens a new file, which begins by revoking what the old ones say from this step on
+                writer.purge_step = trainer.global_step
 
 
 def has_wandb_key() -> bool:

@@ -97,13 +97,19 @@ class Recorder:
         kept = [config, self.dir / "report.json"]
         self.before = {path: path.read_text() for path in kept if path.is_file()}
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
+        part = config.with_name(f"config.{os.getpid()}.part")
+        part.write_text(OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True))
         try:
-            with config.open("w" if self.cfg.resume else "x") as file:
-                file.write(OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True))
+            if self.cfg.resume:
+                part.replace(config)
+            else:
+                config.hardlink_to(part)  # whole at once, and refused where one is there
         except FileExistsError:
             raise UserError(
                 f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
             ) from None
+        finally:
+            part.unlink(missing_ok=True)
         to_file, to_screen = logging.FileHandler(self.dir / "train.log"), logging.StreamHandler()
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         to_screen.setLevel(logging.WARNING)
