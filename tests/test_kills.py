@@ -14,16 +14,17 @@ from lockstep.launch import cli
 SETUPS = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp", "trainer.devices=2"],
+    "ddp3": ["strategy=ddp", "trainer.devices=3"],  # sums of three numbers depend on their order
     "fsdp": ["strategy=fsdp", "trainer.devices=2"],
     "shards": ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"],
 }
 # All that has a state: dropout, momentum, schedule, average, best scores, early stopping, a mean loss over three steps.
-# Three epochs of 12 steps, of two micro-batches each, validated in mid-epoch; stopped early in the last one.
+# Two epochs of 12 steps, of two micro-batches each, validated in mid-epoch; stopped early in the last one.
 OPTIONS = [
-    "trainer.accelerator=cpu", "data.batch_size=48", "data.eval_batch_size=40", "trainer.max_epochs=3", "trainer.log_every_n_steps=3",
+    "trainer.accelerator=cpu", "data.batch_size=48", "data.eval_batch_size=40", "trainer.max_epochs=2", "trainer.log_every_n_steps=3",
     "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=10", "trainer.gradient_clip_val=1.0", "checkpoint.every_n_steps=4",
     "schedule=cosine", "schedule.warmup_steps=3", "optim.lr=3e-3", "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9",
-    "callbacks.early_stopping.patience=4", "callbacks.early_stopping.monitor=val/acc", "callbacks.early_stopping.mode=max",
+    "callbacks.early_stopping.patience=1", "callbacks.early_stopping.monitor=val/acc", "callbacks.early_stopping.mode=max",
     "checkpoint.monitor=val/loss", "checkpoint.mode=min", "data.random_shift=2", "data.random_flip=true", "trainer.enable_progress_bar=false", "resume=auto",
 ]  # fmt: skip
 
@@ -47,18 +48,17 @@ def events(train, monkeypatch, setup: str, rank: int) -> list[str]:
     return Path("events").read_text().splitlines()
 
 
-def chosen(names: list[str], count: int) -> list[int]:
-    """Of each kind of moment one, from different parts of the run, and `count` more at equal distances."""
-    kinds = list(dict.fromkeys(names))
-    places = {kind: [i for i, name in enumerate(names) if name == kind] for kind in kinds}
-    spread = {places[kind][(7 * i) % len(places[kind])] for i, kind in enumerate(kinds)}
-    return sorted({i + 1 for i in spread} | {1 + i * len(names) // max(1, count) for i in range(count)})
+def chosen(names: list[str], kinds: slice) -> list[int]:
+    """Numbers of moments: of each of the `kinds` one, in different parts of the run."""
+    order = list(dict.fromkeys(names))
+    places = {kind: [i for i, name in enumerate(names, 1) if name == kind] for kind in order}
+    return [places[kind][(7 * i + 3) % len(places[kind])] for i, kind in list(enumerate(order))[kinds]]
 
 
-def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, count: int) -> None:
+def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, kinds: slice) -> None:
     names = events(train, monkeypatch, setup, rank)
     whole = compare_runs.find("whole", Path("runs"))
-    for at in chosen(names, count):
+    for at in chosen(names, kinds):
         monkeypatch.setenv(forked_processes.KILL_AT, str(at))
         with pytest.raises(RunFailed):
             train(f"run=killed-{at}", *SETUPS[setup])
@@ -75,16 +75,27 @@ def files(run: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("setup", "rank"), [("single", 0), ("ddp", 0), ("ddp", 1), ("fsdp", 0), ("fsdp", 1), ("shards", 0), ("shards", 1)]
+    ("setup", "rank", "kinds"),
+    [("single", 0, slice(0, None, 5)), ("ddp3", 1, slice(1)), ("shards", 0, slice(3, None, 6))],
 )
-def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, train, monkeypatch):
-    assert_killed_runs_end_alike(train, monkeypatch, setup, rank, count=2)
+def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, monkeypatch):
+    assert_killed_runs_end_alike(train, monkeypatch, setup, rank, kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setup", "rank", "kinds"),
+    [("single", 0, slice(None)), ("ddp", 0, slice(0, None, 4)), ("ddp3", 0, slice(1, None, 5)), ("fsdp", 0, slice(1, None, 4)),
+     ("fsdp", 1, slice(2)), ("shards", 0, slice(2, None, 3)), ("shards", 1, slice(None))],
+)  # fmt: skip
+def test_a_run_that_is_killed_at_any_kind_of_moment_ends_alike(setup, rank, kinds, train, monkeypatch):
+    assert_killed_runs_end_alike(train, monkeypatch, setup, rank, kinds)
 
 
 def test_the_run_that_is_compared_has_what_it_is_about(train):
     report = train("run=a")
     checkpoint = lockstep.checkpoint.read(Path("runs/a/checkpoints/last.ckpt"))
-    assert 24 < report["train/steps"] < 36
+    assert 12 < report["train/steps"] < 24
     assert "current_model_state" in checkpoint
     assert any("EarlyStopping" in name for name in checkpoint["callbacks"])
     log = json.dumps(compare_runs.series(compare_runs.find("a", Path("runs"))))

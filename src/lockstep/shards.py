@@ -35,20 +35,20 @@ def open_file(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def first_row(tensor: DTensor) -> int:
-    """Where this process's rows begin: torch.chunk's way of dividing, which FSDP2 follows."""
-    if tuple(tensor.placements) != (Shard(0),):
-        raise ValueError(f"sharded by rows over one mesh dimension is what can be saved, not {tensor.placements}")
-    rows = -(-tensor.shape[0] // tensor.device_mesh.size())
-    return min(tensor.device_mesh.get_local_rank() * rows, tensor.shape[0])
+def share(rows: int, rank: int, world: int) -> tuple[int, int]:
+    """The first row of a process and the one after its last: torch.chunk's way of dividing, which FSDP2 follows."""
+    each = -(-rows // world)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def divide(tree: Any, shards: dict[str, Any], place: str = "") -> Any:
     """`tree` with notes in place of sharded tensors, whose local parts go into `shards`."""
     if isinstance(tree, DTensor):
-        note = f"{NOTE}{place}"
-        local = tree.to_local().detach().cpu()
-        shards[note] = {"first": first_row(tree), "shape": list(tree.shape), "rows": local}
+        if tuple(tree.placements) != (Shard(0),):
+            raise ValueError(f"sharded by rows over one mesh dimension is what can be saved, not {tree.placements}")
+        note, mesh = f"{NOTE}{place}", tree.device_mesh
+        first, _ = share(tree.shape[0], mesh.get_local_rank(), mesh.size())
+        shards[note] = {"first": first, "shape": list(tree.shape), "rows": tree.to_local().detach().cpu()}
         return note
     if isinstance(tree, dict):
         return {key: divide(value, shards, f"{place}/{key}") for key, value in tree.items()}
@@ -106,18 +106,16 @@ def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:
     return joined(open_file(folder / REST), tensors)
 
 
+def rows_between(shards: list[dict[str, Any]], begin: int, end: int) -> Tensor:
+    """Rows of a tensor from its shards, which are mapped: only what is wanted is read."""
+    return torch.cat([s["rows"][max(begin - s["first"], 0) : max(end - s["first"], 0)] for s in shards])
+
+
 def redistributed(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
     shape = torch.Size(shards[0]["shape"])
-    share = -(-shape[0] // mesh.size())
-    begin = min(mesh.get_local_rank() * share, shape[0])
-    end = min(begin + share, shape[0])
-    own = [s["rows"][max(begin - s["first"], 0) : max(end - s["first"], 0)] for s in shards]
-    local = torch.cat(own).to(mesh.device_type)
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=whole_stride(shape))
-
-
-def whole_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+    local = rows_between(shards, *share(shape[0], mesh.get_local_rank(), mesh.size()))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local.to(mesh.device_type), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def remove(path: Path) -> None:

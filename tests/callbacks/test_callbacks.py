@@ -2,13 +2,15 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 import lockstep
-from lockstep.callbacks import Throughput, progress
-from lockstep.callbacks.step_seed import step_seed
+from lockstep.callbacks import EMA, Throughput, progress
+from lockstep.callbacks.step_seed import seed_generators, step_seed
 
 
 @pytest.fixture
@@ -60,3 +62,42 @@ def test_images_are_counted_over_accumulation_and_epochs(train, monkeypatch):
     (windows,) = seen
     assert [images for images, _ in windows] == [240, 240, 96, 144, 240, 192]
     assert all(seconds > 0 for _, seconds in windows)
+
+
+class Weights(pl.LightningModule):
+    """A weight and a buffer whose values the test sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+def test_the_average_follows_its_definition():
+    module, ema = Weights(), EMA(decay=0.9, update_every_n_steps=2)
+    trainer = SimpleNamespace(global_step=0, accumulate_grad_batches=1)
+    expected = None
+    for step in range(1, 10):
+        trainer.global_step = step
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(3) + step**2)
+            module.mean.fill_(step)
+            module.count.fill_(step)
+        ema.on_train_batch_end(trainer, module, None, None, step - 1)
+        if step % 2:  # the first step, the third, ...
+            now = torch.cat([module.weight.detach(), module.mean]).double()
+            expected = now if expected is None else 0.9 * expected + 0.1 * now
+    before = module.weight.clone()
+    ema.swap(module)
+    assert torch.cat([module.weight.detach(), module.mean]).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert int(module.count) == 9
+    ema.swap(module)
+    assert torch.equal(module.weight, before)
+
+
+def test_seeding_draws_what_torch_draws():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    seed_generators(7, "cpu")
+    assert torch.equal(torch.rand(3), expected)

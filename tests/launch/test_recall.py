@@ -1,0 +1,121 @@
+"""Which checkpoint a run goes on from: the newest that is whole, of one file or of shards."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lockstep import shards
+from lockstep.launch.recall import checkpoints, is_checkpoint
+
+CONTENT = {"state_dict": {"net.w": torch.arange(5000.0)}, "epoch": 3}
+
+
+def sharded(folder: Path, world: int) -> Path:
+    """As `world` processes leave it; without any, since no tensor is sharded here."""
+    folder.mkdir(parents=True)
+    for rank in range(world):
+        shards.save(CONTENT, folder, rank, world)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("file") / "whole.ckpt"
+    shards.write(CONTENT, path)
+    return path.read_bytes()
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_that_is_cut_off_anywhere_is_not_whole(data, file, tmp_path):
+    path = tmp_path / "cut.ckpt"
+    path.write_bytes(file[: data.draw(st.integers(0, len(file) - 1))])
+    assert not is_checkpoint(path)
+    path.write_bytes(file)
+    assert is_checkpoint(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_in_a_tensor_is_seen(data, file, tmp_path):
+    begin = file.index(torch.arange(100.0).numpy().tobytes())
+    place = begin + data.draw(st.integers(0, 4 * 5000 - 1))
+    damaged = bytearray(file)
+    damaged[place] ^= 1 << data.draw(st.integers(0, 7))
+    (tmp_path / "damaged.ckpt").write_bytes(damaged)
+    assert not is_checkpoint(tmp_path / "damaged.ckpt")
+
+
+def test_what_is_something_else_is_no_checkpoint(tmp_path):
+    assert not is_checkpoint(tmp_path / "absent.ckpt")
+    for name, content in (("empty.ckpt", b""), ("text.ckpt", b"PK is how zip files begin")):
+        (tmp_path / name).write_bytes(content)
+        assert not is_checkpoint(tmp_path / name)
+    (tmp_path / "folder.ckpt").mkdir()
+    assert not is_checkpoint(tmp_path / "folder.ckpt")
+
+
+@pytest.mark.parametrize("world", [1, 2, 11])
+def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
+    folder = sharded(tmp_path / "a.ckpt", world)
+    assert is_checkpoint(folder)
+    assert torch.equal(shards.load(folder)["state_dict"]["net.w"], CONTENT["state_dict"]["net.w"])
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        assert not is_checkpoint(folder), path
+        path.unlink()
+        assert not is_checkpoint(folder), path
+        path.write_bytes(whole)
+    assert is_checkpoint(folder)
+
+
+def test_the_newest_whole_one_is_taken_and_others_are_told(run, file, capsys):
+    for age, (name, content) in enumerate(
+        {"last.ckpt": file[:500], "best-step-3.ckpt": file, "best-step-2.ckpt": file}.items()
+    ):
+        path = run / "checkpoints" / name
+        path.write_bytes(content)
+        os.utime(path, (1000 - age, 1000 - age))
+    (run / "checkpoints" / "last.ckpt.part").write_bytes(file)
+    assert [path.name for path in checkpoints(run)] == ["best-step-3.ckpt", "best-step-2.ckpt"]
+    assert capsys.readouterr().err == f"WARNING: {run}/checkpoints/last.ckpt is not whole and is passed over.\n"
+
+
+def test_shards_that_were_being_replaced_are_found(run, capsys):
+    folder = run / "checkpoints"
+    sharded(folder / "last.ckpt.old", 2)
+    sharded(folder / "last.ckpt.part", 2)
+    assert [path.name for path in checkpoints(run)] == ["last.ckpt.old"]
+    shards.take_place(folder / "last.ckpt.part", folder / "last.ckpt")
+    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"]
+    assert [path.name for path in checkpoints(run)] == ["last.ckpt"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("before", ["nothing", "file", "shards"])
+@pytest.mark.parametrize("after", ["file", "shards"])
+def test_a_checkpoint_takes_the_place_of_another_of_either_form(before, after, run, file):
+    folder = run / "checkpoints"
+    path, part = folder / "last.ckpt", folder / "last.ckpt.part"
+    for what, where in ((before, path), (after, part)):
+        if what == "file":
+            where.write_bytes(file)
+        if what == "shards":
+            sharded(where, 2)
+    shards.take_place(part, path)
+    assert sorted(p.name for p in folder.iterdir()) == ["last.ckpt"]
+    assert path.is_dir() == (after == "shards")
+    assert is_checkpoint(path)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
