@@ -171,7 +171,7 @@ def checkpoints(run: Run) -> dict[str, Path]:
 def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
     """Differences by section; those of `config` and `data` are for information."""
     allowed = 0.0 if exact else tolerance
-    parts = ("state_dict", "current_model_state")
+    parts: tuple[str, ...] = ("state_dict", "current_model_state")
     parts += ("optimizer_states", "lr_schedulers", "callbacks", "loops") if exact else ()
     found = {
         "config": config_differences(a, b),

@@ -9,6 +9,7 @@ timm whose batch norm is synchronised. Each is compared with one process. Exit c
 import argparse
 import contextlib
 import io
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -74,14 +75,30 @@ def setups(network: str) -> list[Setup]:
     return [s for s in SETUPS if network == "BasicNet" or (s.accumulate == 1 and s.strategy != "dp")]
 
 
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Standard output of this process and of those that it starts goes nowhere."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def train(name: str, overrides: list[str]) -> None:
     import lockstep
 
-    with contextlib.redirect_stdout(io.StringIO()):
+    with silenced():
         lockstep.train([f"run={name}", *overrides])
 
 
 def difference(reference: compare_runs.Run, other: compare_runs.Run) -> tuple[float, float, float]:
+    import torch
 
     from lockstep.checkpoint import network_of, read
 
@@ -91,12 +108,11 @@ def difference(reference: compare_runs.Run, other: compare_runs.Run) -> tuple[fl
     ]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
         raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")
-    apart = [
-        compare_runs.tensor_difference(value, weights[1][key])
-        for key, value in weights[0].items()
-        if value.is_floating_point()
-    ]
-    return max(compare_runs.relative(a, b) for a, b in zip(*losses, strict=True)), max(apart)
+    floating = [key for key, value in weights[0].items() if value.is_floating_point()]
+    vectors = [torch.cat([each[key].double().flatten() for key in floating]) for each in weights]
+    apart = max(compare_runs.tensor_difference(weights[0][key], weights[1][key]) for key in floating)
+    loss = max(compare_runs.relative(a, b) for a, b in zip(*losses, strict=True))
+    return loss, compare_runs.tensor_difference(vectors[0], vectors[1]), apart
 
 
 def measure(runs_dir: Path, steps: int, more: list[str] | None = None) -> Iterator[Row]:
@@ -118,7 +134,7 @@ def table(rows: list[Row], steps: int) -> str:
     ]
     for r in rows:
         lines.append(
-            f"| {r.network} | {r.setup.strategy} | {r.setup.world} | {r.setup.accumulate} | {r.loss:.1e} | {r.weights:.1e} |"
+            f"| {r.network} | {r.setup.strategy} | {r.setup.world} | {r.setup.accumulate} | {r.loss:.1e} | {r.weights:.1e} | {r.tensor:.1e} |"
         )
     return "\n".join(lines)
 

@@ -29,29 +29,33 @@ def step(net: nn.Module, x: torch.Tensor, whole: int) -> torch.Tensor:
     return y
 
 
-def process(rank: int, world: int, port: int, folder: str) -> None:
+def process(rank: int, world: int, port: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    net = make_net()
-    assert synchronise(net, "cpu") == 2
-    x = batch()
+    net = make_net().to(device)
+    assert synchronise(net, device) == 2
+    x = batch().to(device)
     y = step(net, x.chunk(world)[rank], len(x))
     for parameter in net.parameters():
         torch.distributed.all_reduce(parameter.grad)
-    torch.save(
-        {"y": y, "state": net.state_dict(), "grads": [p.grad for p in net.parameters()]}, Path(folder) / f"{rank}.pt"
-    )
+    found = {"y": y, "state": net.state_dict(), "grads": [p.grad for p in net.parameters()]}
+    torch.save(found, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def on_a_gpu() -> object:
+    """Two processes share it. torch's own SyncBatchNorm is used there."""
+    return pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+
+
+@pytest.fixture(scope="module", params=["cpu", on_a_gpu()])
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("batch_norm")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    multiprocessing.spawn(process, (2, port, str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    multiprocessing.spawn(process, (2, port, str(folder), request.param), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(2)]
 
 
 def test_two_processes_normalise_as_one(together):
