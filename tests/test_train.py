@@ -322,6 +322,34 @@ def test_several_loggers_write_at_once_and_the_id_of_wandb_is_kept(train):
     assert len(ids) == 1
 
 
+def test_a_run_that_was_moved_keeps_its_best_checkpoints(train):
+    train("run=a", "checkpoint.save_top_k=2", "trainer.max_epochs=2")
+    best = {path.name for path in Path("runs/a/checkpoints").glob("best-*")}
+    Path("runs/a").rename("runs/b")
+    lockstep.train(["resume=b", "trainer.max_epochs=3"])
+    assert [path.name for path in Path("runs").iterdir()] == ["b"]
+    callback = next(s for name, s in state("b/checkpoints/last.ckpt")["callbacks"].items() if "ModelCheckpoint" in name)
+    there = {path.name for path in Path("runs/b/checkpoints").glob("best-*")}
+    assert {Path(path).name for path in callback["best_k_models"]} == there
+    assert len(there) == 2
+    assert there & best
+    assert all(Path(path).parent == Path("runs/b/checkpoints").resolve() for path in callback["best_k_models"])
+
+
+def test_going_back_to_an_older_checkpoint_drops_what_came_later(train):
+    options = ["trainer.log_every_n_steps=1", "checkpoint.save_top_k=3", "trainer.max_epochs=3"]
+    train("run=a", *options)
+    files = {path.name for path in Path("runs/a/checkpoints").iterdir()}
+    before = rows("a")
+    train("resume=runs/a/checkpoints/best-step-12.ckpt", "trainer.max_steps=15")
+    assert [row["step"] for row in rows("a") if row["train/loss"]] == [str(step) for step in range(15)]
+    assert not {"best-step-24.ckpt", "best-step-36.ckpt"} & {path.name for path in Path("runs/a/checkpoints").iterdir()}
+    report = train("run=a", "resume=auto", "trainer.max_steps=-1", *options)
+    assert report["resumed_from"].endswith("last.ckpt")
+    assert rows("a") == before
+    assert {path.name for path in Path("runs/a/checkpoints").iterdir()} == files
+
+
 def test_tensorboard_shows_each_step_once_after_a_crash(train, crash_at):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -97,19 +97,19 @@ class Recorder:
         kept = [config, self.dir / "report.json"]
         self.before = {path: path.read_text() for path in kept if path.is_file()}
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
-        part = config.with_name(f"config.{os.getpid()}.part")
-        part.write_text(OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True))
-        try:
-            if self.cfg.resume:
-                part.replace(config)
-            else:
-                config.hardlink_to(part)  # whole at once, and refused where one is there
-        except FileExistsError:
-            raise UserError(
-                f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
-            ) from None
-        finally:
-            part.unlink(missing_ok=True)
+        text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
+        if self.cfg.resume:
+            part = config.with_suffix(".part")
+            part.write_text(text)
+            part.replace(config)  # a kill in between must not lose the one that was there
+        else:
+            try:
+                with config.open("x") as file:
+                    file.write(text)
+            except FileExistsError:
+                raise UserError(
+                    f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
+                ) from None
         to_file, to_screen = logging.FileHandler(self.dir / "train.log"), logging.StreamHandler()
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         to_screen.setLevel(logging.WARNING)

@@ -108,6 +108,20 @@ class LastCheckpoint(Checkpoint):
             self.forget_later(trainer, Path(trainer.ckpt_path))
         trainer.ckpt_path = None  # ModelCheckpoint would never remove it, though it may no longer be among the best
 
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """The run's folder may have been moved since: ModelCheckpoint remembers the best ones with their whole paths."""
+        here = self.path.parent.resolve()
+        if trainer.ckpt_path is None or Path(trainer.ckpt_path).resolve().parent != here:
+            return  # another run's
+        for state in checkpoint["callbacks"].values():
+            if "dirpath" in state:
+                state["best_k_models"] = {moved(path, here): score for path, score in state["best_k_models"].items()}
+                for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
+                    state[key] = moved(state[key], here)
+                state["dirpath"] = str(here)
+
     def forget_later(self, trainer: pl.Trainer, resumed: Path) -> None:
         """Leaves in the run's folder what was there when the resumed checkpoint was saved, as its newest."""
         kept = {
@@ -128,6 +142,10 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.save(trainer)
+
+
+def moved(path: str, folder: Path) -> str:
+    return str(folder / Path(path).name) if path else path
 
 
 def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[Checkpoint]:

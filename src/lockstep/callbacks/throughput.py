@@ -1,4 +1,4 @@
-"""Training speed in images per second, over all processes; validation and checkpoints are left out."""
+"""Training speed in images per second, over all processes; validation is left out."""
 
 import time
 from typing import Any

@@ -186,16 +186,18 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
     result = cfg.copy() if recipe else merged(saved, cfg, own)
     with open_dict(result):
-        result.run = str(cfg.run or saved.run)
+        inside = run_dir.resolve().is_relative_to(Path(cfg.runs_dir).resolve())  # and it may have been moved there
+        own_name = str(run_dir.resolve().relative_to(Path(cfg.runs_dir).resolve())) if inside else str(saved.run)
+        result.run = str(cfg.run or own_name)
         result.runs_dir = cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), None
-        if result.run != saved.run and (Path(cfg.runs_dir) / result.run / "config.yaml").exists():
+        if result.run != own_name and (Path(cfg.runs_dir) / result.run / "config.yaml").exists():
             raise UserError(
                 f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
             )
         result.seed = saved.seed if result.seed is None else result.seed  # drawn once
         refuse_changes(result, saved)
-        if result.run == saved.run and "wandb" in result.logger and "wandb" in saved.logger:
+        if result.run == own_name and "wandb" in result.logger and "wandb" in saved.logger:
             result.logger.wandb.id = saved.logger.wandb.id
     return result
 
