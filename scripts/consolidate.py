@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep import shards
 from lockstep.errors import UserError
-from lockstep.launch.recall import is_checkpoint
+from lockstep.launch.find import is_checkpoint
 
 
 def consolidate(folder: Path, file: Path) -> Path:

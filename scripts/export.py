@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.export import export
-from lockstep.launch.recall import tested_checkpoint
+from lockstep.launch.find import tested_checkpoint
 
 
 def main() -> int:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import lockstep
 from lockstep.errors import UserError
 from lockstep.export import export
+from lockstep.launch.find import tested_checkpoint
 
 # Nothing of this may be imported by those who only use a model.
 BLOCKED = """
@@ -99,7 +100,7 @@ def test_a_checkpoint_cannot_name_code_to_run(runs, tmp_path):
 
 @pytest.mark.parametrize("run", ["a", "timm"])
 def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
-    folder = export(lockstep.launch.recall.tested_checkpoint(str(runs / run), "export"), tmp_path / "exports" / run)
+    folder = export(tested_checkpoint(str(runs / run), "export"), tmp_path / "exports" / run)
     assert {path.name for path in folder.iterdir()} == {
         "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py", "load.py",
         *(["network.py"] if run == "a" else []),

@@ -40,6 +40,6 @@ def load_model(what: str | Path) -> "nn.Module":
         UserError: there is none, or it is damaged.
     """
     from lockstep.checkpoint import load_network
-    from lockstep.launch.recall import tested_checkpoint
+    from lockstep.launch.find import tested_checkpoint
 
     return load_network(tested_checkpoint(str(what), "load_model"))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep import shards
-from lockstep.launch.recall import checkpoints, is_checkpoint
+from lockstep.launch.find import checkpoints, is_checkpoint
 
 CONTENT = {"state_dict": {"net.w": torch.arange(5000.0)}, "epoch": 3}
 

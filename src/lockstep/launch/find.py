@@ -1,0 +1,94 @@
+"""Runs and checkpoints on the disk: which are there, and which are whole. Free of torch."""
+
+import difflib
+import json
+import os
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import UserError
+
+
+def is_whole_file(path: Path) -> bool:
+    """Whether the checksums of a file of torch.save are right."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError):
+        return False
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a whole checkpoint: a file, or a folder with all shards (see shards.py)."""
+    if not path.is_dir():
+        return is_whole_file(path)
+    shards = sorted(path.glob("shard-*-of-*.pt"))
+    world = int(shards[0].stem.rpartition("-")[2]) if shards else -1
+    return len(shards) == world and all(map(is_whole_file, [path / "rest.pt", *shards]))
+
+
+def checkpoints(run_dir: Path) -> Iterator[Path]:
+    """Whole checkpoints of a run, the newest first. Passes over damaged ones, and says so."""
+    folder = run_dir / "checkpoints"
+    # `.old` alone is there when a run was killed between the two renamings of a folder of shards
+    old = [path for path in folder.glob("*.ckpt.old") if not path.with_suffix("").exists()]
+    found = [*folder.glob("*.ckpt"), *old]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        if is_checkpoint(path):
+            yield path
+        elif os.environ.get("RANK", "0") == "0":
+            print(f"WARNING: {path} is not whole and is passed over.", file=sys.stderr)
+
+
+def find_run(runs_dir: str, name: str, key: str) -> Path:
+    """The directory of run `name`. Raises UserError that names the nearest ones."""
+    path = Path(runs_dir) / name
+    if (path / "config.yaml").is_file():
+        return path
+    names = [str(found.parent.relative_to(runs_dir)) for found in sorted(Path(runs_dir).glob("**/config.yaml"))]
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
+    there = f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
+    raise UserError(f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {there}")
+
+
+def newest(run_dir: Path, key: str) -> Path:
+    for path in checkpoints(run_dir):
+        return path
+    raise UserError(
+        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>."
+    )
+
+
+def best(run_dir: Path) -> Path:
+    """The checkpoint that the run's report tested, or its newest one if it did not get that far."""
+    report = run_dir / "report.json"
+    named = json.loads(report.read_text()).get("checkpoint") if report.is_file() else None
+    path = run_dir / named if named else None
+    return path if path is not None and is_checkpoint(path) else newest(run_dir, "run")
+
+
+def whole(path: Path, key: str) -> Path:
+    """`path`, if it is a whole checkpoint. Raises UserError otherwise."""
+    if not path.exists():
+        raise UserError(f"{key}={path} does not exist. Type the path of a .ckpt file, or run=<name>.")
+    if not is_checkpoint(path):
+        raise UserError(
+            f"{key}={path} is not a whole checkpoint: it is cut off, damaged, or something else. Try another file of that folder."
+        )
+    return path
+
+
+def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
+    """The checkpoint `given`, or the one that was tested of the run `given`, a name or a directory. `key` is for messages.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = Path(given)
+    if (path / "config.yaml").is_file():
+        return best(path)
+    if path.suffix == ".ckpt" or path.exists():
+        return whole(path, key)
+    return best(find_run(runs_dir, given, key))
