@@ -125,11 +125,11 @@ def tensor_difference(x: Any, y: Any) -> float:
 
     if x.shape != y.shape or x.dtype != y.dtype:
         return math.inf
-    if torch.equal(x, y):
+    if torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))):
         return 0.0
     x, y = x.double(), y.double()
     difference = float((x - y).norm() / x.norm().clamp(min=1e-300))
-    return difference if math.isfinite(difference) else math.inf
+    return max(difference, 5e-324) if math.isfinite(difference) else math.inf  # -0.0 is not 0.0 bit by bit
 
 
 def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str, ...]) -> Iterator[str]:
@@ -181,6 +181,8 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
         "weights": [],
     }
     ours, theirs = checkpoints(a), checkpoints(b)
+    if not ours and not theirs:
+        found["weights"].append("neither has a checkpoint to compare")
     for name in dict.fromkeys([*ours, *theirs]):
         if name not in ours or name not in theirs:
             found["weights"].append(f"{name}: {ours.get(name, 'absent')} | {theirs.get(name, 'absent')}")

@@ -120,6 +120,8 @@ def attempt(started: Started, draw: random.Random, times_s: tuple[float, float])
         started.wait_until(lambda: False, time.monotonic() + draw.uniform(0, training_s))
         if moment == "saving" and started.wait_until(started.writes, limit_s):
             time.sleep(draw.uniform(0, 0.01))
+    if moment == "saving" and not started.writes():
+        moment = "training"  # too late
     if started.ended():
         if started.process.returncode:
             raise RuntimeError(f"{started.run.name} failed by itself; see {started.log.name}")

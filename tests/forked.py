@@ -124,4 +124,5 @@ def count_events() -> None:
     around(MetricsCsv, "write")
     around(FiniteLoss, "on_train_batch_end")
     around(saving.LastCheckpoint, "save")
-    around(saving.LastCheckpoint, "forget_later")
+    around(saving.LastCheckpoint, "setup")
+    around(saving.LastCheckpoint, "tidy")

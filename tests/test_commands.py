@@ -188,7 +188,7 @@ def test_shards_are_saved_resumed_and_evaluated_on_one_process(command):
     done = command("train.py", "run=shards", *fsdp)
     assert done.code == 0, done
     folder = command.folder / "runs/shards"
-    assert len(list((folder / "checkpoints/last.ckpt").glob("*.distcp"))) == 2
+    assert len(list((folder / "checkpoints/last.ckpt").glob("shard-*.pt"))) == 2
     done = command("train.py", "run=shards", "resume=auto", "trainer.max_epochs=2", *fsdp)
     assert done.code == 0, done
     report = json.loads((folder / "report.json").read_text())

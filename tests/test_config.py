@@ -106,7 +106,6 @@ BAD = {
     "strategy=dp compile=true": ["no effect under strategy=dp"],
     "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],
     "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],
-    "strategy=fsdp callbacks=[default,ema]": ["strategy=fsdp", "strategy=ddp"],
     "checkpoint.monitor=val/loss": ["would keep the worst", "checkpoint.mode=min"],
     "optim=sgd optim.momentum=0": ["needs momentum"],
     "data.image_size=[": ["data.image_size=["],

@@ -13,9 +13,20 @@ from lockstep.launch import cli
 
 SETUPS = {
     "single": ["strategy=single"],
+    "plain": [
+        "strategy=single",
+        "callbacks.early_stopping.patience=9",
+        "trainer.val_check_interval=null",
+    ],  # validated at its last step
     "ddp": ["strategy=ddp", "trainer.devices=2"],
     "ddp3": ["strategy=ddp", "trainer.devices=3"],  # sums of three numbers depend on their order
     "fsdp": ["strategy=fsdp", "trainer.devices=2"],
+    "norms": [
+        "strategy=fsdp",
+        "trainer.devices=2",
+        "model=timm",
+        "model.name=test_resnet",
+    ],  # each with its own statistics
     "shards": ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"],
 }
 # All that has a state: dropout, momentum, schedule, average, best scores, early stopping, a mean loss over three steps.
@@ -24,7 +35,7 @@ OPTIONS = [
     "trainer.accelerator=cpu", "data.batch_size=48", "data.eval_batch_size=40", "trainer.max_epochs=2", "trainer.log_every_n_steps=3",
     "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=10", "trainer.gradient_clip_val=1.0", "checkpoint.every_n_steps=4",
     "schedule=cosine", "schedule.warmup_steps=3", "optim.lr=3e-3", "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9",
-    "callbacks.early_stopping.patience=1", "callbacks.early_stopping.monitor=val/acc", "callbacks.early_stopping.mode=max",
+    "callbacks.early_stopping.patience=2", "callbacks.early_stopping.monitor=val/loss", "callbacks.early_stopping.mode=max",
     "checkpoint.monitor=val/loss", "checkpoint.mode=min", "data.random_shift=2", "data.random_flip=true", "trainer.enable_progress_bar=false", "resume=auto",
 ]  # fmt: skip
 
@@ -49,10 +60,11 @@ def events(train, monkeypatch, setup: str, rank: int) -> list[str]:
 
 
 def chosen(names: list[str], kinds: slice) -> list[int]:
-    """Numbers of moments: of each of the `kinds` one, in different parts of the run."""
+    """Numbers of moments: of each of the `kinds` one, in different parts of the run; and before the last checkpoint."""
     order = list(dict.fromkeys(names))
     places = {kind: [i for i, name in enumerate(names, 1) if name == kind] for kind in order}
-    return [places[kind][(7 * i + 3) % len(places[kind])] for i, kind in list(enumerate(order))[kinds]]
+    found = [places[kind][(7 * i + 3) % len(places[kind])] for i, kind in list(enumerate(order))[kinds]]
+    return [*found, places["before save"][-1]] if "before save" in places else found
 
 
 def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, kinds: slice) -> None:
@@ -76,7 +88,13 @@ def files(run: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("setup", "rank", "kinds"),
-    [("single", 0, slice(0, None, 5)), ("ddp3", 1, slice(1)), ("shards", 0, slice(3, None, 6))],
+    [
+        ("single", 0, slice(0, None, 5)),
+        ("plain", 0, slice(0)),
+        ("ddp3", 1, slice(1)),
+        ("norms", 0, slice(1)),
+        ("shards", 0, slice(3, None, 6)),
+    ],
 )
 def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, monkeypatch):
     assert_killed_runs_end_alike(train, monkeypatch, setup, rank, kinds)
@@ -85,8 +103,8 @@ def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "rank", "kinds"),
-    [("single", 0, slice(None)), ("ddp", 0, slice(0, None, 4)), ("ddp3", 0, slice(1, None, 5)), ("fsdp", 0, slice(1, None, 4)),
-     ("fsdp", 1, slice(2)), ("shards", 0, slice(2, None, 3)), ("shards", 1, slice(None))],
+    [("single", 0, slice(None)), ("ddp", 0, slice(0, None, 8)), ("ddp3", 0, slice(1, None, 10)), ("fsdp", 0, slice(1, None, 8)),
+     ("fsdp", 1, slice(1)), ("shards", 0, slice(2, None, 6)), ("shards", 1, slice(1, 2))],
 )  # fmt: skip
 def test_a_run_that_is_killed_at_any_kind_of_moment_ends_alike(setup, rank, kinds, train, monkeypatch):
     assert_killed_runs_end_alike(train, monkeypatch, setup, rank, kinds)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from hydra.errors import InstantiationException
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
@@ -124,7 +125,9 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
         "enable_progress_bar": False,
     }  # strategies/parallelize.py and callbacks/progress.py
     # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
-    environment = None if world.external else LightningEnvironment()
+    # Under SLURM, resuming is ours: Lightning's own checkpoint of a requeued job lies elsewhere and is taken first.
+    slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
+    environment = slurm if world.external else LightningEnvironment()
     strategy = create(cfg.strategy, environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
     try:
         return pl.Trainer(

@@ -93,6 +93,8 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             )
     if world.external and cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."
+    if world.external and cfg.seed is None and cfg.resume is None:
+        yield f"seed=null would be drawn by each process that {world.external} has started. Type seed=<number>."
     if world.external and cfg.trainer.num_nodes not in (1, world.nodes):
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Leave trainer.num_nodes out."
 
@@ -128,6 +130,8 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
     if name == "fsdp" and precision not in ("32-true", "32", "bf16-mixed", "bf16-true", "16-true"):
         yield f"strategy=fsdp does not support trainer.precision={precision}; it takes one of 32-true, bf16-mixed, bf16-true, 16-true. Type trainer.precision=bf16-mixed."
+    if precision in ("16-mixed", "16") and cfg.optim.get("fused") and cfg.trainer.gradient_clip_val:
+        yield "optim.fused=true unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision=16-mixed. Leave optim.fused out, or type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
     if cfg.trainer.sync_batchnorm and name == "dp":

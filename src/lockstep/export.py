@@ -5,11 +5,12 @@ import inspect
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep import checkpoint, exported
 from lockstep.create import network
@@ -26,28 +27,41 @@ def export(path: Path, folder: Path) -> Path:
     Raises:
         UserError: the folder exists, or the network's file needs more than torch and timm.
     """
-    from safetensors.torch import save_file
-
     if folder.exists():
         raise UserError(f"{folder} exists. Type another folder, or remove it.")
     content = checkpoint.read(path)
-    config, about = content["hyper_parameters"], content[checkpoint.DATA]
-    model = dict(config["model"])
+    model, about = dict(content["hyper_parameters"]["model"]), content[checkpoint.DATA]
     weights = {name: tensor.contiguous() for name, tensor in checkpoint.network_of(content).items()}
     net = network(model, about, with_weights=False)
     checkpoint.fill(net, weights, path)
-    part = folder.with_name(folder.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write_all(part, content, model, about, net, weights)
+        part.chmod(0o755)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def write_all(
+    part: Path,
+    content: dict[str, Any],
+    model: dict[str, Any],
+    about: dict[str, Any],
+    net: nn.Module,
+    weights: dict[str, Tensor],
+) -> None:
+    from safetensors.torch import save_file
+
     write_network(part, model, about, net)
     save_file({name: tensor.clone() for name, tensor in weights.items()}, part / "model.safetensors")
     write(part / "classes.json", about["classes"])
     write(part / "preprocessing.json", {key: about[key] for key in ("image_size", "mean", "std", "channels")})
-    (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+    (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["hyper_parameters"]))))
     shutil.copyfile(inspect.getfile(transforms), part / "preprocess.py")
     shutil.copyfile(inspect.getfile(exported), part / "load.py")
-    part.rename(folder)
-    return folder
 
 
 def write(path: Path, content: Any) -> None:

@@ -1,6 +1,6 @@
 """When checkpoints are saved, and from where in the training a checkpoint goes on."""
 
-import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from lockstep import shards
 from lockstep.errors import UserError
+from lockstep.launch.find import BEST
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -48,9 +49,10 @@ class Position(pl.Callback):
     ) -> None:
         loop = checkpoint["loops"]["fit_loop"]
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
-        done = batches["current"]["processed"]
-        ended = batches["is_last_batch"] or done >= trainer.num_training_batches
-        begun = epochs["current"]["ready"]
+        done, begun = batches["current"]["processed"], epochs["current"]["ready"]
+        done -= done % trainer.accumulate_grad_batches  # max_time may end a run within a step
+        waiting = done == 0 and epochs["current"]["processed"] == begun  # between two epochs, as it was loaded
+        ended = waiting or batches["is_last_batch"] or done >= trainer.num_training_batches
         for scope in ("total", "current"):
             epochs[scope] = dict.fromkeys(epochs[scope], begun) | dict.fromkeys(
                 ("processed", "completed"), begun if ended else begun - 1
@@ -58,6 +60,7 @@ class Position(pl.Callback):
         batches["total"] = dict.fromkeys(batches["total"], batches["total"]["processed"])
         batches["current"] = dict.fromkeys(batches["current"], 0 if ended else done)
         batches["is_last_batch"] = False
+        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = trainer.global_step  # for the loggers
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -93,45 +96,50 @@ class LastCheckpoint(Checkpoint):
     are done by then, and a run that goes on from it repeats neither.
     """
 
-    def __init__(self, path: Path, every_n_steps: int | None) -> None:
+    def __init__(self, path: Path, every_n_steps: int | None, resumed: str | None) -> None:
         self.path, self.every_n_steps = path, every_n_steps
+        self.resumed = Path(resumed) if resumed else None
         self.saved_at = 0
+        self.tidied = False
+
+    @property
+    def goes_on_here(self) -> bool:
+        """Whether the run goes on in the folder of the checkpoint that it is resumed from."""
+        return self.resumed is not None and self.resumed.resolve().parent == self.path.parent.resolve()
 
     def save(self, trainer: pl.Trainer) -> None:
         if self.saved_at != trainer.global_step:
             trainer.save_checkpoint(self.path, weights_only=False)
             self.saved_at = trainer.global_step
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.saved_at = trainer.global_step
-        if trainer.ckpt_path and trainer.is_global_zero:
-            self.forget_later(trainer, Path(trainer.ckpt_path))
-        trainer.ckpt_path = None  # ModelCheckpoint would never remove it, though it may no longer be among the best
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """The checkpoint that a run goes on from is its last one: newer ones, of a past that is given up, would be taken
+        the next time, and a run with nothing left to train would not get one."""
+        names = (self.path.name, f"{self.path.name}.old")  # the latter takes its place when the next one is saved
+        if self.resumed and self.goes_on_here and trainer.is_global_zero and self.resumed.name not in names:
+            part = self.path.with_name(self.path.name + ".part")
+            shards.remove(part)
+            (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
+            shards.take_place(part, self.path)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """The run's folder may have been moved since: ModelCheckpoint remembers the best ones with their whole paths."""
+        """ModelCheckpoint remembers the best ones with their whole paths; the run's folder may have been moved since."""
         here = self.path.parent.resolve()
-        if trainer.ckpt_path is None or Path(trainer.ckpt_path).resolve().parent != here:
-            return  # another run's
         for state in checkpoint["callbacks"].values():
-            if "dirpath" in state:
+            if "dirpath" in state and self.goes_on_here:
                 state["best_k_models"] = {moved(path, here): score for path, score in state["best_k_models"].items()}
                 for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
                     state[key] = moved(state[key], here)
                 state["dirpath"] = str(here)
+            elif "dirpath" in state:
+                state["best_model_path"] = ""  # another run's
 
-    def forget_later(self, trainer: pl.Trainer, resumed: Path) -> None:
-        """Leaves in the run's folder what was there when the resumed checkpoint was saved, as its newest."""
-        kept = {
-            Path(path) for callback in trainer.checkpoint_callbacks for path in getattr(callback, "best_k_models", ())
-        }
-        for path in self.path.parent.glob("best-*"):
-            if path.resolve() not in {p.resolve() for p in [*kept, resumed]}:
-                shards.remove(path)
-        if resumed.resolve().parent == self.path.parent.resolve():
-            os.utime(resumed)
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.saved_at = trainer.global_step
+        self.tidy(trainer)
+        trainer.ckpt_path = None  # ModelCheckpoint would never remove it, though it may no longer be among the best
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -143,6 +151,23 @@ class LastCheckpoint(Checkpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.save(trainer)
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.tidy(trainer)  # where nothing was left to train
+
+    def tidy(self, trainer: pl.Trainer) -> None:
+        """Once: removes best checkpoints of a past that was given up, and those that a kill kept from being removed."""
+        if self.tidied or not self.goes_on_here or not trainer.is_global_zero:
+            return
+        self.tidied = True
+        old = self.path.with_name(self.path.name + ".old")
+        if old.exists() and not self.path.exists():
+            old.rename(self.path)
+        kept = {Path(path) for best in trainer.checkpoint_callbacks for path in getattr(best, "best_k_models", ())}
+        for path in self.path.parent.iterdir():
+            name = BEST.fullmatch(path.name)
+            if name and path.resolve() not in kept and (kept or int(name[1]) > trainer.global_step):
+                shards.remove(path)
+
 
 def moved(path: str, folder: Path) -> str:
     return str(folder / Path(path).name) if path else path
@@ -150,7 +175,7 @@ def moved(path: str, folder: Path) -> str:
 
 def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[Checkpoint]:
     """The best by validation, where there is one; and the last."""
-    last = LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps)
+    last = LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
     if cfg.trainer.limit_val_batches == 0:
         return [last]
     best = ModelCheckpoint(
@@ -169,7 +194,7 @@ def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[Checkpoint]:
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.best_model_path:
+        if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path or "absent").exists():
             return callback.best_model_path
         if isinstance(callback, LastCheckpoint) and callback.path.exists():
             return str(callback.path)

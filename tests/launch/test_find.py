@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep import shards
-from lockstep.launch.find import checkpoints, is_checkpoint
+from lockstep.launch.find import checkpoints, is_checkpoint, step_of
 
-CONTENT = {"state_dict": {"net.w": torch.arange(5000.0)}, "epoch": 3}
+CONTENT = {"epoch": 3, "global_step": 70_000, "state_dict": {"net.w": torch.arange(5000.0)}}
 
 
 def sharded(folder: Path, world: int) -> Path:
@@ -81,16 +81,26 @@ def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
     assert is_checkpoint(folder)
 
 
-def test_the_newest_whole_one_is_taken_and_others_are_told(run, file, capsys):
-    for age, (name, content) in enumerate(
-        {"last.ckpt": file[:500], "best-step-3.ckpt": file, "best-step-2.ckpt": file}.items()
-    ):
-        path = run / "checkpoints" / name
-        path.write_bytes(content)
-        os.utime(path, (1000 - age, 1000 - age))
+@pytest.mark.parametrize("step", [0, 7, 255, 256, 70_000, 2**31 + 5])
+def test_the_steps_of_a_checkpoint_are_read_without_loading_it(step, tmp_path):
+    shards.write(CONTENT | {"global_step": step}, tmp_path / "a.ckpt")
+    assert step_of(tmp_path / "a.ckpt") == step
+    shards.write({"state_dict": {}}, tmp_path / "b.ckpt")
+    assert step_of(tmp_path / "b.ckpt") == -1
+
+
+def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, capsys):
+    for name, step in (("last.ckpt", 500), ("best-step-40.ckpt", 40), ("best-step-700.ckpt", 700), ("mine.ckpt", 9000)):
+        shards.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
+    os.utime(run / "checkpoints" / "best-step-700.ckpt", (1, 1))  # times of files say nothing
     (run / "checkpoints" / "last.ckpt.part").write_bytes(file)
-    assert [path.name for path in checkpoints(run)] == ["best-step-3.ckpt", "best-step-2.ckpt"]
-    assert capsys.readouterr().err == f"WARNING: {run}/checkpoints/last.ckpt is not whole and is passed over.\n"
+    names = [path.name for path in checkpoints(run)]
+    assert names == ["best-step-700.ckpt", "last.ckpt", "best-step-40.ckpt"]
+    assert capsys.readouterr().err == ""
+    path = run / "checkpoints" / "best-step-700.ckpt"
+    path.write_bytes(path.read_bytes()[:500])
+    assert [path.name for path in checkpoints(run)] == names[1:]
+    assert capsys.readouterr().err == f"WARNING: {path} is not whole and is passed over.\n"
 
 
 def test_shards_that_were_being_replaced_are_found(run, capsys):

@@ -36,7 +36,6 @@ class EMA(pl.Callback):
         if self.average is None:
             self.average = [tensor.clone() for tensor in now]
             return
-        self.average = [old.to(new.device) for old, new in zip(self.average, now, strict=True)]  # loaded on the CPU
         moving = [(old, new) for old, new in zip(self.average, now, strict=True) if new.is_floating_point()]
         torch._foreach_lerp_([old for old, _ in moving], [new for _, new in moving], 1 - self.decay)
         for old, new in zip(self.average, now, strict=True):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -136,6 +137,7 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     if given == "auto" and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
         for left in ("config.yaml", "metrics.csv"):
             (run_dir(cfg) / left).unlink(missing_ok=True)
+        shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
     if world.external or world.strategy in ONE_PROCESS:
         job(cfg, world)
     else:

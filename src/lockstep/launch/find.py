@@ -3,12 +3,16 @@
 import difflib
 import json
 import os
+import pickletools
+import re
 import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import UserError
+
+BEST = re.compile(r"best-step-(\d+)\.ckpt")
 
 
 def is_whole_file(path: Path) -> bool:
@@ -29,17 +33,31 @@ def is_checkpoint(path: Path) -> bool:
     return len(shards) == world and all(map(is_whole_file, [path / "rest.pt", *shards]))
 
 
+def step_of(path: Path) -> int:
+    """The optimizer steps that a whole checkpoint has behind it, read from its pickle without loading it; -1 if not said."""
+    file = path / "rest.pt" if path.is_dir() else path
+    with zipfile.ZipFile(file) as archive:
+        pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        values = (
+            arg for op, arg, _ in pickletools.genops(archive.read(pickle)) if "PUT" not in op.name and arg is not None
+        )
+        return next((int(next(values, -1)) for value in values if value == "global_step"), -1)
+
+
 def checkpoints(run_dir: Path) -> Iterator[Path]:
-    """Whole checkpoints of a run, the newest first. Passes over damaged ones, and says so."""
+    """Whole checkpoints of a run, the newest first. Passes over damaged ones, and says so.
+
+    The newest is the one with most steps: times of files change when a folder is copied.
+    """
     folder = run_dir / "checkpoints"
-    # `.old` alone is there when a run was killed between the two renamings of a folder of shards
-    old = [path for path in folder.glob("*.ckpt.old") if not path.with_suffix("").exists()]
-    found = [*folder.glob("*.ckpt"), *old]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True):
-        if is_checkpoint(path):
-            yield path
-        elif os.environ.get("RANK", "0") == "0":
+    found = [folder / "last.ckpt", folder / "last.ckpt.old"]  # `.old` alone is left by a kill between two renamings
+    found = [next((path for path in found if path.exists()), found[0])]
+    found = [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
+    good = [path for path in found if is_checkpoint(path)]
+    if os.environ.get("RANK", "0") == "0":
+        for path in sorted(set(found) - set(good)):
             print(f"WARNING: {path} is not whole and is passed over.", file=sys.stderr)
+    yield from sorted(good, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 def find_run(runs_dir: str, name: str, key: str) -> Path:

@@ -13,7 +13,16 @@ from lockstep.world import world_of
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 # A resumed run cannot change these: another network does not fit the checkpoint, another split would validate on images
 # that were trained on, other batches would repeat samples and leave out others, and the optimizer's state has its own rates.
-FIXED = ("model.name", "data.name", "data.val_fraction", "data.limit_train", "data.batch_size", "seed", "optim")
+FIXED = (
+    "model.name",
+    "data.name",
+    "data.val_fraction",
+    "data.limit_train",
+    "data.batch_size",
+    "seed",
+    "optim",
+    "callbacks.ema",
+)
 TRAINING = (
     "optim",
     "schedule",
@@ -80,9 +89,12 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         found = next(checkpoints(run_dir), None)
         if found is None:
             cfg.resume = None
-            return cfg
+            return same_identity(cfg, run_dir / "config.yaml")
         checkpoint = found
-    elif Path(cfg.resume).suffix == ".ckpt" or Path(cfg.resume).is_file():
+    elif (Path(cfg.resume) / "config.yaml").is_file():
+        run_dir = Path(cfg.resume)
+        checkpoint = newest(run_dir, "resume")
+    elif ".ckpt" in Path(cfg.resume).suffixes or Path(cfg.resume).is_file():
         checkpoint = whole(Path(cfg.resume), "resume")
         run_dir = checkpoint.resolve().parents[1]
         if not (run_dir / "config.yaml").is_file():
@@ -103,15 +115,26 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.run = str(cfg.run or own_name)
         result.runs_dir = cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), None
-        if result.run != own_name and (Path(cfg.runs_dir) / result.run / "config.yaml").exists():
+        first = world_of(result).rank == 0  # a later rank may find the directory that rank 0 has made
+        if first and result.run != own_name and (Path(cfg.runs_dir) / result.run / "config.yaml").exists():
             raise UserError(
                 f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
             )
         result.seed = saved.seed if result.seed is None else result.seed  # drawn once
         refuse_changes(result, saved)
-        if result.run == own_name and "wandb" in result.logger and "wandb" in saved.logger:
-            result.logger.wandb.id = saved.logger.wandb.id
-    return result
+    return same_identity(result, run_dir / "config.yaml") if result.run == own_name else result
+
+
+def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
+    """What was drawn when the run first began stays: its seed and its id at W&B."""
+    if not before.is_file():
+        return cfg
+    saved = load_config(before)
+    with open_dict(cfg):
+        cfg.seed = saved.seed if cfg.seed is None else cfg.seed
+        if "wandb" in cfg.logger and "wandb" in saved.logger:
+            cfg.logger.wandb.id = saved.logger.wandb.id
+    return cfg
 
 
 def config_inside(checkpoint: Path) -> DictConfig:
@@ -148,6 +171,13 @@ def refuse_changes(cfg: DictConfig, saved: DictConfig) -> None:
                 problems.append(
                     f"{key}={now.get(key)} cannot be changed in a run that is resumed; there it is {then.get(key)}. Type init_from=<run> for a new run."
                 )
+    now, then = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
+    for key in ("limit_train_batches", "val_check_interval"):
+        if now != then and isinstance(cfg.trainer[key], int):
+            problems.append(
+                f"trainer.accumulate_grad_batches={now} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which counts "
+                f"micro-batches; there it is {then}. Type trainer.accumulate_grad_batches={then}."
+            )
     raise_problems(problems)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep import shards
 from lockstep.errors import UserError
-from lockstep.strategies.one_format import OneFormat, gathered, load_into
+from lockstep.strategies.one_format import OneFormat, gathered
 
 MIN_BLOCK = 1_000_000  # parameters; a lone layer below that is gathered with its parent
 
@@ -87,16 +88,26 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
         whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
         return whole
 
+    def share_buffers(self) -> None:
+        """Rank 0's running statistics for all, as DDP does before each forward. FSDP2 leaves each process its own, of which
+        only rank 0's would be in a checkpoint; here they are shared where it shows: in validations and checkpoints."""
+        assert self.lightning_module is not None
+        for buffer in self.lightning_module.buffers():
+            torch.distributed.broadcast(buffer, 0)
+
+    def on_validation_start(self) -> None:
+        self.share_buffers()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        self.share_buffers()
         return self.in_a_checkpoint(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self.in_a_checkpoint(OneFormat.optimizer_state(self, optimizer))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        load_into(self.lightning_module.state_dict(), checkpoint["state_dict"])
+        OneFormat.load_model_state_dict(self, checkpoint)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         OneFormat.load_optimizer_state_dict(self, checkpoint)

@@ -47,8 +47,23 @@ def shaped_like(value: Any, own: Tensor) -> Any:
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
+def own_copy(value: Any) -> Any:
+    """The optimizer would go on in the mapped file itself, which cannot be replaced then on some systems."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 class OneFormat(Strategy):
-    """For the strategies to inherit: optimizer states by name."""
+    """For the strategies to inherit: weights and optimizer states by name, restored in the precision that they were saved in."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Set-up converts the network to trainer.precision=64-true and its like; before, weights would be rounded."""
+        return True
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Strictly, whatever `strict` says. Raises UserError where names or shapes differ."""
+        assert self.lightning_module is not None
+        load_into(self.lightning_module.state_dict(), checkpoint["state_dict"])
 
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
         assert self.lightning_module is not None
@@ -81,15 +96,19 @@ class OneFormat(Strategy):
                 for i, name, p in zip(indices, own, group["params"], strict=True):
                     if name in saved["state"]:  # plain SGD has none
                         of_p = saved["state"][name]
-                        by_index["state"][i] = {key: shaped_like(value, p) for key, value in of_p.items()}
+                        by_index["state"][i] = {key: own_copy(shaped_like(value, p)) for key, value in of_p.items()}
             optimizer.load_state_dict(by_index)
 
 
 @torch.no_grad()
 def load_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Copies the tensors of a checkpoint into those of a network. Raises UserError where their names differ."""
+    """Copies the tensors of a checkpoint into those of a network. Raises UserError where names or shapes differ."""
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    if missing or extra:
-        raise UserError(f"the checkpoint does not fit the network: missing {missing[:5]}, not wanted {extra[:5]}.")
+    shapes = [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    if missing or extra or shapes:
+        raise UserError(
+            f"the checkpoint does not fit the network: missing {missing[:5]}, not wanted {extra[:5]}, of other shapes {shapes[:5]}. "
+            "Leave the model as it was, or type init_from=<run> for a new run."
+        )
     for name, tensor in own.items():
         tensor.copy_(shaped_like(saved[name], tensor))
