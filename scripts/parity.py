@@ -150,7 +150,7 @@ of weights, the norm of the difference over the norm, of all of them together an
 clipping, a schedule and augmentation are on. 1e-7 is the rounding of one number in fp32. The learning rates are low, for at higher
 ones ReLU multiplies any rounding: the same network with one thread instead of two then differs as much (NOTEBOOK.md).
 
-Made by `python scripts/parity.py --out docs/parity.md` with {versions}, on a CPU with gloo.
+dp is one device here: there are no GPUs to split batches over. Made by `python scripts/parity.py --out docs/parity.md` with {versions}, on a CPU with gloo.
 
 """
 

@@ -34,7 +34,12 @@ def main(job: Job, name: str) -> None:
     """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running."""
     received = local.received_job()
     if received is not None:
-        sys.exit(reported(partial(job, *received), received[1].rank))
+        code = reported(partial(job, *received), received[1].rank)
+        if code:  # gloo's threads are in the middle of something, and may abort a process that ends in the usual way
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        sys.exit(0)
     sys.exit(reported(partial(command, job, name), rank=0))
 
 
