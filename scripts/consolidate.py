@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lockstep import shards
 from lockstep.errors import UserError
+from lockstep.launch.cli import reported
 from lockstep.launch.find import is_checkpoint
 
 
@@ -24,19 +25,14 @@ def consolidate(folder: Path, file: Path) -> Path:
     return file
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("file", nargs="?", type=Path, help="by default the folder's name with -whole")
     args = parser.parse_args()
-    try:
-        file = args.file or args.folder.with_name(f"{args.folder.stem}-whole.ckpt")
-        print(f"{args.folder} is in one file now: {consolidate(args.folder, file)}")
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    return 0
+    file = args.file or args.folder.with_name(f"{args.folder.stem}-whole.ckpt")
+    print(f"{args.folder} is in one file now: {consolidate(args.folder, file)}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reported(main))

@@ -9,25 +9,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.errors import UserError
 from lockstep.export import export
+from lockstep.launch.cli import reported
 from lockstep.launch.find import tested_checkpoint
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", help="a run's name or directory (its best checkpoint), or a checkpoint")
     parser.add_argument("folder", nargs="?", type=Path, help="where to write; by default exports/<run>")
     args = parser.parse_args()
-    try:
-        path = tested_checkpoint(args.what, "export")
-        folder = args.folder or Path("exports") / path.resolve().parents[1].name
-        print(f"{path} is exported to {export(path, folder)}; python {folder}/load.py <image> uses it")
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    return 0
+    path = tested_checkpoint(args.what, "export")
+    folder = args.folder or Path("exports") / path.resolve().parents[1].name
+    print(f"{path} is exported to {export(path, folder)}; python {folder}/load.py <image> uses it")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reported(main))

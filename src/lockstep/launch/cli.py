@@ -40,10 +40,10 @@ def main(job: Job, name: str) -> None:
             sys.stderr.flush()
             os._exit(code)
         sys.exit(0)
-    sys.exit(reported(partial(command, job, name), rank=0))
+    sys.exit(reported(partial(command, job, name)))
 
 
-def reported(call: Callable[[], Any], rank: int) -> int:
+def reported(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call` and turns its end into an exit code and, on standard error, into words."""
     try:
         call()
@@ -78,7 +78,7 @@ def command(job: Job, name: str) -> None:
         if sweep and (cfg.run is None or str(cfg.run) == sweep):  # unless the names themselves are swept over
             cfg.run = f"{sweep}/{hydra_cfg.job.num}"
         result: list[dict[str, Any]] = []
-        outcome.append(reported(lambda: result.append(start(job, name, cfg, overrides)), rank=0))
+        outcome.append(reported(lambda: result.append(start(job, name, cfg, overrides))))
         if outcome[-1] == INTERRUPTED:
             raise KeyboardInterrupt  # ends a multirun as a whole
         if not result and sweep:

@@ -1,7 +1,7 @@
 """One process per device with a shard of everything: torch's fully_shard (FSDP2), on GPUs and on CPUs."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,7 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
         return self.in_a_checkpoint(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.in_a_checkpoint(OneFormat.optimizer_state(self, optimizer))
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        OneFormat.load_model_state_dict(self, checkpoint)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        OneFormat.load_optimizer_state_dict(self, checkpoint)
+        return self.in_a_checkpoint(super().optimizer_state(optimizer))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
