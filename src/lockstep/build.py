@@ -102,14 +102,22 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
     own: list[pl.Callback] = [callbacks.StepSeed(cfg.seed), callbacks.Plan(cfg, data), CutAtResume(), saving.Position()]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress())
+    save = None
     if cfg.trainer.enable_checkpointing:
-        own += saving.checkpoint_callbacks(cfg, run_dir(cfg) / "checkpoints")
+        folder = run_dir(cfg) / "checkpoints"
+        if cfg.trainer.limit_val_batches != 0:
+            own.append(saving.best_checkpoints(cfg, folder))
+        own.append(last := saving.last_checkpoint(cfg, folder))
+        save = last.save
+    own.append(callbacks.Preemption(save))
     return lightning_trainer(cfg, world, callbacks=[*map(create, cfg.callbacks.values()), *own], logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
-    """A Trainer that tests only: no callbacks, no logger, the strategy and precision of the config."""
-    return lightning_trainer(cfg, world, callbacks=[], logger=False, enable_checkpointing=False, profiler=None)
+    """A Trainer that tests only: no logger, the strategy and precision of the config."""
+    return lightning_trainer(
+        cfg, world, callbacks=[callbacks.Preemption(None)], logger=False, enable_checkpointing=False, profiler=None
+    )
 
 
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
@@ -129,11 +137,14 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
     strategy = create(cfg.strategy, environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
+    plugins: list[Any] = [saving.AtomicCheckpointIO()]
+    if environment is not None and getattr(strategy, "cluster_environment", None) is None:
+        plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
     try:
         return pl.Trainer(
             **given,
             strategy=strategy,
-            plugins=[saving.AtomicCheckpointIO()],
+            plugins=plugins,
             use_distributed_sampler=False,
             default_root_dir=run_dir(cfg),
         )

@@ -78,6 +78,8 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU and this machine shows none. Type trainer.accelerator=cpu."
     elif there is not None and world.devices > there and not world.external:
         yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
+    if world.external and there is not None and there < world.devices:
+        yield f"{world.external} started {world.devices} processes on this node, and this one sees {there} {world.accelerator} devices. Give each process all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
     if world.strategy == "single" and world.devices > 1:
         yield f"strategy=single uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
     if world.strategy == "dp" and world.accelerator == "cpu" and world.devices > 1:

@@ -9,7 +9,15 @@ from torch import nn
 from lockstep.errors import UserError
 
 # What configs may name, and what those may return. A fork adds its own package.
-TRUSTED = ["lockstep.*", "torch.nn.*", "torch.optim.*", "torchvision.*", "timm.*", "lightning.pytorch.*"]
+TRUSTED = [
+    "lockstep.*",
+    "torch.nn.*",
+    "torch.optim.*",
+    "torchvision.*",
+    "timm.*",
+    "lightning.pytorch.*",
+    "optuna.pruners.*",
+]
 
 create = partial(instantiate, _execution_whitelist_=TRUSTED, _convert_="all")
 

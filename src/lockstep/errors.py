@@ -15,12 +15,27 @@ class TrainingFailed(RuntimeError):
     """Training cannot go on, for a reason that needs no traceback; exit code 1."""
 
 
+class Preempted(TrainingFailed):
+    """The system has warned that it is going to end the run; everything is saved."""
+
+    status = "preempted"  # in report.json
+
+
+class Pruned(TrainingFailed):
+    """A sweep has given up this trial."""
+
+    status = "pruned"
+
+
 class RunFailed(RuntimeError):
     """A process of the run ended with an error that it has reported itself."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message)
+        super().__init__(message, exit_code)  # both, for pickle: a job of a sweep may run elsewhere
         self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def raise_problems(problems: Iterable[str]) -> None:

@@ -158,9 +158,8 @@ class Recorder:
         return {name: value for name, value in best.items() if name.startswith("val/") and name != "val/count"}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.report["status"] = (
-            "done" if kind is None else "interrupted" if not issubclass(kind, Exception) else "failed"
-        )
+        ended = "interrupted" if kind and not issubclass(kind, Exception) else "failed"
+        self.report["status"] = "done" if kind is None else getattr(kind, "status", ended)
         self.report["wall_s"] = time.perf_counter() - self.began_s
         if error is not None:
             self.report["error"] = f"{type(error).__name__}: {error}"

@@ -173,12 +173,9 @@ def moved(path: str, folder: Path) -> str:
     return str(folder / Path(path).name) if path else path
 
 
-def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[Checkpoint]:
-    """The best by validation, where there is one; and the last."""
-    last = LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
-    if cfg.trainer.limit_val_batches == 0:
-        return [last]
-    best = ModelCheckpoint(
+def best_checkpoints(cfg: DictConfig, folder: Path) -> ModelCheckpoint:
+    """The best by validation."""
+    return ModelCheckpoint(
         dirpath=folder,
         filename="best-step-{step}",
         auto_insert_metric_name=False,
@@ -188,7 +185,10 @@ def checkpoint_callbacks(cfg: DictConfig, folder: Path) -> list[Checkpoint]:
         save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
         enable_version_counter=False,  # a run that goes on from before a checkpoint writes the same one again
     )
-    return [best, last]
+
+
+def last_checkpoint(cfg: DictConfig, folder: Path) -> LastCheckpoint:
+    return LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
 
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:

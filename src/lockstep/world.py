@@ -42,6 +42,12 @@ def gpu_count() -> int:
     return count.value
 
 
+def visible_gpus() -> list[str]:
+    """The names by which CUDA_VISIBLE_DEVICES chooses the GPUs that this process may use."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",")[: gpu_count()] if given else [str(i) for i in range(gpu_count())]
+
+
 def accelerator_of(given: str) -> str:
     """`trainer.accelerator` with `auto` and `gpu` made plain: cuda, mps or cpu."""
     apple = platform.system() == "Darwin" and platform.machine() == "arm64"
@@ -59,9 +65,16 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     """What started this process as one of several, if anything but Lockstep did."""
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun"
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    if (
+        int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in env
+    ):  # absent in the batch script itself, beside srun
         return "slurm"
     return None
+
+
+def rank_of(env: Mapping[str, str] = os.environ) -> int:
+    """This process's rank, before anything else is known of the world; 0 where it is the only one."""
+    return int(env["SLURM_PROCID"] if external_launcher(env) == "slurm" else env.get("RANK", "0"))
 
 
 def device_count(devices: int | str | list[int], accelerator: str, strategy: str) -> int:

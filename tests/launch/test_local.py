@@ -40,8 +40,13 @@ from pathlib import Path
 from lockstep.launch import local
 from lockstep.launch.compose import compose_config
 from lockstep.world import World
+from lockstep import signals
+from lockstep.errors import RunFailed
 try:
-    local.run_processes(Path(sys.argv[1]), compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp"))
+    with signals.noted():
+        local.run_processes(Path(sys.argv[1]), compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp"))
+except RunFailed as e:
+    sys.exit(e.exit_code)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -92,7 +97,7 @@ def test_one_that_fails_ends_the_others(worker, failing, code, expected):
     assert all(gone(pid) for pid in started(worker))
 
 
-@pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 130), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])
 def test_none_is_left_when_the_parent_is_ended(worker, how, code):
     (worker.parent / "wait").touch()
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(worker)], stderr=subprocess.DEVNULL)

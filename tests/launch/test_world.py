@@ -4,7 +4,7 @@ import pytest
 
 from lockstep import world
 from lockstep.launch.compose import compose_config
-from lockstep.launch.identity import run_name, stamp
+from lockstep.launch.identity import identify, name_of_job, stamp
 from lockstep.world import world_of
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "job7", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "6", "RANK": "3"}
@@ -44,12 +44,12 @@ def test_torchrun_and_slurm_say_themselves_who_takes_part():
 
 def test_runs_of_one_second_have_different_names():
     assert len({stamp() for _ in range(20)}) == 20
-    assert run_name(config("run=mine"), {}) == "mine"
-    assert run_name(config(), {}) != run_name(config(), {})
+    assert identify(config("run=mine"), "disk").run == "mine"
+    assert identify(config(), "disk").run != identify(config(), "disk").run
 
 
 def test_all_ranks_of_a_cluster_job_find_the_same_name():
     ranks = [{**TORCHRUN, "RANK": str(rank)} for rank in range(6)]
-    assert {run_name(config(), env) for env in ranks} == {"basic_net-mnist-job7"}
+    assert {name_of_job(config(), env) for env in ranks} == {"basic_net-mnist-job7"}
     tasks = [{**SLURM, "SLURM_PROCID": str(rank)} for rank in range(4)]
-    assert {run_name(config(), env) for env in tasks} == {"basic_net-mnist-99.0"}
+    assert {name_of_job(config(), env) for env in tasks} == {"basic_net-mnist-99.0"}

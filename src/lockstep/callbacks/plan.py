@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from omegaconf import DictConfig
 
 from lockstep.console import say
+from lockstep.errors import TrainingFailed
 
 if TYPE_CHECKING:
     from lockstep.data.datamodule import DataModule
@@ -17,7 +18,20 @@ class Plan(pl.Callback):
     def __init__(self, cfg: DictConfig, data: "DataModule") -> None:
         self.cfg, self.data = cfg, data
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
+        self.agree(trainer, "has data with SHA-256", self.data.prepared.sha256)
+
+    def agree(self, trainer: pl.Trainer, what: str, own: object) -> None:
+        """Each process has looked for itself. Raises TrainingFailed where one found something else than rank 0."""
+        first = trainer.strategy.broadcast(own)
+        if own != first:
+            raise TrainingFailed(
+                f"rank {trainer.global_rank} {what} {own}, and rank 0 {first}: all nodes must see the same files. Check runs_dir and data.root."
+            )
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.agree(trainer, "goes on after step", trainer.global_step)
         cfg, data, world = self.cfg, self.data, trainer.world_size
         parameters = sum(p.numel() for p in pl_module.parameters())
         device = trainer.strategy.root_device.type

@@ -15,15 +15,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lockstep import CONFIGS, ROOT
+from lockstep import CONFIGS, ROOT, signals
 from lockstep.config import check
 from lockstep.data.prepare import prepare
-from lockstep.errors import RunFailed, TrainingFailed, UserError, raise_problems
-from lockstep.launch import local, recall
-from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, register_resolvers, tried_alone
-from lockstep.launch.identity import identify, run_dir, sweep_name
+from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
+from lockstep.launch import local, recall, slots, sweep
+from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
+from lockstep.launch.identity import identify, run_dir
 from lockstep.report import mark_ended
-from lockstep.world import ONE_PROCESS, World, world_of
+from lockstep.world import ONE_PROCESS, World, rank_of, world_of
 
 Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
 INTERRUPTED = 130
@@ -34,13 +34,17 @@ def main(job: Job, name: str) -> None:
     """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running."""
     received = local.received_job()
     if received is not None:
-        code = reported(partial(job, *received), received[1].rank)
+        with signals.noted():
+            code = reported(partial(job, *received), received[1].rank)
         if code:  # gloo's threads are in the middle of something, and may abort a process that ends in the usual way
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         sys.exit(0)
-    sys.exit(reported(partial(command, job, name)))
+    given = slots.received_config()
+    if given is not None:
+        sys.exit(reported(partial(start, job, name, *given)))
+    sys.exit(reported(partial(command, job, name), rank_of()))
 
 
 def reported(call: Callable[[], Any], rank: int = 0) -> int:
@@ -52,7 +56,8 @@ def reported(call: Callable[[], Any], rank: int = 0) -> int:
             print("\n".join(f"error: {problem}" for problem in e.problems), file=sys.stderr)
         return 2
     except TrainingFailed as e:
-        print(f"error: {e}", file=sys.stderr)
+        if rank == 0 or not isinstance(e, Preempted | Pruned):
+            print(f"error: {e}", file=sys.stderr)
         return 1
     except RunFailed as e:  # the process that failed has said why
         return e.exit_code
@@ -68,34 +73,36 @@ def reported(call: Callable[[], Any], rank: int = 0) -> int:
 def command(job: Job, name: str) -> None:
     """Hydra reads the command line; a multirun's jobs are told apart from a single run here."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of Hydra's own report and exit code
-    register_resolvers()
-    outcome: list[int] = []
-
-    def task(cfg: DictConfig) -> dict[str, Any] | None:
-        hydra_cfg = HydraConfig.get()
-        overrides = list(hydra_cfg.overrides.task)
-        sweep = sweep_name(None) if hydra_cfg.mode == RunMode.MULTIRUN else None
-        if sweep and (cfg.run is None or str(cfg.run) == sweep):  # unless the names themselves are swept over
-            cfg.run = f"{sweep}/{hydra_cfg.job.num}"
-        result: list[dict[str, Any]] = []
-        outcome.append(reported(lambda: result.append(start(job, name, cfg, overrides))))
-        if outcome[-1] == INTERRUPTED:
-            raise KeyboardInterrupt  # ends a multirun as a whole
-        if not result and sweep:
-            raise RunFailed(f"job {hydra_cfg.job.num} failed", outcome[-1])  # Hydra marks it and goes on
-        return result[0] if result else None
-
     overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     if {"-m", "--multirun"} & set(sys.argv):  # Hydra would write multirun.yaml before it finds a mistake
         if name == "eval":
             raise UserError("eval.py evaluates one run at a time. Leave -m out.")
         raise_problems(tried_alone(name, overrides)[0])
+    # A launcher may send it to another process: it must not refer to anything of this one.
+    task = partial(one_job, job, name)
+    task.__module__, task.__name__ = __name__, name  # type: ignore[attr-defined]  # Hydra asks for both
     try:
         hydra.main(config_path=str(CONFIGS), config_name=name, execution_whitelist=list(TRUSTED))(task)()
     except CONFIG_ERRORS as e:
         raise UserError(*explain(e, name, overrides)) from None
-    if any(outcome):
-        raise RunFailed("a job failed", max(outcome))
+
+
+def one_job(job: Job, name: str, cfg: DictConfig) -> dict[str, Any]:
+    """A single run, or one job of a multirun, as Hydra's launchers call it."""
+    hydra_cfg = HydraConfig.get()
+    overrides = list(hydra_cfg.overrides.task)
+    if hydra_cfg.mode != RunMode.MULTIRUN:
+        return start(job, name, cfg, overrides)
+    result: list[dict[str, Any]] = []
+    cfg = sweep.named(cfg, hydra_cfg)
+    code = reported(lambda: result.append(start(job, name, cfg, overrides)), rank_of())
+    if rank_of() == 0:
+        sweep.record(run_dir(cfg), overrides, failed=bool(code))
+    if code == INTERRUPTED or signals.received:
+        raise KeyboardInterrupt  # ends a multirun as a whole
+    if code:
+        raise RunFailed(f"{cfg.run} failed", code)  # Hydra marks it and goes on
+    return result[0]
 
 
 def call(name: str, overrides: list[str]) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def call(name: str, overrides: list[str]) -> dict[str, Any]:
 def found_data(cfg: DictConfig) -> str:
     """Prepares the data and says loudly when it is not the whole set; returns where it came from."""
     source = prepare(cfg.data).source
-    if source == "embedded" and cfg.data.source == "auto" and os.environ.get("RANK", "0") == "0":
+    if source == "embedded" and cfg.data.source == "auto" and rank_of() == 0:
         print(
             f"WARNING: no MNIST in data.root={cfg.data.root}, and no mirror answers: using the EMBEDDED SUBSET of 5,000 "
             "images (4,000 to train and validate, 1,000 to test). Type data.root=<folder> for the whole set.",
@@ -143,13 +150,16 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
         for left in ("config.yaml", "metrics.csv"):
             (run_dir(cfg) / left).unlink(missing_ok=True)
         shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
-    if world.external or world.strategy in ONE_PROCESS:
-        job(cfg, world)
-    else:
+    with signals.noted():
         try:
-            local.run_processes(ROOT / f"{name}.py", cfg, world)
+            if world.external or world.strategy in ONE_PROCESS:
+                job(cfg, world)
+            else:
+                local.run_processes(ROOT / f"{name}.py", cfg, world)
         except BaseException as e:
-            mark_ended(run_dir(cfg), e)
+            if world.rank == 0:
+                mark_ended(run_dir(cfg), e)
+                signals.requeue()
             raise
     path = recall.evaluation_file(cfg) if name == "eval" else run_dir(cfg) / "report.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # another node's disk may have it

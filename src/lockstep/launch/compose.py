@@ -16,13 +16,13 @@ from lockstep.launch.identity import sweep_name
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
 
-def register_resolvers() -> None:
-    OmegaConf.register_resolver("lockstep.sweep", sweep_name, replace=True)
+# When this module is imported, as it is by a job that a launcher has sent to another process.
+OmegaConf.register_resolver("lockstep.sweep", sweep_name, replace=True)
+OmegaConf.register_resolver("lockstep.tasks", lambda devices: devices if isinstance(devices, int) else 1, replace=True)
 
 
 def compose_config(config_name: str, overrides: list[str]) -> DictConfig:
     """The config of `python <config_name>.py <overrides>`. Raises what Hydra and OmegaConf raise."""
-    register_resolvers()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS)):
         cfg: DictConfig = compose(config_name, overrides)
@@ -59,8 +59,11 @@ def message(error: BaseException, override: str) -> str:
 def variants(override: str) -> list[str]:
     """An override, or one for each value that it sweeps over."""
     parsed = OverridesParser.create().parse_override(override)
-    if not parsed.is_sweep_override() or not parsed.is_discrete_sweep():
+    if not parsed.is_sweep_override():
         return [override]
+    if parsed.is_interval_sweep():  # a sweeper draws from between its ends
+        interval = parsed.value()
+        return [f"{parsed.get_key_element()}={end}" for end in (interval.start, interval.end)]
     return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 

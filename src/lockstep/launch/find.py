@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import os
 import pickletools
 import re
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.world import rank_of
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 
@@ -54,7 +54,7 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
     found = [next((path for path in found if path.exists()), found[0])]
     found = [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
     good = [path for path in found if is_checkpoint(path)]
-    if os.environ.get("RANK", "0") == "0":
+    if rank_of() == 0:
         for path in sorted(set(found) - set(good)):
             print(f"WARNING: {path} is not whole and is passed over.", file=sys.stderr)
     yield from sorted(good, key=lambda path: (step_of(path), path.name), reverse=True)

@@ -23,18 +23,24 @@ def sweep_name(run: str | None) -> str:
     return os.environ.setdefault(SWEEP, run or f"sweep-{stamp()}")
 
 
-def run_name(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str:
-    """`run`, or a new name; under torchrun and SLURM the job's id, so that all ranks agree without talking."""
-    if cfg.run is not None:
-        return str(cfg.run)
-    model_data = f"{str(cfg.model.name).replace('/', '-')}-{cfg.data.name}"
+def model_and_data(cfg: DictConfig) -> str:
+    return f"{str(cfg.model.name).replace('/', '-')}-{cfg.data.name}"
+
+
+def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | None:
+    """Under torchrun and SLURM, a name with the job's id: all ranks and restarts agree on it without talking."""
     if "TORCHELASTIC_RUN_ID" in env:
         if env["TORCHELASTIC_RUN_ID"] == "none":
             raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Type run=<name>.")
-        return f"{model_data}-{env['TORCHELASTIC_RUN_ID']}"
+        return f"{model_and_data(cfg)}-{env['TORCHELASTIC_RUN_ID']}"
     if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
-        return f"{model_data}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
-    return f"{model_data}-{stamp()}"
+        return f"{model_and_data(cfg)}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    return None
+
+
+def restarted(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether SLURM has put this job back into the queue, or torchrun has started its workers again after a failure."""
+    return any(int(env.get(name, "0")) > 0 for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
 
 
 def run_dir(cfg: DictConfig) -> Path:
@@ -45,7 +51,7 @@ def identify(cfg: DictConfig, data_source: str) -> DictConfig:
     """The config with all that a run decides once: its name, its seed, its data, its W&B id."""
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    cfg.run = run_name(cfg)
+    cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
     cfg.data.source = data_source
     if cfg.seed is None:
         cfg.seed = secrets.randbelow(2**31)

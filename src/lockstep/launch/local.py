@@ -5,7 +5,6 @@ sweep in each child (Lightning#11300). Here a process gets the resolved config o
 Lightning is told by LOCAL_RANK that the processes exist.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -14,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep import signals
 from lockstep.errors import RunFailed
 from lockstep.world import World
 
@@ -86,34 +85,43 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         for local_rank in range(world.devices)
     ]
     try:
-        with sigterm_as_interrupt():
-            code = wait(processes)
+        code = wait(processes)
     except KeyboardInterrupt:
         end(processes, signal.SIGINT)
         raise
     finally:
-        end(processes, signal.SIGTERM)
+        end(processes, signal.SIGKILL)  # one has failed: the others wait for it, and a SIGTERM only asks them to save
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
 
 
 def wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """0 when all have ended well, else the first exit code that is not 0; the others had LAST_WORDS_S by then."""
-    first, deadline = 0, float("inf")
+    """0 when all have ended well, else the first exit code that is not 0; the others had LAST_WORDS_S by then.
+
+    Warnings of the system are passed on: the processes save what they have, and end.
+    """
+    first, deadline, told = 0, float("inf"), 0
     while True:
+        for warning in signals.received[told:]:
+            tell(processes, warning)
+            told += 1
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
         if failed and not first:
-            first, deadline = failed[0], time.monotonic() + LAST_WORDS_S
+            first, deadline = failed[0], time.monotonic() + (GRACE_S if told else LAST_WORDS_S)
         if None not in codes or time.monotonic() > deadline:
             return first
         time.sleep(0.05)
 
 
-def end(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
+def tell(processes: list[subprocess.Popen[bytes]], what: signal.Signals) -> None:
     for process in processes:
         if process.poll() is None:
-            process.send_signal(how)
+            process.send_signal(what)
+
+
+def end(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
+    tell(processes, how)
     deadline = time.monotonic() + GRACE_S
     for process in processes:
         try:
@@ -123,20 +131,3 @@ def end(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
             process.wait()
         if process.stdin is not None:
             process.stdin.close()
-
-
-@contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """A SIGTERM to the parent ends its processes as Ctrl-C does. Notebooks run cells off the main thread at times."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

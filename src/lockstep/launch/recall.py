@@ -8,6 +8,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.compose import is_group, key_of
 from lockstep.launch.find import best, checkpoints, find_run, newest, tested_checkpoint, whole
+from lockstep.launch.identity import name_of_job, restarted
 from lockstep.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
@@ -69,6 +70,9 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     cfg = composed.copy()
     if cfg.resume and cfg.init_from:
         raise UserError("resume and init_from exclude each other: continue a run, or start a new one from weights.")
+    cfg.run = name_of_job(cfg) if cfg.run is None and cfg.resume in (None, "auto") else cfg.run
+    if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
+        cfg.resume = "auto"  # the system has started the same command again: it goes on, in its own directory
     if cfg.init_from:
         cfg.init_from = str(tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir))
     if cfg.resume:

@@ -2,35 +2,43 @@
 
 import csv
 import json
-import time
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lockstep.report import write_json
 
+INNER = ("+callbacks.pruning.", "run=", "resume=")  # what a job is given beside what was typed for it
 COLUMNS = ("status", "test/acc", "test/loss", "val/acc", "train/steps", "train/images_per_s", "wall_s")
 
 
+def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
+    """The config of a multirun's job, which lives in the multirun's directory, unless the names themselves are swept over."""
+    sweep_dir = Path(hydra_cfg.sweep.dir)
+    name = str(sweep_dir.relative_to(cfg.runs_dir))
+    if cfg.run is None or str(cfg.run) == name:
+        cfg.run = f"{name}/{hydra_cfg.job.num}"
+    return cfg
+
+
+def typed(overrides: list[str]) -> list[str]:
+    return [o for o in overrides if not o.startswith(INNER)]
+
+
+def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
+    """Adds to a job's report what was typed for it; a job that failed before it had a report gets one."""
+    path = folder / "report.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
+    if failed and "overrides" in report:
+        return  # of another job, in whose place this one was refused
+    write_json(path, report | {"overrides": " ".join(typed(overrides))})
+
+
 class SweepTable(Callback):
-    """Records a job that failed before it had a report; prints and saves the table at the end."""
-
-    def on_job_start(self, config: DictConfig, **_: Any) -> None:
-        self.began_s = time.time()
-
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        if OmegaConf.is_missing(config.hydra.job, "num"):
-            return  # a single run
-        path = Path(config.hydra.sweep.dir) / str(config.hydra.job.num) / "report.json"
-        overrides = {"overrides": " ".join(config.hydra.overrides.task)}
-        if path.is_file() and path.stat().st_mtime > self.began_s:
-            write_json(path, json.loads(path.read_text()) | overrides)
-        elif not path.is_file() and job_return.status is not JobStatus.COMPLETED:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, {"status": "failed", **overrides})
+    """Prints and saves a multirun's table at the end."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         sweep_dir = Path(config.hydra.sweep.dir)

@@ -1,6 +1,7 @@
 """One process per device with the whole network each; torch's DistributedDataParallel averages gradients."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ def ddp(
     static_graph: bool,
     find_unused_parameters: bool,
     comm_hook: str | None,
+    timeout_s: float,
     name: str = "ddp",
 ) -> ReplicatedStrategy:
     return ReplicatedStrategy(
@@ -81,5 +83,6 @@ def ddp(
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
         find_unused_parameters=find_unused_parameters,
+        timeout=timedelta(seconds=timeout_s),
         **communication_hook(comm_hook),
     )

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,13 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
         blocks: str | list[str],
         reshard_after_forward: bool,
         sharded_checkpoints: bool,
+        timeout_s: float,
     ) -> None:
-        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints)
+        super().__init__(
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=sharded_checkpoints,
+            timeout=timedelta(seconds=timeout_s),
+        )
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
 
@@ -140,6 +146,7 @@ def fsdp(
     sharded_checkpoints: bool,
     blocks: str | list[str],
     reshard_after_forward: bool,
+    timeout_s: float,
     name: str = "fsdp",
 ) -> FullyShardedStrategy:
     return FullyShardedStrategy(
@@ -147,4 +154,5 @@ def fsdp(
         blocks=blocks,
         reshard_after_forward=reshard_after_forward,
         sharded_checkpoints=sharded_checkpoints,
+        timeout_s=timeout_s,
     )

@@ -1,0 +1,85 @@
+"""A launcher that runs several jobs of a multirun at once on this machine, each on GPUs of its own.
+
+joblib's launcher knows of no GPUs and gives up all jobs when one process is killed; submitit's local executor starts all
+jobs at the same time. Everything heavy is imported late: Hydra imports this module at every start.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+
+class SlotsLauncher(Launcher):
+    """`jobs` at once; `auto` is as many as have a GPU, or a core, for each of their processes."""
+
+    def __init__(self, jobs: int | str) -> None:
+        self.jobs = jobs
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.script, self.config = hydra_context, task_function.__name__, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Raises UserError where the machine has not enough GPUs; KeyboardInterrupt when the system ends it."""
+        from lockstep import signals
+        from lockstep.launch import slots, sweep
+
+        free: queue.Queue[dict[str, str]] = queue.Queue()
+        for environment in slots.environments(self.config, self.jobs):
+            free.put(environment)
+        stopped = threading.Event()
+
+        def run(job: tuple[DictConfig, list[str]]) -> JobReturn:
+            environment = free.get()
+            try:
+                if stopped.is_set() or signals.received:
+                    return failed(job[0], "was not begun")
+                return self.run(*job, environment)
+            finally:
+                free.put(environment)
+
+        Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        jobs: list[tuple[DictConfig, list[str]]] = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+            with open_dict(config):
+                config.hydra.job.num = number
+            task_config = config.copy()
+            with open_dict(task_config):
+                del task_config["hydra"]
+            jobs.append((sweep.named(task_config, config.hydra), list(filter_overrides(overrides))))
+        with signals.noted(), ThreadPoolExecutor(free.qsize()) as pool:
+            try:
+                returns = list(pool.map(run, jobs))
+            except KeyboardInterrupt:  # those that run end with their parent
+                stopped.set()
+                slots.end_all()
+                raise
+            if signals.received:
+                raise KeyboardInterrupt
+        return returns
+
+    def run(self, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> JobReturn:
+        """One job in a process of its own, whose output goes to a file beside its directory."""
+        from lockstep.launch import slots
+
+        code = slots.run_job(self.script, cfg, overrides, environment)
+        if code:
+            return failed(cfg, f"failed; see {slots.output(cfg)}", code)
+        done = JobReturn(overrides=overrides, cfg=cfg, status=JobStatus.COMPLETED)
+        done.return_value = slots.result(cfg)
+        return done
+
+
+def failed(cfg: DictConfig, why: str, code: int = 1) -> JobReturn:
+    from lockstep.errors import RunFailed
+
+    job = JobReturn(cfg=cfg, status=JobStatus.FAILED)
+    job.return_value = RunFailed(f"{cfg.run} {why}", code)
+    return job

@@ -1,0 +1,103 @@
+"""Jobs of a multirun side by side on one machine: who gets which devices, and the process that a job is."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import ROOT
+from lockstep.errors import RunFailed, UserError
+from lockstep.launch import local, sweep
+from lockstep.launch.identity import run_dir
+from lockstep.report import mark_ended
+from lockstep.world import accelerator_of, device_count, visible_gpus
+
+CONFIG = "LOCKSTEP_CONFIG"
+running: list[subprocess.Popen[bytes]] = []
+printing = threading.Lock()
+
+
+def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
+    """One environment for each job that runs at a time: its GPUs, or its share of the cores.
+
+    Raises:
+        UserError: `jobs` is no number, or needs more GPUs than there are.
+    """
+    if jobs != "auto" and not (type(jobs) is int and jobs > 0):
+        raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
+    accelerator = accelerator_of(str(cfg.trainer.accelerator))
+    each = device_count(cfg.trainer.devices, accelerator, str(cfg.strategy.name))
+    if accelerator == "cuda":
+        gpus = visible_gpus()
+        count = len(gpus) // each if jobs == "auto" else int(jobs)
+        if not count or count * each > len(gpus):
+            raise UserError(
+                f"hydra.launcher.jobs={jobs} with {each} GPUs for each job needs {max(1, count) * each}; this machine has {len(gpus)}. "
+                f"Type hydra.launcher.jobs={max(1, len(gpus) // each)}, or fewer trainer.devices."
+            )
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
+    cores = os.cpu_count() or 1
+    count = max(1, cores // each) if jobs == "auto" else int(jobs)
+    return [{"OMP_NUM_THREADS": str(max(1, cores // count // each))}] * count
+
+
+def output(cfg: DictConfig) -> Path:
+    return run_dir(cfg).with_suffix(".log")
+
+
+def say(line: str) -> None:
+    with printing:
+        print(line, flush=True)
+
+
+def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> int:
+    """Runs `script` for one job and waits; returns its exit code. A process that was killed leaves a report as well."""
+    job = json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})
+    place = environment.get("CUDA_VISIBLE_DEVICES")
+    say(f"{cfg.run} begins" + (f" on GPU {place}" if place else "") + f": {' '.join(sweep.typed(overrides))}")
+    with output(cfg).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / f"{script}.py")],
+            env={**os.environ, **environment, CONFIG: job},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+        )
+    running.append(process)
+    try:
+        code = local.wait([process])
+    finally:
+        running.remove(process)
+        if process.stdin is not None:
+            process.stdin.close()
+    if code:
+        mark_ended(run_dir(cfg), RunFailed(f"its process ended with exit code {code}"))
+    sweep.record(run_dir(cfg), overrides, failed=bool(code))
+    say(f"{cfg.run} {result(cfg).get('status')}")
+    return abs(code)
+
+
+def end_all() -> None:
+    """Each of them ends when nobody holds its standard input any more."""
+    for process in running:
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def result(cfg: DictConfig) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir(cfg) / "report.json").read_text())
+    return found
+
+
+def received_config() -> tuple[DictConfig, list[str]] | None:
+    """The config and the overrides that `run_job` gave to this process."""
+    if CONFIG not in os.environ:
+        return None
+    job = json.loads(os.environ.pop(CONFIG))
+    threading.Thread(target=local.exit_with_parent, daemon=True).start()
+    return OmegaConf.create(job["config"]), job["overrides"]

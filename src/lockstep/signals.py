@@ -1,0 +1,70 @@
+"""Warnings that a process will be ended soon. Free of torch.
+
+SIGTERM comes from Kubernetes, from spot machines, from scancel, and from torchrun when it starts its workers again; SIGUSR1 and
+SIGUSR2 come from SLURM before a time limit or a pre-emption, where `--signal` asks for it.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+WINDOWS = sys.platform == "win32"
+REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
+WARNINGS = (signal.SIGTERM, *REQUEUE)
+
+received: list[signal.Signals] = []
+before: dict[signal.Signals, Any] = {}  # the handlers that were there
+
+
+def note(number: int, _: FrameType | None) -> None:
+    received.append(signal.Signals(number))
+
+
+def install() -> None:
+    """Only in the main thread can signals be handled; elsewhere, as in some notebooks, they do what they did."""
+    if threading.current_thread() is threading.main_thread():
+        for warning in WARNINGS:
+            signal.signal(warning, note)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Within it, a warning ends nothing by itself; it is kept in `received`."""
+    received.clear()
+    before.update({warning: signal.getsignal(warning) for warning in WARNINGS})
+    install()
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for warning, handler in before.items():
+                signal.signal(warning, handler)
+
+
+def requeue(env: Mapping[str, str] = os.environ) -> None:
+    """Puts this SLURM job back into the queue, if SLURM has warned of its end. For one process, when everything is saved.
+
+    submitit has a handler of its own for that, which keeps count of the time limits and ends the process.
+    """
+    asked = [warning for warning in received if warning in REQUEUE]
+    if not asked or "SLURM_JOB_ID" not in env:
+        return
+    handler = before.get(asked[0])
+    if callable(handler):
+        handler(asked[0], None)
+        return
+    job = (
+        f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+        if "SLURM_ARRAY_JOB_ID" in env
+        else env["SLURM_JOB_ID"]
+    )
+    assert re.fullmatch(r"\d+(_\d+)?", job)
+    print(f"{asked[0].name}: everything is saved; job {job} goes back into the queue", file=sys.stderr, flush=True)
+    subprocess.run(["scontrol", "requeue", job], check=True)

@@ -1,0 +1,170 @@
+"""A SLURM of two nodes on this machine: munged, slurmctld and two slurmd from Debian's packages, in a folder of their own."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
+NODES = ("n1", "n2")
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+JobRequeue=1
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=5
+MessageTimeout=10
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 RealMemory=1000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 RealMemory=1000
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str | None:
+    """Why there can be no SLURM here; None when there can."""
+    absent = [name for name in PROGRAMS if not shutil.which(name, path=SEARCH)]
+    if absent:
+        return f"{', '.join(absent)} not installed (bash scripts/install_test_systems.sh)"
+    return None if os.geteuid() == 0 else "slurmd starts jobs for other users and must be root"
+
+
+SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [int(s.getsockname()[1]) for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def until(true: Callable[[], bool], limit_s: float, what: str) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not come true in {limit_s:.0f} s"
+        time.sleep(0.1)
+
+
+@dataclass
+class Cluster:
+    folder: Path
+    daemons: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """For the clients. Nodes are found by name on a real cluster; these two have none but their machine's."""
+        return {**os.environ, "PATH": SEARCH, "SLURM_CONF": str(self.folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}
+
+    def start(self) -> None:
+        ports = free_ports(3)
+        conf = CONF.format(host=socket.gethostname(), ports=ports, folder=self.folder)
+        (self.folder / "slurm.conf").write_text(conf)
+        (self.folder / "state").mkdir()
+        key = self.folder / "munge.key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        files = {name: f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")}
+        self.daemon(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={self.folder}/munge.socket",
+            *files.values(),
+        )
+        until((self.folder / "munge.socket").exists, 20, "munged's socket")
+        self.daemon("slurmctld", "-D")
+        for node in NODES:
+            self.start_node(node)
+        until(lambda: self.states() == dict.fromkeys(NODES, "idle"), 60, "two idle nodes")
+
+    def start_node(self, node: str) -> None:
+        self.daemon("slurmd", "-D", "-N", node, name=node)
+
+    def daemon(self, program: str, *args: str, name: str | None = None) -> None:
+        log = (self.folder / f"{name or program}.log").open("ab")
+        command = [str(shutil.which(program, path=SEARCH)), *args]
+        self.daemons[name or program] = subprocess.Popen(
+            command, stdout=log, stderr=log, env=self.env, start_new_session=True
+        )
+
+    def run(self, *command: str, check: bool = True) -> str:
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def states(self) -> dict[str, str]:
+        lines = self.run("sinfo", "-N", "-h", "-o", "%N %T", check=False).split("\n")
+        return dict(line.split() for line in lines if line)
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What scontrol says of a job, by key."""
+        text = self.run("scontrol", "-o", "show", "job", job_id)
+        return dict(part.split("=", 1) for part in text.split() if "=" in part)
+
+    def kill_node(self, node: str) -> None:
+        """As when a machine loses power: its daemon and all that it started are gone at once."""
+        daemon = self.daemons[node]
+        steps = self.run("pgrep", "-f", f"slurmstepd.*{node}", check=False).split()
+        for pid in [str(daemon.pid), *steps, *descendants(daemon.pid)]:
+            kill(int(pid))
+        daemon.wait()
+
+    def stop(self) -> None:
+        self.run("scancel", "--signal=KILL", "--full", "-u", "root", check=False)
+        for name in (*NODES, "slurmctld", "munged"):
+            daemon = self.daemons.get(name)
+            if daemon is None:
+                continue
+            for pid in descendants(daemon.pid):
+                kill(int(pid))
+            daemon.terminate()
+            try:
+                daemon.wait(15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def descendants(pid: int) -> list[str]:
+    found: list[str] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            found += [child, *descendants(int(child))]
+    return found
