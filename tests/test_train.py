@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
-from lockstep.errors import TrainingFailed, UserError
+from lockstep.errors import Preempted, TrainingFailed, UserError
 from lockstep.loggers import MetricsCsv
+from lockstep.task import Classification
 
 
 class Crash(RuntimeError):
@@ -54,7 +56,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("saved_at", [5, 12, 17])
+@pytest.mark.parametrize("saved_at", [5, 11, 12, 17])  # 11: before the last batch of an epoch
 def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, saved_at):
     options = [
         "trainer.log_every_n_steps=1",
@@ -63,7 +65,7 @@ def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, save
         f"checkpoint.every_n_steps={saved_at}",
     ]
     whole = train("run=whole", *options)
-    crash_at(saved_at + 2)
+    crash_at(saved_at + 1)
     with pytest.raises(Crash):
         train("run=parts", *options)
     assert json.loads(Path("runs/parts/report.json").read_text())["status"] == "failed"
@@ -77,6 +79,46 @@ def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, save
     assert a["lr_schedulers"] == b["lr_schedulers"]
     assert rows("parts") == rows("whole")
     assert (parts["test/loss"], parts["val/acc"]) == (whole["test/loss"], whole["val/acc"])
+
+
+@pytest.mark.parametrize("warning", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_run_that_is_warned_saves_at_the_next_step_and_goes_on_from_there(train, warning, monkeypatch):
+    options = ["trainer.log_every_n_steps=1", "callbacks=[default,ema]"]
+    whole = train("run=whole", *options)
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)
+    original = FiniteLoss.on_train_batch_end
+
+    def warn(self, trainer, *args):
+        original(self, trainer, *args)
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), warning)
+
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", warn)
+    with pytest.raises(Preempted, match=rf"ended by {warning.name} after 7 steps; .* resume=auto"):
+        train("run=parts", *options)
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", original)
+    assert json.loads(Path("runs/parts/report.json").read_text())["status"] == "preempted"
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)) == handlers
+    assert state("parts/checkpoints/last.ckpt")["global_step"] == 7
+    parts = train("run=parts", "resume=auto", *options)
+    assert same(state("whole/checkpoints/last.ckpt")["state_dict"], state("parts/checkpoints/last.ckpt")["state_dict"])
+    assert rows("parts") == rows("whole")
+    assert parts["test/loss"] == whole["test/loss"]
+
+
+def test_a_run_that_is_warned_while_it_is_tested_ends_and_is_tested_again(train, monkeypatch):
+    whole = train("run=whole")
+    original = Classification.test_step
+
+    def warned(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args)
+
+    monkeypatch.setattr(Classification, "test_step", warned)
+    with pytest.raises(Preempted, match="ended by SIGTERM"):
+        train("run=parts", "data.eval_batch_size=50")
+    monkeypatch.setattr(Classification, "test_step", original)
+    assert train("run=parts", "resume=auto")["test/loss"] == whole["test/loss"]
 
 
 def test_auto_starts_a_run_that_is_not_there_and_passes_over_a_damaged_checkpoint(train):
