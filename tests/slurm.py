@@ -1,5 +1,6 @@
 """A SLURM of two nodes on this machine: munged, slurmctld and two slurmd from Debian's packages, in a folder of their own."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -111,11 +112,11 @@ class Cluster:
         self.daemon("slurmd", "-D", "-N", node, name=node)
 
     def daemon(self, program: str, *args: str, name: str | None = None) -> None:
-        log = (self.folder / f"{name or program}.log").open("ab")
         command = [str(shutil.which(program, path=SEARCH)), *args]
-        self.daemons[name or program] = subprocess.Popen(
-            command, stdout=log, stderr=log, env=self.env, start_new_session=True
-        )
+        with (self.folder / f"{name or program}.log").open("ab") as log:
+            self.daemons[name or program] = subprocess.Popen(
+                command, stdout=log, stderr=log, env=self.env, start_new_session=True
+            )
 
     def run(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60)
@@ -134,9 +135,8 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """As when a machine loses power: its daemon and all that it started are gone at once."""
         daemon = self.daemons[node]
-        steps = self.run("pgrep", "-f", f"slurmstepd.*{node}", check=False).split()
-        for pid in [str(daemon.pid), *steps, *descendants(daemon.pid)]:
-            kill(int(pid))
+        for pid in [daemon.pid, *started_by(node)]:
+            kill(pid)
         daemon.wait()
 
     def stop(self) -> None:
@@ -145,8 +145,8 @@ class Cluster:
             daemon = self.daemons.get(name)
             if daemon is None:
                 continue
-            for pid in descendants(daemon.pid):
-                kill(int(pid))
+            for pid in started_by(name):
+                kill(pid)
             daemon.terminate()
             try:
                 daemon.wait(15)
@@ -156,15 +156,18 @@ class Cluster:
 
 
 def kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
-def descendants(pid: int) -> list[str]:
-    found: list[str] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            found += [child, *descendants(int(child))]
+def started_by(node: str) -> list[int]:
+    """Tasks know their node by SLURMD_NODENAME; their parents are the steps' daemons."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"SLURMD_NODENAME={node}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if b"slurmstepd" in Path(f"/proc/{parent}/cmdline").read_bytes():
+                    found.append(parent)
+                found.append(int(path.name))
     return found

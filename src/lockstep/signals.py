@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGTERM, *REQUEUE)
+
+END_S = 60.0  # SLURM ends a job that was requeued at once
 
 received: list[signal.Signals] = []
 before: dict[signal.Signals, Any] = {}  # the handlers that were there
@@ -48,17 +51,25 @@ def noted() -> Iterator[None]:
                 signal.signal(warning, handler)
 
 
-def requeue(env: Mapping[str, str] = os.environ) -> None:
-    """Puts this SLURM job back into the queue, if SLURM has warned of its end. For one process, when everything is saved.
+def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
+    """Puts this SLURM job back into the queue, if SLURM has warned of its end. Called when everything is saved.
 
-    submitit has a handler of its own for that, which keeps count of the time limits and ends the process.
+    Rank 0 does it, and all wait for SLURM to end them: one that ended before could take the job with it. submitit has a
+    handler of its own, which keeps count of the time limits.
     """
     asked = [warning for warning in received if warning in REQUEUE]
     if not asked or "SLURM_JOB_ID" not in env:
         return
-    handler = before.get(asked[0])
+    if rank == 0:
+        put_back(asked[0], env)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(END_S)
+
+
+def put_back(warning: signal.Signals, env: Mapping[str, str]) -> None:
+    handler = before.get(warning)
     if callable(handler):
-        handler(asked[0], None)
+        handler(warning, None)
         return
     job = (
         f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
@@ -66,5 +77,5 @@ def requeue(env: Mapping[str, str] = os.environ) -> None:
         else env["SLURM_JOB_ID"]
     )
     assert re.fullmatch(r"\d+(_\d+)?", job)
-    print(f"{asked[0].name}: everything is saved; job {job} goes back into the queue", file=sys.stderr, flush=True)
+    print(f"{warning.name}: everything is saved; job {job} goes back into the queue", file=sys.stderr, flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)

@@ -79,23 +79,28 @@ def command(job: Job, name: str) -> None:
             raise UserError("eval.py evaluates one run at a time. Leave -m out.")
         raise_problems(tried_alone(name, overrides)[0])
     # A launcher may send it to another process: it must not refer to anything of this one.
-    task = partial(one_job, job, name)
+    outcome: list[int] = []
+    task = partial(one_job, job, name, outcome)
     task.__module__, task.__name__ = __name__, name  # type: ignore[attr-defined]  # Hydra asks for both
     try:
         hydra.main(config_path=str(CONFIGS), config_name=name, execution_whitelist=list(TRUSTED))(task)()
     except CONFIG_ERRORS as e:
         raise UserError(*explain(e, name, overrides)) from None
+    if any(outcome):
+        raise RunFailed("it has said why", max(outcome))
 
 
-def one_job(job: Job, name: str, cfg: DictConfig) -> dict[str, Any]:
-    """A single run, or one job of a multirun, as Hydra's launchers call it."""
+def one_job(job: Job, name: str, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | None:
+    """A single run, whose exit code goes to `outcome`; or one job of a multirun, which raises RunFailed. Hydra calls it."""
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
-    if hydra_cfg.mode != RunMode.MULTIRUN:
-        return start(job, name, cfg, overrides)
+    multirun = hydra_cfg.mode == RunMode.MULTIRUN
+    cfg = sweep.named(cfg, hydra_cfg) if multirun else cfg
     result: list[dict[str, Any]] = []
-    cfg = sweep.named(cfg, hydra_cfg)
     code = reported(lambda: result.append(start(job, name, cfg, overrides)), rank_of())
+    if not multirun:
+        outcome.append(code)
+        return None
     if rank_of() == 0:
         sweep.record(run_dir(cfg), overrides, failed=bool(code))
     if code == INTERRUPTED or signals.received:
@@ -159,7 +164,7 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
         except BaseException as e:
             if world.rank == 0:
                 mark_ended(run_dir(cfg), e)
-                signals.requeue()
+            signals.requeue(world.rank)
             raise
     path = recall.evaluation_file(cfg) if name == "eval" else run_dir(cfg) / "report.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # another node's disk may have it

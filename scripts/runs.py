@@ -1,0 +1,287 @@
+"""The ledger of runs, read from their report.json and config.yaml: which there are, what one is, which to run again.
+
+python scripts/runs.py [--where status=failed] [--where 'test/acc>0.9'] [--sort -test/acc] [--format table|csv|json]
+python scripts/runs.py show <run>
+python scripts/runs.py failed [<sweep>] [--stale-min 30]
+
+--where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, as optim.lr=0.001. A run without
+the key fulfils no condition and is sorted last. `show` tells what of a config is not a default, as overrides.
+
+`failed` prints, ready for sh, what runs each of those again that failed, were interrupted, or neither ended nor wrote anything
+for --stale-min minutes: a run that SIGKILL ended says `running` for ever. As launch/recall.py has it,
+- with a whole checkpoint, `run=<name> resume=auto` goes on with the run's own config, and nothing else need be typed;
+- without one, resume=auto begins anew with what is typed: the job's overrides, where its sweep left them in the report, or
+  else what in config.yaml is not a default;
+- without one, a run from another's checkpoint (init_from, resume) cannot have resume=auto; it gets a new name;
+- a job that never began has no config.yaml: `run=<sweep>/<job>` and its overrides.
+Where the files say too little, the line is a comment.
+"""
+
+import argparse
+import csv
+import json
+import operator
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from lockstep import CONFIGS
+from lockstep.config import nearest, plain, shown
+from lockstep.console import number, out
+from lockstep.errors import UserError, raise_problems
+from lockstep.launch.cli import reported
+from lockstep.launch.compose import compose_config, key_of
+from lockstep.launch.find import checkpoints
+from lockstep.launch.recall import load_config
+from lockstep.schema import GROUPS, KEYS
+
+COLUMNS = {
+    "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
+    "val/acc": "val acc", "test/acc": "test acc", "train/images_per_s": "images/s",
+}  # fmt: skip
+COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}  # fmt: skip
+PLACE = ("run", "runs_dir", "resume")  # keys that say where a run is, not what it is
+ABSENT = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    name: str
+    folder: Path
+    report: dict[str, Any]
+
+    @cached_property
+    def config(self) -> DictConfig:
+        """Empty where there is none, or a damaged one."""
+        try:
+            return load_config(self.folder / "config.yaml")
+        except Exception:  # YAML's errors, OmegaConf's, the disk's: one damaged file must not hide the other runs
+            return OmegaConf.create()
+
+    def get(self, key: str) -> Any:
+        if key in self.report or key.partition(".")[0] not in (*GROUPS, *KEYS):
+            return self.report.get(key, ABSENT)  # config.yaml is read when it is needed: 10 ms each
+        value = plain(OmegaConf.select(self.config, key, default=ABSENT))
+        return value.get("name", ABSENT) if isinstance(value, dict) else value
+
+    def written_s(self) -> float:
+        try:
+            return max(path.lstat().st_mtime for path in self.folder.rglob("*"))
+        except FileNotFoundError:  # one that went while it was looked at: the run is at work
+            return time.time()
+
+    def began_s(self) -> float:
+        """When it was last started or, where that is not said, last written to."""
+        with suppress(KeyError, TypeError, ValueError):
+            return datetime.fromisoformat(self.report["started"]).timestamp()
+        return self.written_s()
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    report = None
+    with suppress(OSError, ValueError):
+        report = json.loads(path.read_text()) if path.is_file() else {"status": "no report"}
+    return {"status": "damaged"} | (report if isinstance(report, dict) else {})
+
+
+def find_runs(runs_dir: Path) -> list[Run]:
+    """All runs below a folder, the newest last. Raises UserError: there is no such folder."""
+    if not runs_dir.is_dir():
+        raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
+    found: dict[Path, Run] = {}
+    for folder, files in ((Path(place), files) for place, _, files in os.walk(runs_dir)):
+        # Within a run's folder, a config.yaml alone is one of W&B's or of an export.
+        if "report.json" in files or ("config.yaml" in files and found.keys().isdisjoint(folder.parents)):
+            name = folder.relative_to(runs_dir).as_posix()
+            found[folder] = Run(name, folder, read_report(folder / "report.json") | {"run": name})
+    return sorted(found.values(), key=lambda run: (run.began_s(), run.name))
+
+
+def named(runs: list[Run], given: str, runs_dir: Path) -> list[Run]:
+    """The run of a name or a directory, or the jobs of a sweep. Raises UserError that names the nearest one."""
+    name = given.rstrip("/").removeprefix(f"{runs_dir}/")
+    found = [run for run in runs if f"{run.name}/".startswith(f"{name}/")]
+    if not found:
+        names = list(dict.fromkeys(n for run in runs for n in (run.name.rpartition("/")[0], run.name) if n))
+        there = f"Runs there: {', '.join(names[-3:])}." if names else "There are no runs."
+        raise UserError(f"{name}: there is no such run in {runs_dir}/{nearest(name, names)}. {there}")
+    return found
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def holds(value: Any, sign: str, text: str) -> bool:
+    """Numbers are compared as numbers, anything else as it is typed; only numbers and texts have an order."""
+    if is_number(value):
+        with suppress(ValueError):
+            return bool(COMPARE[sign](value, float(text)))
+    comparable = sign in ("=", "!=") or isinstance(value, str)
+    return value is not ABSENT and comparable and bool(COMPARE[sign](shown(value), text))
+
+
+def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], list[str]]:
+    """The runs that fulfil all conditions, in order, and the keys that were asked for."""
+    conditions = [re.split(r"\s*(!=|<=|>=|=|<|>)\s*", text, maxsplit=1) for text in where]
+    blank = [text for text, condition in zip(where, conditions, strict=True) if len(condition) == 1]
+    raise_problems(f"--where {text} compares nothing. Type it in quotes, as --where 'test/acc>0.9'." for text in blank)
+    by = sort.removeprefix("-")
+    keys = list(dict.fromkeys(key for key in (*(key for key, _, _ in conditions), by) if key))
+    unknown = [key for key in keys if runs and all(run.get(key) is ABSENT for run in runs)]
+    there = [*dict.fromkeys(key for run in runs for key in run.report), *KEYS]
+    raise_problems(f"{key} is a key of no run{nearest(key, there)}." for key in unknown)
+    chosen = [run for run in runs if all(holds(run.get(key), sign, text) for key, sign, text in conditions)]
+    values = [(run, value) for run in chosen if (value := run.get(by)) is not ABSENT and value is not None]
+    place: dict[Run, tuple[Any, ...]] = {
+        run: (0, value, "") if is_number(value) else (1, 0, shown(value)) for run, value in values
+    }
+    having = sorted(place, key=place.__getitem__, reverse=sort.startswith("-"))
+    return [*having, *(run for run in chosen if run not in place)], keys
+
+
+def cell(run: Run, key: str) -> str:
+    value, world = run.get(key), run.report.get("world_size", 1)
+    many = key == "strategy" and is_number(world) and world > 1
+    text = "" if value is ABSENT else number(value) if key in COLUMNS else shown(value)  # a rate has more digits
+    return f"{text} x{world}" if many else text
+
+
+def age(since_s: float) -> str:
+    age_min = max(time.time() - since_s, 0) / 60
+    h = age_min / 60
+    return f"{age_min:.0f} min" if h < 1 else f"{h:.0f} h" if h < 48 else f"{h / 24:.0f} d"
+
+
+def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
+    keys = list(dict.fromkeys([*COLUMNS, *asked]))
+    rows = [run.report | {key: v for key in asked if (v := run.get(key)) is not ABSENT} for run in runs]
+    if form == "json":
+        print(json.dumps(rows, indent=1))
+    elif form == "csv":
+        writer = csv.DictWriter(sys.stdout, list(dict.fromkeys([*keys, *(key for row in rows for key in row)])))
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        table = Table(*(COLUMNS.get(key, key) for key in keys), "age")
+        table.columns[0].overflow = "fold"  # names are there to be copied
+        for run in runs:
+            table.add_row(*(cell(run, key) for key in keys), age(run.began_s()))
+        # Whole rows in a pipe too, where a console has 80 columns.
+        Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 10_000).print(table)
+
+
+def typed(value: Any) -> str:
+    """A value as Hydra reads it back."""
+    if isinstance(value, list):
+        return f"[{','.join(map(typed, value))}]"
+    word = r"(?!(?:null|true|false|nan|inf)$)(?=.*[^\de.+_-])[\w/][\w/.+-]*"  # and not a number either
+    bare = not isinstance(value, str) or re.fullmatch(word, value, re.IGNORECASE | re.ASCII)
+    return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
+
+
+def leaves(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a list is a value."""
+    for key, value in tree.items():
+        yield from leaves(value, f"{place}{key}.") if isinstance(value, dict) else ((f"{place}{key}", value),)
+
+
+def as_overrides(config: DictConfig) -> list[str]:
+    """What to type for a run with this config: options of groups, then keys. A key that it lacks is newer than the run."""
+    own, chosen = dict(leaves(plain(config))), []
+    defaults = [entry for entry in plain(load_config(CONFIGS / "train.yaml").defaults) if isinstance(entry, dict)]
+    for group, default in ((g, o) for entry in defaults for g, o in entry.items() if g in config):
+        strange: dict[str, int] = {}  # options with the same class and name: how many of their keys the run has not
+        for path in sorted((CONFIGS / group).glob("*.yaml")):
+            option = dict(leaves(plain(load_config(path)), f"{group}."))
+            if all(v in (own.get(k), "???") for k, v in option.items() if k.endswith(("._target_", ".name"))):
+                strange[path.stem] = len(option.keys() - own.keys())
+        choice = list(strange) if isinstance(default, list) else min(strange, key=strange.__getitem__, default=default)
+        chosen += [f"{group}={typed(choice)}"] if choice != default else []
+    composed = compose_config("train", chosen)
+    OmegaConf.resolve(composed)
+    base = dict(leaves(plain(composed)))
+    changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key))]
+    return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
+
+
+def show(run: Run) -> None:
+    files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
+    print(f"{run.name}:", *(f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"), sep="\n  ")
+    print("config, beside the defaults:", *(as_overrides(run.config) if run.config else ["unknown"]), sep="\n  ")
+    print("files:", *files, sep="\n  ")
+
+
+def has_failed(run: Run, stale_min: float) -> bool:
+    status = run.report["status"]
+    stale = status not in ("done", "pruned") and time.time() - run.written_s() > 60 * stale_min
+    return stale or status in ("failed", "interrupted")
+
+
+def again(run: Run, runs_dir: Path) -> str:
+    """The command that runs it again; see above."""
+    name, begun, given = run.name, (run.folder / "config.yaml").exists(), run.report.get("overrides")
+    if (begun and not run.config) or (not begun and given is None):
+        return f"# {name}: its files do not say how to run it again"
+    if begun and next(checkpoints(run.folder), None):
+        words = ["resume=auto"]
+    else:
+        words = re.split(r"\s+(?=~|\+{0,2}[\w./@-]+=)", given) if given else as_overrides(run.config) if begun else []
+        origin = [o for o in words if key_of(o) in ("resume", "init_from") and not o.endswith(("=auto", "=null"))]
+        before = run.report.get("resumed_from")
+        if before and not origin and run.folder.resolve() not in Path(before).resolve().parents:
+            origin = [f"resume={typed(before)}"]
+        start = origin or (["resume=auto"] if begun else [])
+        name += "-again" if begun and origin else ""
+        words = [*start, *(o for o in words if key_of(o) not in (*PLACE, "init_from"))]
+    place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
+    return shlex.join(["python", "train.py", f"run={typed(name)}", *place, *words])
+
+
+def main() -> None:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="by default runs")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common])
+    parser.add_argument("--where", action="append", default=[], metavar="'key=value'", help="several must all hold")
+    parser.add_argument("--sort", default="", metavar="[-]key", help="by default, the newest is last")
+    parser.add_argument("--format", choices=["table", "csv", "json"], default="table")
+    commands = parser.add_subparsers(dest="command", metavar="{show,failed}")
+    commands.add_parser("show", parents=[common]).add_argument("run")
+    failed = commands.add_parser("failed", parents=[common])
+    failed.add_argument("run", nargs="?", metavar="sweep")
+    failed.add_argument("--stale-min", type=float, default=30.0)
+    argv = sys.argv[1:]
+    with suppress(ValueError):  # argparse takes the value of `--sort -test/acc` for an option
+        at = argv.index("--sort")
+        argv[at : at + 2] = ["=".join(argv[at : at + 2])]
+    args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs")))
+    if args.command and (args.where or args.sort or args.format != "table"):
+        raise UserError(f"--where, --sort and --format have no effect on {args.command}. Leave them out.")
+    runs = find_runs(args.runs_dir)
+    if args.command is None:
+        print_runs(*arranged(runs, args.where, args.sort), args.format)
+        return
+    for run in runs if args.run is None else named(runs, args.run, args.runs_dir):
+        if args.command == "show":
+            show(run)
+        elif has_failed(run, args.stale_min):
+            print(again(run, args.runs_dir))
+
+
+if __name__ == "__main__":
+    sys.exit(reported(main))

@@ -1,0 +1,187 @@
+"""Runs on a real SLURM of two nodes: submitted, requeued, at its time limit, and when a node is lost."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import compare_runs
+import pytest
+import slurm
+
+from lockstep import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))]
+OPTIONS = [
+    "strategy=ddp", "trainer.accelerator=cpu", "trainer.max_epochs=20", "trainer.log_every_n_steps=1", "data.random_shift=2",
+    "checkpoint.every_n_steps=25", "callbacks=[default,ema]", "schedule=cosine", "trainer.enable_progress_bar=false",
+]  # fmt: skip
+STEPS = 180
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
+    cluster = slurm.Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def place(shared_command) -> Path:
+    """A folder with the undisturbed run of two processes on this machine, `alone`."""
+    done = shared_command("train.py", "run=alone", "trainer.devices=2", *OPTIONS)
+    assert done.code == 0, done
+    for name in ("train.py", "configs"):
+        (shared_command.folder / name).symlink_to(ROOT / name)
+    return shared_command.folder
+
+
+@pytest.fixture
+def data(shared_command) -> list[str]:
+    return [f"data.root={shared_command.data}", f"data.cache_dir={shared_command.cache}"]
+
+
+def identical(place: Path, run: str) -> None:
+    one, other = (compare_runs.find(name, place / "runs") for name in ("alone", run))
+    found = compare_runs.compare(one, other, exact=True, tolerance=0)
+    assert compare_runs.agree(found), found
+
+
+def submit(cluster: slurm.Cluster, place: Path, *options: str, overrides: list[str]) -> str:
+    script = str(ROOT / "scripts/slurm.sbatch")
+    command = ["sbatch", "--parsable", "--nodes=2", *options, script, *OPTIONS, *overrides]
+    env = {**cluster.env, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}  # as the undisturbed one has it
+    return subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def rows(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def ended(cluster: slurm.Cluster, job: str, place: Path) -> None:
+    """Waits for the job's success; a requeued one would wait two minutes, so that a broken node does not eat all jobs."""
+    lost: list[float] = []  # a job that is being requeued is FAILED for a moment
+
+    def over() -> bool:
+        state = cluster.job(job)
+        if state["JobState"] == "PENDING" and state["Reason"] == "BeginTime":
+            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        lost[:] = [*lost, time.monotonic()] if state["JobState"] in ("FAILED", "TIMEOUT", "CANCELLED") else []
+        assert not lost or lost[-1] - lost[0] < 15, (place / f"slurm-{job}.out").read_text()
+        return state["JobState"] == "COMPLETED"
+
+    slurm.until(over, 240, f"the end of job {job}")
+
+
+def report(place: Path, run: str) -> dict:
+    return json.loads((place / "runs" / run / "report.json").read_text())
+
+
+def test_a_submitted_multirun_gives_the_result_of_one_machine(cluster, place, data):
+    options = [
+        "hydra/launcher=slurm",
+        "trainer.num_nodes=2",
+        "trainer.devices=1",
+        "run=sweep",
+        "trainer.max_epochs=1,20",
+    ]
+    same = [option for option in OPTIONS if not option.startswith("trainer.max_epochs")]
+    command = [sys.executable, "train.py", "-m", *same, *options, *data]
+    env = {**cluster.env, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in (place / "runs/sweep").iterdir() if path.name.isdigit()) == ["0", "1"]
+    assert [report(place, f"sweep/{job}")["train/steps"] for job in range(2)] == [9, STEPS]
+    assert (report(place, "sweep/1")["world_size"], report(place, "sweep/1")["nodes"]) == (2, 2)
+    assert "sweep/1" in done.stdout
+    identical(place, "sweep/1")
+
+
+def test_a_requeued_run_goes_on_in_its_own_directory(cluster, place, data):
+    job = submit(cluster, place, overrides=data)
+    run = f"basic_net-mnist-{job}.0"
+    slurm.until(lambda: rows(place / "runs" / run / "metrics.csv") > 40, 120, "40 steps")
+    cluster.run("scontrol", "requeue", job)
+    ended(cluster, job, place)
+    assert cluster.job(job)["Restarts"] == "1"
+    assert (report(place, run)["status"], report(place, run)["train/steps"]) == ("done", STEPS)
+    assert report(place, run)["resumed_from"].endswith("last.ckpt")
+    identical(place, run)
+
+
+def test_before_its_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster, place, data):
+    # The limit has a resolution of a minute, so the run is slowed down: it must still train when the warning comes.
+    slow = place / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW)
+    job = submit(
+        cluster,
+        place,
+        "--time=1",
+        "--signal=USR2@20",
+        f"--export=ALL,PYTHONPATH={slow}",
+        overrides=["run=limited", *data],
+    )
+    ended(cluster, job, place)
+    text = (place / f"slurm-{job}.out").read_text()
+    assert "SIGUSR2: everything is saved" in text
+    assert int(cluster.job(job)["Restarts"]) >= 1
+    assert report(place, "limited")["train/steps"] == STEPS
+    identical(place, "limited")
+
+
+SLOW = """
+import os, threading, time
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    def slow():
+        import lockstep.callbacks.finite_loss as module
+        original = module.FiniteLoss.on_train_batch_end
+        def hook(self, *args, **kwargs):
+            time.sleep(1)
+            return original(self, *args, **kwargs)
+        module.FiniteLoss.on_train_batch_end = hook
+    from importlib import abc
+    import sys
+    class Finder(abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == "lockstep.build":
+                sys.meta_path.remove(self)
+                slow()
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_a_run_that_loses_a_node_goes_on_when_it_is_back(cluster, place, data):
+    job = submit(cluster, place, overrides=["run=lost", *data])
+    slurm.until(lambda: rows(place / "runs/lost/metrics.csv") > 40, 120, "40 steps")
+    cluster.kill_node("n2")
+    slurm.until(lambda: cluster.states()["n2"].startswith("down"), 60, "the loss of n2")
+    cluster.start_node("n2")
+    ended(cluster, job, place)
+    assert report(place, "lost")["train/steps"] == STEPS
+    identical(place, "lost")
+
+
+def test_submitit_requeues_a_job_before_its_time_limit(cluster, place, data):
+    options = ["hydra/launcher=slurm", "trainer.num_nodes=2", "trainer.devices=1", "run=warned"]
+    command = [sys.executable, "train.py", "-m", *OPTIONS, *options, *data]
+    process = subprocess.Popen(
+        command, cwd=place, env={**cluster.env, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    )
+    try:
+        slurm.until(lambda: rows(place / "runs/warned/0/metrics.csv") > 40, 120, "40 steps")
+        (job,) = cluster.run("squeue", "-h", "-o", "%A").split()
+        cluster.run("scancel", "--signal=USR2", job)  # what SLURM does signal_delay_s before the limit
+        ended(cluster, job, place)
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert cluster.job(job)["Restarts"] == "1"
+    assert report(place, "warned/0")["train/steps"] == STEPS
+    identical(place, "warned/0")
