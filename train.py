@@ -16,7 +16,7 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     build.quiet(world)
     build.seed(cfg)
     data = build.data(cfg)
-    task = build.task(cfg, data, weights=cfg.init_from)
+    task = build.task(cfg, data, weights=None if cfg.resume else cfg.init_from)
     trainer = build.trainer(cfg, world, data)
     with Recorder(cfg, world, data, trainer) as run:
         best = build.fit(cfg, trainer, task, data)

@@ -12,7 +12,7 @@ for --stale-min minutes: a run that SIGKILL ended says `running` for ever. As la
 - with a whole checkpoint, `run=<name> resume=auto` goes on with the run's own config, and nothing else need be typed;
 - without one, resume=auto begins anew with what is typed: the job's overrides, where its sweep left them in the report, or
   else what in config.yaml is not a default;
-- without one, a run from another's checkpoint (init_from, resume) cannot have resume=auto; it gets a new name;
+- without one, a run that was to go on from another's (resume) cannot have resume=auto; it gets a new name;
 - a job that never began has no config.yaml: `run=<sweep>/<job>` and its overrides.
 Where the files say too little, the line is a comment.
 """
@@ -21,7 +21,6 @@ import argparse
 import csv
 import json
 import operator
-import os
 import re
 import shlex
 import sys
@@ -45,7 +44,7 @@ from lockstep.console import number, out
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.cli import reported
 from lockstep.launch.compose import compose_config, key_of
-from lockstep.launch.find import checkpoints
+from lockstep.launch.find import checkpoints, run_folders
 from lockstep.launch.recall import load_config
 from lockstep.schema import GROUPS, KEYS
 
@@ -102,13 +101,11 @@ def find_runs(runs_dir: Path) -> list[Run]:
     """All runs below a folder, the newest last. Raises UserError: there is no such folder."""
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
-    found: dict[Path, Run] = {}
-    for folder, files in ((Path(place), files) for place, _, files in os.walk(runs_dir)):
-        # Within a run's folder, a config.yaml alone is one of W&B's or of an export.
-        if "report.json" in files or ("config.yaml" in files and found.keys().isdisjoint(folder.parents)):
-            name = folder.relative_to(runs_dir).as_posix()
-            found[folder] = Run(name, folder, read_report(folder / "report.json") | {"run": name})
-    return sorted(found.values(), key=lambda run: (run.began_s(), run.name))
+    found = []
+    for folder in run_folders(runs_dir):
+        name = folder.relative_to(runs_dir).as_posix()
+        found.append(Run(name, folder, read_report(folder / "report.json") | {"run": name}))
+    return sorted(found, key=lambda run: (run.began_s(), run.name))
 
 
 def named(runs: list[Run], given: str, runs_dir: Path) -> list[Run]:
@@ -240,14 +237,13 @@ def again(run: Run, runs_dir: Path) -> str:
     if begun and next(checkpoints(run.folder), None):
         words = ["resume=auto"]
     else:
-        words = re.split(r"\s+(?=~|\+{0,2}[\w./@-]+=)", given) if given else as_overrides(run.config) if begun else []
-        origin = [o for o in words if key_of(o) in ("resume", "init_from") and not o.endswith(("=auto", "=null"))]
+        words = shlex.split(given) if given else as_overrides(run.config) if begun else []
         before = run.report.get("resumed_from")
-        if before and not origin and run.folder.resolve() not in Path(before).resolve().parents:
-            origin = [f"resume={typed(before)}"]
-        start = origin or (["resume=auto"] if begun else [])
-        name += "-again" if begun and origin else ""
-        words = [*start, *(o for o in words if key_of(o) not in (*PLACE, "init_from"))]
+        other = before and run.folder.resolve() not in Path(before).resolve().parents
+        start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []
+        name += "-again" if begun and other else ""
+        left_out = (*PLACE, "init_from") if other else PLACE  # what the other began from
+        words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
     return shlex.join(["python", "train.py", f"run={typed(name)}", *place, *words])
 

@@ -36,6 +36,12 @@ def test_each_shipped_option_is_possible(override):
     assert problems(override, *NEEDS.get(override, [])) == []
 
 
+def test_a_group_of_several_may_be_empty():
+    assert problems("callbacks=[]", "logger=[]") == []
+    cfg = compose_config("train", ["callbacks=[]", "logger=[]"])
+    assert (cfg.callbacks, cfg.logger) == ({}, {})
+
+
 def test_all_models_data_and_strategies_combine():
     combinations = list(itertools.product(options("model"), options("data"), options("strategy")))
     assert len(combinations) == 24
@@ -150,6 +156,7 @@ def test_each_value_of_a_sweep_is_tried_before_it_starts():
     (["resume=nothing.ckpt"], "does not exist"),
     (["init_from=nothing"], "neither a checkpoint nor a run"),
     (["resume=a", "init_from=b"], "exclude each other"),
+    (["run=a", "resume=auto", "init_from=nothing"], "init_from=nothing: neither a checkpoint nor a run"),
 ])  # fmt: skip
 def test_what_is_not_there_cannot_be_continued(overrides, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import ROOT, shards
 from lockstep.errors import UserError
-from lockstep.launch import recall
+from lockstep.launch import recall, sweep
 from lockstep.launch.cli import reported
 from lockstep.launch.compose import compose_config
 
@@ -42,6 +42,7 @@ def write(folder: Path, report: dict[str, Any] | str | None, *overrides: str, co
     """A run's folder as report.Recorder leaves it: the config resolved, the report flat."""
     folder.mkdir(parents=True)
     if config:
+        (folder / "checkpoints").mkdir()
         (folder / "config.yaml").write_text(config_yaml(folder.name, *overrides))
     if report is not None:
         (folder / "report.json").write_text(report if isinstance(report, str) else json.dumps(report))
@@ -76,6 +77,8 @@ def runs(tmp_path, monkeypatch) -> Path:
     (root / "here" / "report.part").write_text("{")
     (root / "here" / "wandb" / "run-1" / "files").mkdir(parents=True)
     (root / "here" / "wandb" / "run-1" / "files" / "config.yaml").write_text("wandb_version: 1")
+    (root / "exported").mkdir()
+    (root / "exported" / "config.yaml").write_text(config_yaml("several"))
     (root / "begun.part").mkdir()
     (root / "begun.part" / "report.part").write_text("{")
     return root
@@ -211,7 +214,8 @@ def test_a_run_without_a_report_says_so(runs, call):
 def test_runs_within_a_runs_folder(runs, call):
     """A sweep may live in the folder of a run; what W&B and exports leave there are no runs."""
     write(runs / "old" / "3", report("done", 0))
-    write(runs / "old" / "export", None)
+    (runs / "old" / "export").mkdir()
+    (runs / "old" / "export" / "config.yaml").write_text(config_yaml("old"))
     assert [name for name in listed(call) if name.startswith("old")] == ["old", "old/3"]
 
 
@@ -262,7 +266,6 @@ def test_a_folder_without_runs_is_no_error(tmp_path, call):
 
 
 def checkpoint(folder: Path, *, whole: bool = True) -> None:
-    (folder / "checkpoints").mkdir()
     path = folder / "checkpoints" / "last.ckpt"
     shards.write({"global_step": 3, "state_dict": {}}, path)
     if not whole:
@@ -315,11 +318,9 @@ def test_a_run_that_wrote_nothing_for_long_has_failed(runs, call):
 
 
 def test_a_job_that_never_began_gets_its_overrides(runs, call):
-    typed = "run=sweep resume=auto runs_dir=x model=timm model.name='a b' data.mean=[0.1, 0.2] +model.x={a: 1} ~callbacks.throughput"
-    (runs / "sweep" / "1" / "report.json").write_text(json.dumps({"status": "failed", "overrides": typed}))
-    assert commands(call)["sweep/1"] == [
-        "run=sweep/1", "model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput",
-    ]  # fmt: skip
+    typed = ["model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput"]
+    sweep.record(runs / "sweep" / "2", ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
+    assert commands(call)["sweep/2"] == ["run=sweep/2", *typed]
 
 
 def test_a_run_with_a_checkpoint_needs_nothing_else(runs, call):
@@ -341,10 +342,13 @@ def test_a_run_with_a_checkpoint_needs_nothing_else(runs, call):
         ["++trainer.max_time.minutes=5", "trainer.devices=[0,1]", "trainer.precision='16'", "optim.eps=1e-12", "optim.lr=1.0"],
         ["data.root='/with space/and=more'", "data.cache_dir='it\\'s \"quoted\"'", "seed=null", "compile=true", "~callbacks.throughput"],
         ["experiment=mnist_basic_net", "debug=overfit"],
+        ["callbacks=[]", "logger=[]"],
+        ["init_from=runs/old/checkpoints/last.ckpt", "trainer.max_epochs=3"],
     ],
     ids=lambda overrides: " ".join(overrides) or "defaults",
 )  # fmt: skip
 def test_a_run_without_a_checkpoint_begins_anew_with_its_own_config(runs, call, overrides):
+    checkpoint(runs / "old")
     folder = write(runs / "early", report("failed", 0), *overrides)
     checkpoint(folder, whole=False)
     command = commands(call)["early"]
@@ -359,25 +363,20 @@ def test_the_overrides_of_a_report_are_preferred(runs, call):
     assert commands(call)["sweep/2"] == ["run=sweep/2", "resume=auto", "optim.lr=0.1", "seed=3"]
 
 
-def test_a_run_from_anothers_checkpoint_gets_a_new_name(runs, call):
-    """launch/recall.py refuses resume=auto with init_from, and resume=<other> in a folder that is taken."""
+def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
+    """launch/recall.py refuses resume=<other> in a folder that is taken."""
     checkpoint(runs / "old")
     other = "runs/old/checkpoints/last.ckpt"
-    own = OmegaConf.load(
-        write(runs / "from", report("failed", 0), f"init_from={other}", "trainer.max_epochs=3") / "config.yaml"
-    )
-    write(runs / "on", report("failed", 0, resumed_from=other), "optim.lr=1e-2", "trainer.max_epochs=9")
+    typed = ["optim.lr=1e-2", "trainer.max_epochs=9", "init_from=what/old/began/from.ckpt"]
+    write(runs / "on", report("failed", 0, resumed_from=other), *typed)
     write(runs / "own", report("failed", 0, resumed_from="runs/own/checkpoints/last.ckpt"))
     found = commands(call)
-    assert found["from-again"] == ["run=from-again", f"init_from={other}", "trainer.max_epochs=3"]
-    assert without(started(found["from-again"])) == without(own)
     assert found["on-again"] == ["run=on-again", f"resume={other}", "trainer.max_epochs=9", "optim.lr=0.01"]
     cfg = started(found["on-again"])
     assert (cfg.resume, cfg.optim.lr, cfg.trainer.max_epochs) == (other, 0.01, 9)
     assert found["own"] == ["run=own", "resume=auto"]
-    for taken in ("run=from", "run=on"):
-        with pytest.raises(UserError):
-            started([taken, *found["from-again"][1:]])
+    with pytest.raises(UserError, match="is another run"):
+        started(["run=on", *found["on-again"][1:]])
 
 
 def test_a_run_that_says_too_little_is_a_comment(runs, call):

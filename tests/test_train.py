@@ -241,6 +241,30 @@ def test_weights_alone_start_a_new_run(train):
     assert not Path("runs/c").exists()
 
 
+def test_a_run_from_weights_can_be_typed_again(train, crash_at):
+    train("run=y")
+    options = ["init_from=y", "optim=sgd", "optim.lr=0", "trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
+    train("run=whole", *options)
+    for step in (3, 14):  # before and after its first checkpoint
+        crash_at(step)
+        with pytest.raises(Crash):
+            train("run=x", "resume=auto", *options)
+    assert json.loads(Path("runs/x/report.json").read_text())["resumed_from"] is None
+    crash_at(-1)
+    best = state("y/" + json.loads(Path("runs/y/report.json").read_text())["checkpoint"])
+    assert same(state("x/checkpoints/last.ckpt")["state_dict"], best["state_dict"])
+    shutil.rmtree("runs/y")  # what it began from is of no effect any more
+    done = train("run=x", "resume=auto", *options)
+    assert done["resumed_from"] == "runs/x/checkpoints/last.ckpt"
+    assert rows("x") == rows("whole")
+    config = Path("runs/whole/config.yaml").read_text()
+    assert Path("runs/x/config.yaml").read_text() == config.replace("run: whole", "run: x")
+    again = train("run=x", "resume=auto", *options)
+    assert rows("x") == rows("whole")
+    for figure in ("test/loss", "test/acc", "val/acc", "checkpoint", "train/steps"):
+        assert again[figure] == done[figure]
+
+
 def test_an_average_is_what_is_validated_tested_and_saved(train):
     options = ["trainer.max_epochs=2", "optim=sgd", "optim.lr=0.01"]
     plain = train("run=plain", *options)
@@ -362,6 +386,14 @@ def test_several_loggers_write_at_once_and_the_id_of_wandb_is_kept(train):
     train("run=a", "logger=[wandb,tensorboard]", "resume=auto", "trainer.max_epochs=2")
     assert {path.name.rsplit("-", 1)[1] for path in folder.glob("wandb/offline-run-*")} == ids
     assert len(ids) == 1
+
+
+def test_a_run_without_callbacks_and_loggers_has_its_metrics_all_the_same(train):
+    report = train("run=a", "callbacks=[]", "logger=[]", "trainer.limit_train_batches=4", "trainer.log_every_n_steps=2")
+    assert (report["status"], report["train/steps"], report["train/images_per_s"]) == ("done", 4, None)
+    assert [row["step"] for row in rows("a") if row["train/loss"]] == ["1", "3"]
+    assert float(rows("a")[-1]["test/loss"]) == report["test/loss"]
+    assert train("run=a", "resume=auto", "callbacks=[]", "trainer.max_epochs=2")["train/steps"] == 8
 
 
 def test_a_run_that_was_moved_keeps_its_best_checkpoints(train):

@@ -1,6 +1,7 @@
 """What a person reads: lines, tables, and the frameworks' chatter kept out, by name."""
 
 import logging
+import shlex
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,8 +95,8 @@ def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What each job sets that not all jobs set, in one text."""
-    each = [str(row.get("overrides", "")).split() for row in rows]
-    return [" ".join(o for o in own if not all(o in other for other in each)) for own in each]
+    each = [shlex.split(str(row.get("overrides", ""))) for row in rows]
+    return [shlex.join(o for o in own if not all(o in other for other in each)) for own in each]
 
 
 def sweep_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Path) -> None:
@@ -103,6 +104,7 @@ def sweep_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Pa
     table = Table("run", "with", *columns)
     for row, own in zip(rows, differences(rows), strict=True):
         table.add_row(str(row["run"]), own, *(number(row.get(column)) for column in columns))
-    wide = Console(highlight=False, width=None if out.is_terminal else 160)
-    wide.print(f"{len(rows)} runs, also in {path}", markup=False)
+    # Without markup, which would take the brackets of callbacks=[default,ema] for a style.
+    wide = Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 160)
+    wide.print(f"{len(rows)} runs, also in {path}")
     wide.print(table)

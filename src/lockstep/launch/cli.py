@@ -21,7 +21,7 @@ from lockstep.data.prepare import prepare
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
 from lockstep.launch import local, recall, slots, sweep
 from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
-from lockstep.launch.identity import identify, run_dir
+from lockstep.launch.identity import identify, restarted, run_dir
 from lockstep.report import mark_ended
 from lockstep.world import ONE_PROCESS, World, rank_of, world_of
 
@@ -144,14 +144,14 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
         UserError: the config or the input is wrong.
         RunFailed: another process failed; it has said why.
     """
-    evaluating, given = name == "eval", cfg.resume
-    if not evaluating and not given:  # otherwise the run's own config is still to come
+    evaluating, again = name == "eval", cfg.resume == "auto" or restarted()
+    if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
         raise_problems(check(cfg))
     cfg = recall.for_evaluation(cfg, overrides) if evaluating else recall.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
     cfg = identify(cfg, found_data(cfg))
-    if given == "auto" and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
+    if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
         for left in ("config.yaml", "metrics.csv"):
             (run_dir(cfg) / left).unlink(missing_ok=True)
         shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)

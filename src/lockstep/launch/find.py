@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import os
 import pickletools
 import re
 import sys
@@ -60,12 +61,23 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
     yield from sorted(good, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
+def run_folders(runs_dir: Path) -> Iterator[Path]:
+    """Every folder of a run below `runs_dir`, also of a job that failed before it began and has but a report.
+
+    Beside a config.yaml of W&B's, or of an export, there is nothing that a run leaves.
+    """
+    for place, folders, files in os.walk(runs_dir):
+        if "report.json" in files or ("config.yaml" in files and ("checkpoints" in folders or "metrics.csv" in files)):
+            yield Path(place)
+
+
 def find_run(runs_dir: str, name: str, key: str) -> Path:
     """The directory of run `name`. Raises UserError that names the nearest ones."""
     path = Path(runs_dir) / name
     if (path / "config.yaml").is_file():
         return path
-    names = [str(found.parent.relative_to(runs_dir)) for found in sorted(Path(runs_dir).glob("**/config.yaml"))]
+    begun = sorted(found for found in run_folders(Path(runs_dir)) if (found / "config.yaml").is_file())
+    names = [found.relative_to(runs_dir).as_posix() for found in begun]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
     there = f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
     raise UserError(f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {there}")

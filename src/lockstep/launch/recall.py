@@ -68,13 +68,14 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         UserError: what is to be continued does not exist, or the run's directory is taken.
     """
     cfg = composed.copy()
-    if cfg.resume and cfg.init_from:
-        raise UserError("resume and init_from exclude each other: continue a run, or start a new one from weights.")
+    if cfg.init_from and cfg.resume not in (None, "auto"):
+        raise UserError(
+            f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
+            "Type resume=auto to start run=<name> from weights, and to continue it once it has begun."
+        )
     cfg.run = name_of_job(cfg) if cfg.run is None and cfg.resume in (None, "auto") else cfg.run
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
         cfg.resume = "auto"  # the system has started the same command again: it goes on, in its own directory
-    if cfg.init_from:
-        cfg.init_from = str(tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir))
     if cfg.resume:
         return resumed(cfg, overrides)
     first = world_of(cfg).rank == 0  # a later rank may find the directory that rank 0 has made
@@ -82,6 +83,13 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         raise UserError(
             f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
         )
+    return from_weights(cfg)
+
+
+def from_weights(cfg: DictConfig) -> DictConfig:
+    """The config of a run that begins, with `init_from` as the path of a checkpoint."""
+    if cfg.init_from:
+        cfg.init_from = str(tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir))
     return cfg
 
 
@@ -93,7 +101,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         found = next(checkpoints(run_dir), None)
         if found is None:
             cfg.resume = None
-            return same_identity(cfg, run_dir / "config.yaml")
+            return same_identity(from_weights(cfg), run_dir / "config.yaml")
         checkpoint = found
     elif (Path(cfg.resume) / "config.yaml").is_file():
         run_dir = Path(cfg.resume)
@@ -118,7 +126,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         own_name = str(run_dir.resolve().relative_to(Path(cfg.runs_dir).resolve())) if inside else str(saved.run)
         result.run = str(cfg.run or own_name)
         result.runs_dir = cfg.runs_dir
-        result.resume, result.init_from = str(checkpoint), None
+        result.resume, result.init_from = str(checkpoint), saved.init_from  # the latter for the record
         first = world_of(result).rank == 0  # a later rank may find the directory that rank 0 has made
         if first and result.run != own_name and (Path(cfg.runs_dir) / result.run / "config.yaml").exists():
             raise UserError(

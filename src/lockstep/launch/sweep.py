@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
     report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
     if failed and "overrides" in report:
         return  # of another job, in whose place this one was refused
-    write_json(path, report | {"overrides": " ".join(typed(overrides))})
+    write_json(path, report | {"overrides": shlex.join(typed(overrides))})
 
 
 class SweepTable(Callback):

@@ -1,0 +1,83 @@
+"""Hosts with addresses of their own on one machine: network namespaces on a bridge. Needs Linux, root and iproute2."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO
+
+
+def missing() -> str | None:
+    """Why there can be no hosts here; None when there can."""
+    if not shutil.which("ip"):
+        return "iproute2 is not installed (bash scripts/install_test_systems.sh)"
+    if os.geteuid() != 0:
+        return "network namespaces are made by root"
+    tried = subprocess.run(["ip", "netns", "add", f"lockstep{os.getpid()}"], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", f"lockstep{os.getpid()}"], capture_output=True)
+    return tried.stderr.strip() or None
+
+
+def ip(*args: str) -> str:
+    return subprocess.run(["ip", *args], check=True, capture_output=True, text=True).stdout
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str  # of the namespace
+    address: str
+    link: str  # the bridge's end of its cable
+
+    def start(
+        self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes], cwd: str
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command there. gloo looks for its interface by the machine's name, which these hosts share: it is told."""
+        own = {**os.environ, **env, "GLOO_SOCKET_IFNAME": "eth0"}
+        full = ["ip", "netns", "exec", self.name, *command]
+        return subprocess.Popen(
+            full, env=own, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in ip("netns", "pids", self.name).split()]
+
+    def kill(self) -> None:
+        """All that runs there is gone at once, and its kernel tells those that were talking to it."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def cut_off(self) -> None:
+        """Its cable is pulled: nobody is told anything."""
+        ip("link", "set", self.link, "down")
+
+    def connect(self) -> None:
+        ip("link", "set", self.link, "up")
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """So many hosts, connected; gone with all their processes at the end."""
+    prefix, bridge = f"ls{os.getpid() % 100000}", f"lsbr{os.getpid() % 100000}"
+    made: list[Host] = []
+    ip("link", "add", bridge, "type", "bridge")
+    try:
+        ip("link", "set", bridge, "up")
+        for number in range(1, count + 1):
+            host = Host(f"{prefix}n{number}", f"10.77.0.{number}", f"{prefix}v{number}")
+            ip("netns", "add", host.name)
+            made.append(host)
+            ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            ip("link", "set", host.link, "master", bridge, "up")
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            for link in ("lo", "eth0"):
+                ip("-n", host.name, "link", "set", link, "up")
+        yield made
+    finally:
+        for host in made:
+            host.kill()
+            ip("netns", "del", host.name)
+        ip("link", "del", bridge)
