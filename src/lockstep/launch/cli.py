@@ -144,7 +144,8 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
         UserError: the config or the input is wrong.
         RunFailed: another process failed; it has said why.
     """
-    evaluating, again = name == "eval", cfg.resume == "auto" or restarted()
+    evaluating = name == "eval"
+    again = not evaluating and (cfg.resume == "auto" or restarted())
     if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
         raise_problems(check(cfg))
     cfg = recall.for_evaluation(cfg, overrides) if evaluating else recall.for_training(cfg, overrides)
