@@ -111,6 +111,8 @@ BAD = {
     "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],
     "strategy=dp compile=true": ["no effect under strategy=dp"],
     "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],
+    "data.prefetch_factor=4": ["data.prefetch_factor=4 has no effect without workers", "data.num_workers=2"],
+    "data.persistent_workers=false": ["no effect without workers"],
     "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],
     "checkpoint.monitor=val/loss": ["would keep the worst", "checkpoint.mode=min"],
     "optim=sgd optim.momentum=0": ["needs momentum"],

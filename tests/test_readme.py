@@ -12,6 +12,8 @@ from lockstep.launch.compose import compose_config, tried_alone
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "docs/exact.md",
+    "docs/scaling.md",
     "NOTEBOOK.md",
     *(f"configs/experiment/{path.name}" for path in (CONFIGS / "experiment").glob("*.yaml")),
 ]

@@ -358,7 +358,7 @@ def test_a_drawn_seed_is_drawn_once(train):
 def test_workers_deal_out_the_same_batches(train):
     options = ["trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
     train("run=without", *options)
-    train("run=with", *options, "data.num_workers=2")
+    train("run=with", *options, "data.num_workers=2", "data.prefetch_factor=3", "data.persistent_workers=false")
     assert rows("with") == rows("without")
 
 

@@ -57,6 +57,8 @@ def data(cfg: DictConfig) -> DataModule:
         val_fraction=cfg.data.val_fraction,
         limit_train=cfg.data.limit_train,
         num_workers=cfg.data.num_workers,
+        prefetch_factor=cfg.data.prefetch_factor,
+        persistent_workers=cfg.data.persistent_workers,
         seed=cfg.seed,
         image_size=cfg.data.image_size,
         mean=mean if cfg.data.mean == "model" else list(cfg.data.mean),

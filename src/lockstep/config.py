@@ -122,6 +122,9 @@ def image_problems(cfg: DictConfig, _: World) -> Iterator[str]:
             yield f"data.{key}={value} has {len(value)} numbers; {cfg.data.name} images have {channels} channels. Give one number for each."
     if isinstance(plain(cfg.data.std), list) and not all(s > 0 for s in cfg.data.std):
         yield f"data.std={plain(cfg.data.std)} must be above 0."
+    for key in ("prefetch_factor", "persistent_workers"):
+        if cfg.data[key] is not None and not cfg.data.num_workers:
+            yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
     if cfg.data.source == "embedded" and cfg.data.name != "mnist":
         yield f"data.source=embedded exists for mnist only; {cfg.data.name} needs its files. Type data.root=<folder>, or data.source=download."
 

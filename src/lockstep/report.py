@@ -96,6 +96,8 @@ class Recorder:
         config = self.dir / "config.yaml"
         kept = [config, self.dir / "report.json"]
         self.before = {path: path.read_text() for path in kept if path.is_file()}
+        if self.cfg.resume and kept[1] in self.before:  # a run begins once, however often it is started
+            self.report["started"] = json.loads(self.before[kept[1]]).get("started", self.report["started"])
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
         if self.cfg.resume:

@@ -94,6 +94,8 @@ KEYS: dict[str, Kind] = {
     "data.random_shift": whole(0, 4, "a whole number of pixels"),
     "data.random_flip": FLAG,
     "data.num_workers": whole(0, 4),
+    "data.prefetch_factor": whole(1, 4).or_null(),
+    "data.persistent_workers": one_of(True, False, None, example="true"),
     "trainer.accelerator": one_of("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Kind(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2"),
     "trainer.num_nodes": whole(1, 2),

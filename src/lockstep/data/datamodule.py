@@ -74,6 +74,8 @@ class DataModule(pl.LightningDataModule):
         val_fraction: float,
         limit_train: int | None,
         num_workers: int,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool | None = None,
         seed: int,
         image_size: int,
         mean: Sequence[float],
@@ -91,6 +93,7 @@ class DataModule(pl.LightningDataModule):
             num_workers,
             seed,
         )
+        self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         val = val_count(prepared.train, val_fraction)
         train = prepared.train - val
         self.val_split = Split(prepared.train, 0, val)
@@ -120,7 +123,8 @@ class DataModule(pl.LightningDataModule):
             batch_size=None,
             position=position,
             num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.num_workers > 0 if self.persistent_workers is None else self.persistent_workers,
             pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
         )
 

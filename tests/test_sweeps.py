@@ -1,0 +1,280 @@
+"""Multiruns: strategies side by side, jobs on slots of the machine, and Optuna's sweeps, as users type them."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+
+from lockstep import ROOT
+
+pytestmark = pytest.mark.slow
+SHORT = ["trainer.limit_train_batches=4", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "optim=adamw,sgd"]
+SLOTS = ["hydra/launcher=slots", "hydra.launcher.jobs=2"]
+
+
+def report(folder: Path, run: str) -> dict:
+    path = folder / "runs" / run / "report.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def study(folder: Path, name: str) -> optuna.Study:
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/runs/{name}/study.db")
+
+
+def start(command, *args: str) -> subprocess.Popen:
+    full = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "-m",
+        f"data.root={command.data}",
+        f"data.cache_dir={command.cache}",
+        *args,
+    ]
+    return subprocess.Popen(
+        full, cwd=command.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def until(true, limit_s: float = 180) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes_of(group: int) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+def test_strategies_times_seeds_are_four_runs(command):
+    done = command("train.py", "-m", "strategy=ddp,fsdp", "trainer.devices=2", "seed=0,1", "run=matrix", *SHORT)
+    assert done.code == 0, done
+    assert sorted(p.name for p in (command.folder / "runs/matrix").iterdir() if p.is_dir()) == ["0", "1", "2", "3"]
+    reports = [report(command.folder, f"matrix/{job}") for job in range(4)]
+    assert [(r["strategy"], r["seed"], r["world_size"], r["test/count"]) for r in reports] == [
+        ("ddp", 0, 2, 103), ("ddp", 1, 2, 103), ("fsdp", 0, 2, 103), ("fsdp", 1, 2, 103)
+    ]  # fmt: skip
+    assert reports[0]["test/loss"] == pytest.approx(reports[2]["test/loss"], rel=0.05)  # dropout is on
+    assert reports[0]["test/loss"] != reports[1]["test/loss"]
+    assert done.out.count("test accuracy") == 4
+
+
+def test_jobs_run_side_by_side_and_one_that_fails_stops_no_other(command):
+    done = command("train.py", "-m", "seed=0,1,2", "data.batch_size=64,63", "strategy=ddp", "trainer.devices=2", "run=side",
+                   *SLOTS, *SHORT)  # fmt: skip
+    assert done.code == 2, done
+    reports = [report(command.folder, f"side/{job}") for job in range(6)]
+    assert [r["status"] for r in reports] == ["done", "failed"] * 3
+    assert [r["seed"] for r in reports[::2]] == [0, 1, 2]
+    assert "data.batch_size=62 or 64" in (command.folder / "runs/side/1.log").read_text()
+    begun = [done.out.index(f"side/{job} begins") for job in (0, 1)]
+    assert max(begun) < done.out.index("side/0 done")  # the second did not wait for the first
+    with (command.folder / "runs/side/results.csv").open() as file:
+        assert [row["status"] for row in csv.DictReader(file)] == ["done", "failed"] * 3
+
+
+def test_ctrl_c_ends_all_jobs_and_processes(command):
+    process = start(command, "seed=0,1,2", "strategy=ddp", "trainer.devices=2", "run=stopped", "trainer.max_epochs=500",
+                    "trainer.log_every_n_steps=1", *SLOTS, "trainer.accelerator=cpu")  # fmt: skip
+    until(lambda: all((command.folder / f"runs/stopped/{job}/metrics.csv").exists() for job in (0, 1)))
+    began_s = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert time.monotonic() - began_s < 20
+    until(lambda: not processes_of(process.pid), 20)
+    assert [report(command.folder, f"stopped/{job}").get("status") for job in range(3)] == [
+        "interrupted",
+        "interrupted",
+        None,
+    ]
+
+
+def test_a_warned_multirun_saves_its_jobs_and_goes_on_when_it_is_typed_again(command):
+    args = [
+        "seed=0,1",
+        "run=warned",
+        "trainer.max_epochs=20",
+        "trainer.log_every_n_steps=1",
+        *SLOTS,
+        "trainer.accelerator=cpu",
+    ]
+    process = start(command, *args)
+    until(lambda: all((command.folder / f"runs/warned/{job}/metrics.csv").exists() for job in (0, 1)))
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [report(command.folder, f"warned/{job}")["status"] for job in (0, 1)] == ["preempted"] * 2
+    done = command("train.py", "-m", *args, "resume=auto")
+    assert done.code == 0, done
+    reports = [report(command.folder, f"warned/{job}") for job in (0, 1)]
+    assert [(r["status"], r["train/steps"], r["resumed_from"] is not None) for r in reports] == [
+        ("done", 180, True)
+    ] * 2
+
+
+def test_a_sweep_that_was_killed_runs_what_is_missing(command):
+    """Twelve trials, two at a time, some pruned; everything is killed when five have ended."""
+    args = [*SPACE, *SLOTS, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
+            "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=2", "run=search", "trainer.val_check_interval=2",
+            "trainer.limit_train_batches=8", "trainer.accelerator=cpu"]  # fmt: skip
+    process = start(command, *args)
+
+    def states() -> list[str]:
+        if not (command.folder / "runs/search/study.db").exists():
+            return []
+        return [t.state.name for t in study(command.folder, "search").trials]
+
+    until(lambda: sum(state in ("COMPLETE", "PRUNED") for state in states()) >= 4 and "RUNNING" in states(), 300)
+    running = [t for t in study(command.folder, "search").trials if t.state.name == "RUNNING"]
+    until(lambda: any((command.folder / f"runs/search/{t.number}/config.yaml").exists() for t in running), 60)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    until(lambda: not processes_of(process.pid), 20)
+    before = study(command.folder, "search").trials
+    left = [t for t in before if t.state.name == "RUNNING"]
+    assert 1 <= len(left) <= 2
+    done = command("train.py", "-m", *args, timeout_s=600)
+    assert done.code == 0, done
+    trials = study(command.folder, "search").trials
+    assert [t.number for t in trials] == list(range(12))
+    assert {t.state.name for t in trials} == {"COMPLETE", "PRUNED"}
+    assert [trials[t.number].params for t in left] == [t.params for t in left]  # run again, not asked anew
+    assert sorted(int(p.name) for p in (command.folder / "runs/search").iterdir() if p.name.isdigit()) == list(
+        range(12)
+    )
+    for trial in trials:
+        own = report(command.folder, f"search/{trial.number}")
+        assert own["status"] == ("pruned" if trial.state.name == "PRUNED" else "done")
+        if trial.state.name == "COMPLETE":
+            assert trial.value == own["val/acc"]
+        else:
+            assert max(trial.intermediate_values) < 8
+    folder = command.folder / "runs/search"
+    with (folder / "trials.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == 12
+    assert (folder / "study.html").stat().st_size > 100_000
+    assert {p.name for p in (folder / "plots").iterdir()} >= {
+        "optimization_history.png",
+        "slice.png",
+        "param_importances.png",
+    }
+    again = command("train.py", "-m", *args)  # nothing is missing
+    assert again.code == 0, again
+    assert len(study(command.folder, "search").trials) == 12
+    assert "begins" not in again.out
+    best = command("train.py", "--config-dir", str(folder), "experiment=best", "run=best", "trainer.accelerator=cpu",
+                   f"data.root={command.data}")  # fmt: skip
+    assert best.code == 0, best
+    assert report(command.folder, "best")["val/acc"] == study(command.folder, "search").best_value
+
+
+def test_failed_trials_and_such_without_a_number_are_recorded_and_end_nothing(command):
+    done = command("train.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=9", "run=grid",
+                   "optim.lr=1e-3,1e30", "data.batch_size=64,63", "strategy=single", "trainer.accumulate_grad_batches=2", *SHORT)  # fmt: skip
+    assert done.code == 0, done
+    trials = study(command.folder, "grid").trials
+    assert len(trials) == 4
+    good = [t for t in trials if t.state.name == "COMPLETE"]
+    assert [(t.params["optim.lr"], t.params["data.batch_size"]) for t in good] == [(0.001, 64)]
+    assert all(t.user_attrs["error"] for t in trials if t.state.name == "FAIL")
+
+
+def test_two_objectives_leave_a_front(command):
+    done = command("train.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=0",
+                   "hydra.sweeper.objective=[val/loss,parameters]", "hydra.sweeper.n_trials=2", "run=front", "optim.lr=interval(1e-4,1e-2)",
+                   *SHORT)  # fmt: skip
+    assert done.code == 0, done
+    front = study(command.folder, "front").best_trials
+    assert [d.name for d in study(command.folder, "front").directions] == ["MINIMIZE", "MINIMIZE"]
+    assert len(list((command.folder / "runs/front/experiment").glob("best-*.yaml"))) == len(front)
+    assert (command.folder / "runs/front/plots/pareto_front.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["hydra.sweeper.objective=test/acc"], "Choosing by the test set would make its figures worthless"),
+        (
+            ["hydra.sweeper.objective=[val/acc,val/loss]", "hydra/sweeper/pruner=median"],
+            "no effect with several objectives",
+        ),
+    ],
+)
+def test_what_cannot_be_searched_for_is_told(command, wrong, told):
+    done = command("train.py", "-m", "hydra/sweeper=optuna", "optim.lr=interval(1e-4,1e-2)", *wrong)
+    assert done.code == 2, done
+    assert told in done.err
+    assert "Traceback" not in done.err
+    assert command.files() == []
+
+
+PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+
+
+@pytest.fixture
+def postgres() -> Iterator[str]:
+    """The URL of a PostgreSQL server of our own. It refuses to run as root, so it belongs to Debian's user for it."""
+    if not PROGRAMS or os.geteuid() != 0:
+        pytest.skip("PostgreSQL is not installed (bash scripts/install_test_systems.sh), or this is not root")
+    folder = Path(tempfile.mkdtemp())  # pytest's own folders are closed to other users
+    shutil.chown(folder, "postgres")
+    folder.chmod(0o755)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    become = ["runuser", "-u", "postgres", "--"]
+    subprocess.run(
+        [*become, PROGRAMS[-1] / "initdb", "-A", "trust", "-D", folder / "data"], check=True, capture_output=True
+    )
+    options = ["-p", str(port), "-k", folder, "-c", "listen_addresses=127.0.0.1"]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [PROGRAMS[-1] / "postgres", "-D", folder / "data", *options], user="postgres", stdout=log, stderr=log
+        )
+    try:
+        ready = [PROGRAMS[-1] / "pg_isready", "-h", "127.0.0.1", "-p", str(port)]
+        until(lambda: subprocess.run(ready, capture_output=True).returncode == 0, 60)
+        yield f"postgresql+psycopg://postgres:hidden@127.0.0.1:{port}/postgres"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(30)
+        shutil.rmtree(folder)
+
+
+def test_two_machines_work_on_one_study_in_a_database(command, postgres):
+    args = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.study_name=shared", f"hydra.sweeper.storage={postgres}",
+            "hydra/sweeper/pruner=median", "optim.lr=interval(1e-4,1e-2)", *SHORT]  # fmt: skip
+    processes = [start(command, *args, f"run={name}") for name in ("here", "there")]
+    for process in processes:
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+    trials = optuna.load_study(study_name="shared", storage=postgres).trials
+    assert 6 <= len(trials) <= 7  # both may ask for the last one
+    assert {t.state.name for t in trials} <= {"COMPLETE", "PRUNED"}
+    owners = {t.number: t.user_attrs["sweep"].split("@")[0] for t in trials}
+    assert set(owners.values()) == {"here", "there"}
+    for number, owner in owners.items():
+        assert report(command.folder, f"{owner}/{number}")["status"] in ("done", "pruned")
+    for path in (command.folder / "runs").rglob("*"):  # a password is nowhere
+        assert path.is_dir() or b"hidden" not in path.read_bytes(), path
