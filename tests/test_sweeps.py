@@ -183,6 +183,10 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command):
     assert again.code == 0, again
     assert len(study(command.folder, "search").trials) == 12
     assert "begins" not in again.out
+    wrong = command("train.py", "-m", "--config-dir", str(folder), "experiment=best,worst", "run=both")
+    assert wrong.code == 2, wrong
+    assert "experiment=best:" not in wrong.err  # it is found there
+    assert "experiment=worst: experiment has no worst" in wrong.err
     best = command("train.py", "--config-dir", str(folder), "experiment=best", "run=best", "trainer.accelerator=cpu",
                    f"data.root={command.data}")  # fmt: skip
     assert best.code == 0, best

@@ -1,6 +1,9 @@
 """Composing a config, and telling everything that is wrong with a command line at once."""
 
 import re
+import sys
+from itertools import pairwise
+from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -21,11 +24,20 @@ OmegaConf.register_resolver("lockstep.sweep", sweep_name, replace=True)
 OmegaConf.register_resolver("lockstep.tasks", lambda devices: devices if isinstance(devices, int) else 1, replace=True)
 
 
+def searched(argv: list[str]) -> list[str]:
+    """Hydra's option --config-dir as an override, for composing without its command line."""
+    folders = [b for a, b in pairwise(argv) if a in ("--config-dir", "-cd")]
+    folders += [arg.partition("=")[2] for arg in argv if arg.startswith(("--config-dir=", "-cd="))]
+    return (
+        [f"hydra.searchpath=[{','.join(f'file://{Path(folder).resolve()}' for folder in folders)}]"] if folders else []
+    )
+
+
 def compose_config(config_name: str, overrides: list[str]) -> DictConfig:
     """The config of `python <config_name>.py <overrides>`. Raises what Hydra and OmegaConf raise."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONFIGS)):
-        cfg: DictConfig = compose(config_name, overrides)
+        cfg: DictConfig = compose(config_name, [*overrides, *searched(sys.argv)])
         return cfg
 
 
