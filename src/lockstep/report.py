@@ -97,7 +97,7 @@ class Recorder:
         kept = [config, self.dir / "report.json"]
         self.before = {path: path.read_text() for path in kept if path.is_file()}
         if self.cfg.resume and kept[1] in self.before:  # a run begins once, however often it is started
-            self.report["started"] = json.loads(self.before[kept[1]]).get("started", self.report["started"])
+            self.report["started"] = json.loads(self.before[kept[1]])["started"]
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
         if self.cfg.resume:
@@ -224,11 +224,12 @@ class Recorder:
 
 
 def mark_ended(folder: Path, error: BaseException) -> None:
-    """For a run whose processes were ended before they could say so themselves."""
-    path = folder / "report.json"
-    if path.is_file():
+    """For a run whose processes could not say so themselves. At Ctrl-C one may fail because another is gone already."""
+    path, stopped = folder / "report.json", isinstance(error, KeyboardInterrupt)
+    refused = isinstance(error, UserError) or getattr(error, "exit_code", 1) == 2  # it had no report of its own
+    if path.is_file() and not refused:
         report = json.loads(path.read_text())
-        if report["status"] == "running":
+        if report["status"] == "running" or (stopped and report["status"] == "failed"):
             status = "failed" if isinstance(error, Exception) else "interrupted"
             write_json(path, report | {"status": status, "error": str(error) or type(error).__name__})
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -67,6 +68,7 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            start_new_session=True,  # Ctrl-C comes to them once, by end_all
         )
     running.append(process)
     try:
@@ -83,10 +85,8 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
 
 
 def end_all() -> None:
-    """Each of them ends when nobody holds its standard input any more."""
-    for process in running:
-        if process.stdin is not None:
-            process.stdin.close()
+    """As Ctrl-C does, which reached only the parent: the jobs are not in its process group."""
+    local.end(list(running), signal.SIGINT)
 
 
 def result(cfg: DictConfig) -> dict[str, Any]:

@@ -4,10 +4,12 @@ A study belongs to a storage, and may be worked on by several machines; a trial 
 take their values from the reports that their runs leave, so that every launcher serves.
 """
 
+import contextlib
 import json
 import math
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution
 from optuna.samplers import GridSampler
 from optuna.trial import Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import study_files
@@ -32,6 +35,7 @@ WAYS = {
     "wall_s": "minimize",
 }
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
+TRIES = 5
 OWNER = "sweep"  # the attribute of a trial that says which sweep began it
 
 
@@ -45,6 +49,15 @@ def objectives_of(given: Any) -> list[str]:
         )
         raise UserError(f"hydra.sweeper.objective={given}: it takes one or several of {', '.join(WAYS)}.{why}")
     return names
+
+
+def storage_of(url: Any) -> Any:
+    """The storage at `url`. Machines that begin at the same moment get into each other's way when its tables are made."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(SQLAlchemyError):
+            return optuna.storages.get_storage(url)
+        time.sleep(1)
+    return optuna.storages.get_storage(url)
 
 
 class StudySweeper(OptunaSweeperImpl):
@@ -109,7 +122,7 @@ class StudySweeper(OptunaSweeperImpl):
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
         study = optuna.create_study(
             study_name=self.study_name,
-            storage=self.storage,
+            storage=storage_of(self.storage),
             sampler=self.sampler,
             directions=self.direction,
             load_if_exists=True,
