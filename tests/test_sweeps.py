@@ -194,10 +194,11 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command):
 
 def test_failed_trials_and_such_without_a_number_are_recorded_and_end_nothing(command):
     done = command("train.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=9", "run=grid",
-                   "optim.lr=1e-3,1e30", "data.batch_size=64,63", "strategy=single", "trainer.accumulate_grad_batches=2", *SHORT)  # fmt: skip
+                   "optim.lr=1e30,1e-3", "data.batch_size=63,64", "strategy=single", "trainer.accumulate_grad_batches=2", *SHORT)  # fmt: skip
     assert done.code == 0, done
     trials = study(command.folder, "grid").trials
     assert len(trials) == 4
+    assert trials[-1].state.name == "FAIL"  # the grid's sampler stops the study at the last one
     good = [t for t in trials if t.state.name == "COMPLETE"]
     assert [(t.params["optim.lr"], t.params["data.batch_size"]) for t in good] == [(0.001, 64)]
     assert all(t.user_attrs["error"] for t in trials if t.state.name == "FAIL")
@@ -212,6 +213,12 @@ def test_two_objectives_leave_a_front(command):
     assert [d.name for d in study(command.folder, "front").directions] == ["MINIMIZE", "MINIMIZE"]
     assert len(list((command.folder / "runs/front/experiment").glob("best-*.yaml"))) == len(front)
     assert (command.folder / "runs/front/plots/pareto_front.png").exists()
+    again = ["-m", "hydra/sweeper=optuna", "run=front", "optim.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=3"]
+    other = command("train.py", *again, "hydra.sweeper.objective=val/acc")
+    assert (other.code, "is about ['val/loss', 'parameters']" in other.err) == (2, True), other
+    (command.folder / "runs/front/study.db").unlink()
+    other = command("train.py", *again)
+    assert (other.code, "has runs of another study (0, 1)" in other.err.replace("(1, 0)", "(0, 1)")) == (2, True), other
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
     if world.external and there is not None and there < world.devices:
         yield f"{world.external} started {world.devices} processes on this node, and this one sees {there} {world.accelerator} devices. Give each process all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
+    if world.strategy == "dp" and world.external and world.devices * world.nodes > 1:
+        yield f"strategy=dp is one process with all its GPUs; {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
     if world.strategy == "single" and world.devices > 1:
         yield f"strategy=single uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
     if world.strategy == "dp" and world.accelerator == "cpu" and world.devices > 1:
@@ -123,7 +125,7 @@ def image_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     if isinstance(plain(cfg.data.std), list) and not all(s > 0 for s in cfg.data.std):
         yield f"data.std={plain(cfg.data.std)} must be above 0."
     for key in ("prefetch_factor", "persistent_workers"):
-        if cfg.data[key] is not None and not cfg.data.num_workers:
+        if cfg.data.get(key) is not None and not cfg.data.num_workers:
             yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
     if cfg.data.source == "embedded" and cfg.data.name != "mnist":
         yield f"data.source=embedded exists for mnist only; {cfg.data.name} needs its files. Type data.root=<folder>, or data.source=download."

@@ -225,11 +225,10 @@ class Recorder:
 
 def mark_ended(folder: Path, error: BaseException) -> None:
     """For a run whose processes could not say so themselves. At Ctrl-C one may fail because another is gone already."""
-    path, stopped = folder / "report.json", isinstance(error, KeyboardInterrupt)
-    refused = isinstance(error, UserError) or getattr(error, "exit_code", 1) == 2  # it had no report of its own
-    if path.is_file() and not refused:
+    path = folder / "report.json"
+    if path.is_file() and getattr(error, "exit_code", 1) != 2 and not isinstance(error, UserError):  # else it has none
         report = json.loads(path.read_text())
-        if report["status"] == "running" or (stopped and report["status"] == "failed"):
+        if report["status"] in ("running", "failed" if isinstance(error, KeyboardInterrupt) else "running"):
             status = "failed" if isinstance(error, Exception) else "interrupted"
             write_json(path, report | {"status": status, "error": str(error) or type(error).__name__})
 

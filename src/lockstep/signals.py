@@ -20,14 +20,24 @@ WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGTERM, *REQUEUE)
 
-END_S = 60.0  # SLURM ends a job that was requeued at once
+END_S = 120.0  # SLURM ends a job that was requeued at once, and one that it has told to end after KillWait or GraceTime
+PATIENCE_S = 10.0  # one signal may come twice, from SLURM and from the process that started this one
 
 received: list[signal.Signals] = []
+first_s = 0.0  # when the first one came
 before: dict[signal.Signals, Any] = {}  # the handlers that were there
 
 
 def note(number: int, _: FrameType | None) -> None:
-    received.append(signal.Signals(number))
+    global first_s
+    warning, now_s = signal.Signals(number), time.monotonic()
+    if (
+        warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
+    ):  # it hangs, and somebody insists
+        signal.signal(warning, signal.SIG_DFL)
+        os.kill(os.getpid(), warning)
+    first_s = first_s if received else now_s
+    received.append(warning)
 
 
 def install() -> None:
@@ -52,15 +62,15 @@ def noted() -> Iterator[None]:
 
 
 def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
-    """Puts this SLURM job back into the queue, if SLURM has warned of its end. Called when everything is saved.
+    """Puts this SLURM job back into the queue, if SLURM has warned of its time limit. Called when everything is saved.
 
-    Rank 0 does it, and all wait for SLURM to end them: one that ended before could take the job with it. submitit has a
-    handler of its own, which keeps count of the time limits.
+    Rank 0 does it, and all wait for SLURM to end them: one that ended before could take the job with it, and a job that ends by
+    itself when it is pre-empted has failed. submitit has a handler of its own, which keeps count of the time limits.
     """
-    asked = [warning for warning in received if warning in REQUEUE]
-    if not asked or "SLURM_JOB_ID" not in env:
+    if not received or "SLURM_JOB_ID" not in env:
         return
-    if rank == 0:
+    asked = [warning for warning in received if warning in REQUEUE]
+    if asked and rank == 0:
         put_back(asked[0], env)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(END_S)

@@ -42,6 +42,11 @@ def gpu_count() -> int:
     return count.value
 
 
+def cores() -> int:
+    """Cores that this process may use: SLURM and containers give out some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def visible_gpus() -> list[str]:
     """The names by which CUDA_VISIBLE_DEVICES chooses the GPUs that this process may use."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -65,9 +70,8 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     """What started this process as one of several, if anything but Lockstep did."""
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun"
-    if (
-        int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in env
-    ):  # absent in the batch script itself, beside srun
+    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))  # of the step: in an interactive one, 1
+    if int(tasks) > 1 and "SLURM_STEP_ID" in env:  # absent in the batch script itself, beside srun
         return "slurm"
     return None
 

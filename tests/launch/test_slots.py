@@ -51,6 +51,6 @@ def test_more_than_there_are_is_refused(gpus, jobs, told):
 )
 def test_jobs_on_a_cpu_share_its_cores(gpus, monkeypatch, overrides, jobs, count, threads):
     gpus(0)
-    monkeypatch.setattr(slots.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(slots, "cores", lambda: 8)
     found = slots.environments(compose_config("train", ["trainer.accelerator=cpu", *overrides]), jobs)
     assert found == [{"OMP_NUM_THREADS": str(threads)}] * count

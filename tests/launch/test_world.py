@@ -3,6 +3,7 @@
 import pytest
 
 from lockstep import world
+from lockstep.config import check
 from lockstep.launch.compose import compose_config
 from lockstep.launch.identity import identify, name_of_job, stamp
 from lockstep.world import world_of
@@ -40,6 +41,21 @@ def test_torchrun_and_slurm_say_themselves_who_takes_part():
     found = world_of(config("strategy=ddp"), SLURM)
     assert (found.external, found.devices, found.nodes, found.size, found.rank) == ("slurm", 2, 2, 4, 1)
     assert world_of(config(), {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).external is None
+
+
+def test_an_interactive_step_is_one_process():
+    found = world_of(
+        config("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}
+    )
+    assert (found.external, found.size) == (None, 2)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "single"])
+def test_a_strategy_of_one_process_is_refused_where_several_were_started(strategy, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    problems = check(config(f"strategy={strategy}", "trainer.accelerator=cpu"))
+    assert any("Type strategy=ddp" in problem or "or type strategy=ddp" in problem for problem in problems), problems
 
 
 def test_runs_of_one_second_have_different_names():

@@ -62,6 +62,7 @@ class SlotsLauncher(Launcher):
                 slots.end_all()
                 raise
             if signals.received:
+                signals.requeue(0)
                 raise KeyboardInterrupt
         return returns
 

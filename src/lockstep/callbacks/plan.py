@@ -19,6 +19,7 @@ class Plan(pl.Callback):
         self.cfg, self.data = cfg, data
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.agree(trainer, "is the run", self.cfg.run)
         self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
         self.agree(trainer, "has data with SHA-256", self.data.prepared.sha256)
 

@@ -41,6 +41,9 @@ class Preemption(pl.Callback):
             self.save(trainer)
         raise Preempted(self.words(trainer))
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        signals.install()
+
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signals.install()
 
@@ -48,7 +51,7 @@ class Preemption(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if signals.received:  # everything has been saved; no need to agree
-            raise Preempted(self.words(trainer))
+            raise Preempted(f"ended by {signals.received[0].name} while it was tested; type it again with resume=auto.")
 
     def words(self, trainer: pl.Trainer) -> str:
         by = signals.received[0].name if signals.received else "a signal to another process"

@@ -24,13 +24,13 @@ class Pruning(pl.Callback):
         self.trial: Any = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and STORAGE in os.environ:  # else it is resumed by hand, outside of its sweep
             import optuna
 
             optuna.logging.set_verbosity(optuna.logging.WARNING)
             study = optuna.load_study(study_name=self.study_name, storage=os.environ[STORAGE], pruner=self.pruner)
             (frozen,) = [t for t in study.get_trials(deepcopy=False) if t.number == self.number]
-            self.trial = optuna.trial.Trial(study, frozen._trial_id)
+            self.trial = None if frozen.state.is_finished() else optuna.trial.Trial(study, frozen._trial_id)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.stage is not RunningStage.VALIDATING or trainer.state.fn != "fit":

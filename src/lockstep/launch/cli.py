@@ -63,6 +63,10 @@ def reported(call: Callable[[], Any], rank: int = 0) -> int:
         return e.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit:
+        if signals.received:  # Lightning's answer to SIGTERM
+            return 1
+        raise
     except Exception:
         prefix = f"[rank {rank}] " if rank else ""
         print("".join(prefix + line + "\n" for line in traceback.format_exc().splitlines()), end="", file=sys.stderr)

@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,9 +18,11 @@ def stamp() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def sweep_name(run: str | None) -> str:
+def sweep_name(run: object, env: MutableMapping[str, str] = os.environ) -> str:
     """The directory of a multirun. Kept in the environment, where the sweep's other processes find it."""
-    return os.environ.setdefault(SWEEP, run or f"sweep-{stamp()}")
+    srun = env.get("SLURM_JOB_ID") if "SLURM_STEP_ID" in env else None
+    ours = env.get("TORCHELASTIC_RUN_ID") or srun  # every process there is runs Hydra itself
+    return env.setdefault(SWEEP, str(run or f"sweep-{ours or stamp()}"))
 
 
 def model_and_data(cfg: DictConfig) -> str:

@@ -21,10 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import signals
 from lockstep.errors import RunFailed
-from lockstep.world import World
+from lockstep.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
 LAST_WORDS_S = 2.0  # after one has failed, for the others to fail by themselves: rank 0 may be writing the report
+SAVING_S = 60.0  # the same after a warning: rank 0 may be finishing W&B's run
 GRACE_S = 10.0  # from being asked to end to being killed
 
 
@@ -39,7 +40,7 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
         "config": OmegaConf.to_container(cfg, resolve=True),
         "world": {**asdict(world), "rank": world.rank + local_rank},
     }
-    threads = max(1, (os.cpu_count() or 1) // world.devices)  # as many as cores would slow each other down
+    threads = max(1, cores() // world.devices)  # as many as cores would slow each other down
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -90,7 +91,9 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         end(processes, signal.SIGINT)
         raise
     finally:
-        end(processes, signal.SIGKILL)  # one has failed: the others wait for it, and a SIGTERM only asks them to save
+        for process in processes:  # one has failed: the others wait for it, and a SIGTERM only asks them to save
+            process.kill()
+        end(processes, signal.SIGTERM)
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
 
@@ -108,7 +111,7 @@ def wait(processes: list[subprocess.Popen[bytes]]) -> int:
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
         if failed and not first:
-            first, deadline = failed[0], time.monotonic() + (GRACE_S if told else LAST_WORDS_S)
+            first, deadline = failed[0], time.monotonic() + (SAVING_S if told else LAST_WORDS_S)
         if None not in codes or time.monotonic() > deadline:
             return first
         time.sleep(0.05)

@@ -73,7 +73,11 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
             f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
             "Type resume=auto to start run=<name> from weights, and to continue it once it has begun."
         )
-    cfg.run = name_of_job(cfg) if cfg.run is None and cfg.resume in (None, "auto") else cfg.run
+    if cfg.run is None and cfg.resume in (None, "auto"):
+        cfg.run = name_of_job(cfg)
+        again = cfg.run is not None and (Path(cfg.runs_dir) / cfg.run / "config.yaml").exists()
+        if again and not cfg.resume and not restarted() and world_of(cfg).external is None:
+            cfg.run = None  # the second command of one job of SLURM
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
         cfg.resume = "auto"  # the system has started the same command again: it goes on, in its own directory
     if cfg.resume:

@@ -9,14 +9,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep import ROOT
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local, sweep
 from lockstep.launch.identity import run_dir
 from lockstep.report import mark_ended
-from lockstep.world import accelerator_of, device_count, visible_gpus
+from lockstep.world import accelerator_of, cores, device_count, visible_gpus
 
 CONFIG = "LOCKSTEP_CONFIG"
 running: list[subprocess.Popen[bytes]] = []
@@ -31,6 +31,10 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     """
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
         raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
+    if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
+        raise UserError(
+            f"trainer.devices={cfg.trainer.devices}: hydra/launcher=slots deals out the GPUs. Type how many each job has."
+        )
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
     each = device_count(cfg.trainer.devices, accelerator, str(cfg.strategy.name))
     if accelerator == "cuda":
@@ -42,13 +46,13 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
                 f"Type hydra.launcher.jobs={max(1, len(gpus) // each)}, or fewer trainer.devices."
             )
         return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
-    cores = os.cpu_count() or 1
-    count = max(1, cores // each) if jobs == "auto" else int(jobs)
-    return [{"OMP_NUM_THREADS": str(max(1, cores // count // each))}] * count
+    count = max(1, cores() // each) if jobs == "auto" else int(jobs)
+    return [{"OMP_NUM_THREADS": str(max(1, cores() // count // each))}] * count
 
 
 def output(cfg: DictConfig) -> Path:
-    return run_dir(cfg).with_suffix(".log")
+    folder = run_dir(cfg)
+    return folder.with_name(f"{folder.name}.log")
 
 
 def say(line: str) -> None:
@@ -61,10 +65,13 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
     job = json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})
     place = environment.get("CUDA_VISIBLE_DEVICES")
     say(f"{cfg.run} begins" + (f" on GPU {place}" if place else "") + f": {' '.join(sweep.typed(overrides))}")
+    output(cfg).parent.mkdir(parents=True, exist_ok=True)
+    # A job knows nothing of the SLURM job around all of them: the launcher puts that back into the queue.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     with output(cfg).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / f"{script}.py")],
-            env={**os.environ, **environment, CONFIG: job},
+            env={**outside, **environment, CONFIG: job},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -81,7 +88,7 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
         mark_ended(run_dir(cfg), RunFailed(f"its process ended with exit code {code}"))
     sweep.record(run_dir(cfg), overrides, failed=bool(code))
     say(f"{cfg.run} {result(cfg).get('status')}")
-    return abs(code)
+    return 2 if code == 2 else int(code != 0)
 
 
 def end_all() -> None:

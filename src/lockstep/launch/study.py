@@ -8,13 +8,13 @@ import contextlib
 import json
 import math
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import optuna
 from filelock import FileLock, Timeout
+from hydra.core.utils import JobStatus
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl, create_params_from_overrides
 from omegaconf import DictConfig
@@ -36,6 +36,7 @@ WAYS = {
 }
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
 TRIES = 5
+STORAGE = "LOCKSTEP_STORAGE"
 OWNER = "sweep"  # the attribute of a trial that says which sweep began it
 
 
@@ -68,10 +69,16 @@ class StudySweeper(OptunaSweeperImpl):
 
         self.objectives = objectives_of(objective)
         self.pruner = {str(key): pruner[key] for key in pruner} if pruner else {}
-        if self.pruner and len(self.objectives) > 1:
+        if self.pruner and (len(self.objectives) > 1 or not self.objectives[0].startswith("val/")):
             raise UserError(
-                "hydra/sweeper/pruner has no effect with several objectives: Optuna prunes by one. Type hydra/sweeper/pruner=none."
+                f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one figure of "
+                "their validations. Type hydra/sweeper/pruner=none."
             )
+        if not options["n_jobs"] > 0:
+            raise UserError(
+                f"hydra.sweeper.n_jobs={options['n_jobs']} is not possible; it takes a number of at least 1."
+            )
+        self.unfinished: set[int] = set()  # the system has ended them; they are for the next call
         super().__init__(
             sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
             direction=[WAYS[name] for name in self.objectives],
@@ -84,7 +91,7 @@ class StudySweeper(OptunaSweeperImpl):
         self.folder = Path(str(config.hydra.sweep.dir))
         self.name = str(self.folder.relative_to(str(config.runs_dir)))
         self.storage = self.storage or f"sqlite:///{self.folder.resolve() / 'study.db'}"
-        os.environ["LOCKSTEP_STORAGE"] = self.storage  # for callbacks/pruning.py
+        os.environ[STORAGE] = self.storage  # for callbacks/pruning.py
         self.study_name = self.study_name or self.name
 
     def sweep(self, arguments: list[str]) -> None:
@@ -109,8 +116,14 @@ class StudySweeper(OptunaSweeperImpl):
             overrides = self._configure_trials(batch, space, fixed, removed)
             returns = self.launcher.launch(overrides, initial_job_idx=self.job_idx)
             self.job_idx += len(returns)
-            for trial in batch:
-                self.tell(trial)
+            for trial, job in zip(batch, returns, strict=True):
+                try:
+                    self.tell(trial, done=job.status is JobStatus.COMPLETED)
+                except (
+                    RuntimeError
+                ) as e:  # the grid sampler stops a study that is not being optimised, when nothing is left
+                    if "Study.stop" not in str(e):
+                        raise
         study_files.write(self.study, self.objectives, self.folder)
         if not any(t.state is TrialState.COMPLETE for t in self.study.trials):
             raise RunFailed(f"no trial of {self.name} ended with a value")
@@ -127,6 +140,18 @@ class StudySweeper(OptunaSweeperImpl):
             directions=self.direction,
             load_if_exists=True,
         )
+        objectives = study.user_attrs.get("objectives", self.objectives)
+        if objectives != self.objectives:
+            raise UserError(
+                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} is about {objectives}. Type another run=<name>."
+            )
+        study.set_user_attr("objectives", self.objectives)
+        own = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
+        others = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in own]
+        if others:
+            raise UserError(
+                f"run={self.name}: {self.folder} has runs of another study ({', '.join(others[:5])}). Type another name."
+            )
         if study.trials:
             study.sampler.reseed_rng()  # the same seed would suggest the first trials again
         return study
@@ -134,13 +159,14 @@ class StudySweeper(OptunaSweeperImpl):
     def batch(self) -> list[Trial]:
         """The next trials to run at once: those that were interrupted, or else new ones; none when all are there."""
         trials = self.study.get_trials(deepcopy=False)
-        me = f"{self.name}@{socket.gethostname()}"
-        left = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == me]
+        own = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
+        left = [t for t in own if t.number not in self.unfinished]
         if left:
             return [Trial(self.study, t._trial_id) for t in left[: self.n_jobs]]
-        new = [self.study.ask() for _ in range(min(self.n_jobs, self.n_trials - len(trials)))]
-        for trial in new:
-            trial.set_user_attr(OWNER, me)
+        new: list[Trial] = []
+        for _ in range(min(self.n_jobs, self.n_trials - len(trials))):
+            new.append(self.study.ask())
+            new[-1].set_user_attr(OWNER, self.name)
         return new
 
     def run_of(self, trial: Trial) -> str:
@@ -168,23 +194,18 @@ class StudySweeper(OptunaSweeperImpl):
         }
         return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
 
-    def tell(self, trial: Trial) -> None:
+    def tell(self, trial: Trial, done: bool) -> None:
         """Records how a trial ended: with values, pruned, or failed. One that the system has ended goes on another time."""
         path = self.folder / str(trial.number) / "report.json"
         report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
         values: list[Any] = [report.get(name) for name in self.objectives]
-        if report["status"] == "pruned":
+        if report["status"] in ("preempted", "interrupted"):
+            self.unfinished.add(trial.number)
+        elif report["status"] == "pruned":
             self.study.tell(trial, state=TrialState.PRUNED)
-        elif report["status"] != "done" or None in values:  # a value that is no number is null in a report
-            trial.set_user_attr(
-                "error", str(report.get("error", f"{report['status']}, without {' or '.join(self.objectives)}"))
-            )
+        elif not done or None in values:  # a value that is no number is null in a report
+            why = report.get("error", f"{report['status']}, without {' or '.join(self.objectives)}")
+            trial.set_user_attr("error", str(why))
             self.study.tell(trial, state=TrialState.FAIL)
         else:
-            try:
-                self.study.tell(trial, values)
-            except (
-                RuntimeError
-            ) as e:  # the grid sampler stops a study that is not being optimised, when nothing is left
-                if "Study.stop" not in str(e):
-                    raise
+            self.study.tell(trial, values)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from optuna.trial import FrozenTrial, TrialState
 
 from lockstep import CONFIGS
+from lockstep.launch.recall import RECIPES
 
 HEADER = """# @package _global_
 # The best of {count} trials of the study {study}: {values}.
@@ -55,14 +56,20 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     chosen = {
         key: OmegaConf.create(f"it: {value}").it if isinstance(value, str) else value for key, value in chosen.items()
     }
-    groups = {key: value for key, value in chosen.items() if (CONFIGS / key).is_dir()}
-    content: dict[str, Any] = (
-        {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}
-    )
-    body = OmegaConf.create(content)
+    body: Any = OmegaConf.create()
+    groups: dict[str, Any] = {}
+    for recipe_group in RECIPES:  # there can be one experiment only, so the one that was searched in is written out
+        if chosen.get(recipe_group):
+            of = OmegaConf.load(CONFIGS / recipe_group / f"{chosen.pop(recipe_group)}.yaml")
+            assert isinstance(of, DictConfig)
+            for override in of.pop("defaults", []):
+                groups |= {str(key).removeprefix("override /"): value for key, value in override.items()}
+            body.merge_with(of)
+    groups |= {key: chosen.pop(key) for key in list(chosen) if (CONFIGS / key).is_dir()}
     for key, value in chosen.items():
-        if key not in groups:
-            OmegaConf.update(body, key.lstrip("+"), value)
+        OmegaConf.update(body, key.lstrip("+"), value)
+    defaults = {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}
+    body = OmegaConf.merge(OmegaConf.create(defaults), body)
     values = ", ".join(f"{objective}={value:.6g}" for objective, value in zip(objectives, trial.values, strict=True))
     header = HEADER.format(count=len(study.trials), study=study.study_name, values=values, folder=folder)
     return header.replace("experiment=best", f"experiment={name}") + OmegaConf.to_yaml(body)

@@ -33,8 +33,8 @@ def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
     path = folder / "report.json"
     folder.mkdir(parents=True, exist_ok=True)
     report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
-    if failed and "overrides" in report:
-        return  # of another job, in whose place this one was refused
+    if failed and report["status"] in ("done", "running"):
+        return  # of another run, in whose place this one was refused
     write_json(path, report | {"overrides": shlex.join(typed(overrides))})
 
 

@@ -74,7 +74,7 @@ def ddp(
     static_graph: bool,
     find_unused_parameters: bool,
     comm_hook: str | None,
-    timeout_s: float,
+    timeout_s: float = 1800,  # runs of before this key have none
     name: str = "ddp",
 ) -> ReplicatedStrategy:
     return ReplicatedStrategy(

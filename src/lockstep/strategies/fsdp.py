@@ -146,7 +146,7 @@ def fsdp(
     sharded_checkpoints: bool,
     blocks: str | list[str],
     reshard_after_forward: bool,
-    timeout_s: float,
+    timeout_s: float = 1800,  # runs of before this key have none
     name: str = "fsdp",
 ) -> FullyShardedStrategy:
     return FullyShardedStrategy(
