@@ -227,7 +227,7 @@ def test_two_objectives_leave_a_front(command):
         (["hydra.sweeper.objective=test/acc"], "Choosing by the test set would make its figures worthless"),
         (
             ["hydra.sweeper.objective=[val/acc,val/loss]", "hydra/sweeper/pruner=median"],
-            "no effect with several objectives",
+            "trials are pruned by one figure",
         ),
     ],
 )
