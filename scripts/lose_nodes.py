@@ -209,7 +209,8 @@ def undisturbed(folder: Path) -> dict[int, list[int]]:
 HEADER = """# Nodes lost and found
 
 Three hosts trained one run of {steps} steps with `torchrun --nnodes=1:3` at a global batch of 60 images. At random steps one host was
-killed, or cut off from the network, and the others went on; then it came back. Afterwards the images of each step, the log and the
+killed, or cut off from the network, and the others went on; then it came back. The first host, where the processes meet, stayed:
+torchrun's rendezvous ends with it. Afterwards the images of each step, the log and the
 weights were compared with those of one undisturbed process. Made by `python scripts/lose_nodes.py {arguments}` with {versions}.
 
 | run | lost | processes of each round | steps | steps with other images | the same to {limit:g} |

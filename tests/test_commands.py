@@ -217,6 +217,27 @@ def test_torchrun_starts_the_same_job(command):
 
 
 @pytest.mark.slow
+def test_processes_that_see_other_files_end_at_once_and_say_so(command):
+    """As two nodes whose runs_dir is not shared: rank 0 finds a checkpoint to go on from, rank 1 finds none."""
+    done = command("train.py", "run=a", "runs_dir=disk0/runs", *SHORT)
+    assert done.code == 0, done
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(ROOT / "train.py"),
+    ]
+    args = ["strategy=ddp", f"data.root={command.data}", f"data.cache_dir={command.cache}", "run=a", "resume=auto",
+            "runs_dir=disk${oc.env:RANK}/runs", *SHORT]  # fmt: skip
+    done = subprocess.run([*torchrun, *args], cwd=command.folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "rank 1 starts from new weights, and rank 0 disk0/runs/a/checkpoints/last.ckpt" in done.stderr
+    assert "all nodes must see the same files" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("strategy", [["strategy=single"], TWO])
 def test_resnet50d_at_336_pixels(command, strategy, precision):
