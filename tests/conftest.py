@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from lockstep import ROOT
 from lockstep.data import files
 from lockstep.launch import local
 
+# A shell's background jobs ignore it, and so would what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import compare_runs
 import pytest
 
 from lockstep import ROOT
@@ -214,6 +215,50 @@ def test_torchrun_starts_the_same_job(command):
     report = json.loads((run / "report.json").read_text())
     assert (report["status"], report["world_size"], report["test/count"]) == ("done", 2, 103)
     assert done.stdout.count("test accuracy") == 1
+
+
+DIES_ONCE = """
+import os, signal, threading
+if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    from pathlib import Path
+    def wait():
+        import time
+        while not Path("runs/dies/checkpoints/last.ckpt").exists(): time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_job_again_that_has_lost_a_worker(command, tmp_path):
+    """Without a word of resuming in the command."""
+    options = [
+        "strategy=ddp",
+        "trainer.max_epochs=20",
+        "checkpoint.every_n_steps=5",
+        "trainer.accelerator=cpu",
+        "trainer.log_every_n_steps=1",
+    ]
+    done = command("train.py", "run=lives", "trainer.devices=2", *options)
+    assert done.code == 0, done
+    (tmp_path / "sitecustomize.py").write_text(DIES_ONCE)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        str(ROOT / "train.py"),
+    ]
+    args = [f"data.root={command.data}", f"data.cache_dir={command.cache}", "run=dies", *options]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*torchrun, *args], cwd=command.folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    one, other = (compare_runs.find(name, command.folder / "runs") for name in ("lives", "dies"))
+    assert other.report["resumed_from"].endswith("last.ckpt")
+    found = compare_runs.compare(one, other, exact=True, tolerance=0)
+    assert compare_runs.agree(found), found
 
 
 @pytest.mark.slow

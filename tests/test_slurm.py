@@ -1,6 +1,7 @@
 """Runs on a real SLURM of two nodes: submitted, requeued, at its time limit, and when a node is lost."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -84,24 +85,51 @@ def report(place: Path, run: str) -> dict:
     return json.loads((place / "runs" / run / "report.json").read_text())
 
 
-def test_a_submitted_multirun_gives_the_result_of_one_machine(cluster, place, data):
-    options = [
-        "hydra/launcher=slurm",
-        "trainer.num_nodes=2",
-        "trainer.devices=1",
-        "run=sweep",
-        "trainer.max_epochs=1,20",
-    ]
-    same = [option for option in OPTIONS if not option.startswith("trainer.max_epochs")]
-    command = [sys.executable, "train.py", "-m", *same, *options, *data]
+TWO_NODES = ["hydra/launcher=slurm", "trainer.num_nodes=2", "trainer.devices=1"]
+
+
+def typed(cluster: slurm.Cluster, place: Path, *args: str) -> subprocess.Popen:
+    """A multirun on the cluster; submitit's words about SLURM's missing accounting go with its output."""
     env = {**cluster.env, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "train.py", "-m", *TWO_NODES, *args]
+    return subprocess.Popen(command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_submitted_multirun_gives_the_result_of_one_machine_and_one_job_stops_no_other(cluster, place, data):
+    process = typed(cluster, place, *OPTIONS, "run=sweep", "data.batch_size=63,64", *data)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 2, out  # of the job that cannot run
     assert sorted(path.name for path in (place / "runs/sweep").iterdir() if path.name.isdigit()) == ["0", "1"]
-    assert [report(place, f"sweep/{job}")["train/steps"] for job in range(2)] == [9, STEPS]
-    assert (report(place, "sweep/1")["world_size"], report(place, "sweep/1")["nodes"]) == (2, 2)
-    assert "sweep/1" in done.stdout
+    assert [report(place, f"sweep/{job}")["status"] for job in range(2)] == ["failed", "done"]
+    done = report(place, "sweep/1")
+    assert (done["train/steps"], done["world_size"], done["nodes"]) == (STEPS, 2, 2)
+    assert "sweep/1" in out
     identical(place, "sweep/1")
+
+
+def test_ctrl_c_takes_the_jobs_back(cluster, place, data):
+    process = typed(cluster, place, *OPTIONS, "run=stopped", "seed=0,1", "trainer.max_epochs=500", *data)
+    slurm.until(lambda: all(rows(place / f"runs/stopped/{job}/metrics.csv") > 5 for job in range(2)), 180, "both jobs")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    slurm.until(lambda: not cluster.run("squeue", "-h").strip(), 60, "the end of all jobs")
+
+
+def test_trials_of_a_search_are_jobs_of_slurm(cluster, place, data):
+    options = [option for option in OPTIONS if not option.startswith("trainer.max_epochs")]
+    search = [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.n_jobs=2",
+        "optim.lr=interval(1e-4,1e-2)",
+    ]
+    process = typed(cluster, place, *options, *search, "hydra/sweeper/pruner=median", "run=search", *data)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out
+    assert [report(place, f"search/{trial}")["status"] for trial in range(2)] == ["done", "done"]
+    best = max(report(place, f"search/{trial}")["val/acc"] for trial in range(2))
+    assert f"val/acc={best:.6g}" in (place / "runs/search/experiment/best.yaml").read_text()
 
 
 def test_a_requeued_run_goes_on_in_its_own_directory(cluster, place, data):
@@ -170,20 +198,17 @@ def test_a_run_that_loses_a_node_goes_on_when_it_is_back(cluster, place, data):
 
 
 def test_submitit_requeues_a_job_before_its_time_limit(cluster, place, data):
-    options = ["hydra/launcher=slurm", "trainer.num_nodes=2", "trainer.devices=1", "run=warned"]
-    command = [sys.executable, "train.py", "-m", *OPTIONS, *options, *data]
-    process = subprocess.Popen(
-        command, cwd=place, env={**cluster.env, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
-    )
+    process = typed(cluster, place, *OPTIONS, "run=warned", *data)
     try:
         slurm.until(lambda: rows(place / "runs/warned/0/metrics.csv") > 40, 120, "40 steps")
         (job,) = cluster.run("squeue", "-h", "-o", "%A").split()
         cluster.run("scancel", "--signal=USR2", job)  # what SLURM does signal_delay_s before the limit
         ended(cluster, job, place)
-        assert process.wait(120) == 0
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     assert cluster.job(job)["Restarts"] == "1"
     assert report(place, "warned/0")["train/steps"] == STEPS
     identical(place, "warned/0")
