@@ -19,6 +19,7 @@ import lockstep
 from lockstep.errors import UserError
 from lockstep.export import export
 from lockstep.launch import find
+from lockstep.launch.cli import reported
 
 # Nothing of this may be imported by those who only use a model.
 BLOCKED = """
@@ -150,7 +151,9 @@ def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeyp
 
 def run_main(monkeypatch, capsys, module, *args: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, args)])
-    code = module.main()
+    returned: list[int | None] = []
+    code = reported(lambda: returned.append(module.main()))
+    code = code if code else returned[0] or 0
     out, err = capsys.readouterr()
     return code, out, err
 

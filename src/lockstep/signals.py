@@ -31,9 +31,8 @@ before: dict[signal.Signals, Any] = {}  # the handlers that were there
 def note(number: int, _: FrameType | None) -> None:
     global first_s
     warning, now_s = signal.Signals(number), time.monotonic()
-    if (
-        warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
-    ):  # it hangs, and somebody insists
+    insists = warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
+    if insists:  # it hangs
         signal.signal(warning, signal.SIG_DFL)
         os.kill(os.getpid(), warning)
     first_s = first_s if received else now_s
@@ -67,7 +66,7 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     Rank 0 does it, and all wait for SLURM to end them: one that ended before could take the job with it, and a job that ends by
     itself when it is pre-empted has failed. submitit has a handler of its own, which keeps count of the time limits.
     """
-    if not received or "SLURM_JOB_ID" not in env:
+    if not received or "SLURM_JOB_ID" not in env or "TORCHELASTIC_RUN_ID" in env:  # torchrun starts its workers again
         return
     asked = [warning for warning in received if warning in REQUEUE]
     if asked and rank == 0:
@@ -81,11 +80,8 @@ def put_back(warning: signal.Signals, env: Mapping[str, str]) -> None:
     if callable(handler):
         handler(warning, None)
         return
-    job = (
-        f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-        if "SLURM_ARRAY_JOB_ID" in env
-        else env["SLURM_JOB_ID"]
-    )
+    of_array = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
+    job = of_array if "SLURM_ARRAY_JOB_ID" in env else env["SLURM_JOB_ID"]
     assert re.fullmatch(r"\d+(_\d+)?", job)
     print(f"{warning.name}: everything is saved; job {job} goes back into the queue", file=sys.stderr, flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)

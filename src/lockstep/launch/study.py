@@ -119,10 +119,8 @@ class StudySweeper(OptunaSweeperImpl):
             for trial, job in zip(batch, returns, strict=True):
                 try:
                     self.tell(trial, done=job.status is JobStatus.COMPLETED)
-                except (
-                    RuntimeError
-                ) as e:  # the grid sampler stops a study that is not being optimised, when nothing is left
-                    if "Study.stop" not in str(e):
+                except RuntimeError as e:
+                    if "Study.stop" not in str(e):  # the grid sampler's, when nothing is left: it expects `optimize`
                         raise
         study_files.write(self.study, self.objectives, self.folder)
         if not any(t.state is TrialState.COMPLETE for t in self.study.trials):
