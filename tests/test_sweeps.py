@@ -279,7 +279,10 @@ def test_two_machines_work_on_one_study_in_a_database(command, postgres):
     for process in processes:
         out, _ = process.communicate(timeout=300)
         assert process.returncode == 0, out
-    trials = optuna.load_study(study_name="shared", storage=postgres).trials
+    storage = optuna.storages.RDBStorage(postgres)
+    trials = optuna.load_study(study_name="shared", storage=storage).trials
+    storage.remove_session()
+    storage.engine.dispose()
     assert 6 <= len(trials) <= 7  # both may ask for the last one
     assert {t.state.name for t in trials} <= {"COMPLETE", "PRUNED"}
     owners = {t.number: t.user_attrs["sweep"].split("@")[0] for t in trials}
