@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 import lockstep
 from lockstep.launch.cli import start
 from lockstep.launch.compose import compose_config
+from lockstep.launch.identity import run_dir
 from lockstep.provenance import versions
 from lockstep.world import World
 
@@ -53,6 +54,7 @@ def fit_alone(overrides: list[str]) -> dict[str, float]:
 
         from lockstep import build
 
+        run_dir(cfg).mkdir(parents=True)
         build.quiet(world)
         build.seed(cfg)
         data = build.data(cfg)
