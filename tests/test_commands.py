@@ -8,13 +8,20 @@ import subprocess
 import sys
 import time
 
-import compare_runs
 import pytest
 
 from lockstep import ROOT
 
 SHORT = ["trainer.limit_train_batches=4", "trainer.accelerator=cpu"]
 TWO = ["strategy=ddp", "trainer.devices=2"]
+
+
+def torchrun(command, *args: str) -> subprocess.CompletedProcess:
+    """train.py in two processes that torchrun starts."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    data = [f"data.root={command.data}", f"data.cache_dir={command.cache}"]
+    full = [sys.executable, *launcher, str(ROOT / "train.py"), *data, *args]
+    return subprocess.run(full, cwd=command.folder, capture_output=True, text=True, timeout=300)
 
 
 def test_two_processes_are_one_run_with_one_voice(command):
@@ -200,16 +207,7 @@ def test_shards_are_saved_resumed_and_evaluated_on_one_process(command):
 
 
 def test_torchrun_starts_the_same_job(command):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(ROOT / "train.py"),
-    ]
-    args = ["strategy=ddp", f"data.root={command.data}", f"data.cache_dir={command.cache}", *SHORT]
-    done = subprocess.run([*torchrun, *args], cwd=command.folder, capture_output=True, text=True, timeout=300)
+    done = torchrun(command, "strategy=ddp", *SHORT)
     assert done.returncode == 0, done.stderr
     (run,) = (command.folder / "runs").iterdir()
     report = json.loads((run / "report.json").read_text())
@@ -217,66 +215,12 @@ def test_torchrun_starts_the_same_job(command):
     assert done.stdout.count("test accuracy") == 1
 
 
-DIES_ONCE = """
-import os, signal, threading
-if os.environ.get("RANK") == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-    from pathlib import Path
-    def wait():
-        import time
-        while not Path("runs/dies/checkpoints/last.ckpt").exists(): time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    threading.Thread(target=wait, daemon=True).start()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_starts_a_job_again_that_has_lost_a_worker(command, tmp_path):
-    """Without a word of resuming in the command."""
-    options = [
-        "strategy=ddp",
-        "trainer.max_epochs=20",
-        "checkpoint.every_n_steps=5",
-        "trainer.accelerator=cpu",
-        "trainer.log_every_n_steps=1",
-    ]
-    done = command("train.py", "run=lives", "trainer.devices=2", *options)
-    assert done.code == 0, done
-    (tmp_path / "sitecustomize.py").write_text(DIES_ONCE)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=3",  # gloo has been seen to miss its own peer at a restart
-        str(ROOT / "train.py"),
-    ]
-    args = [f"data.root={command.data}", f"data.cache_dir={command.cache}", "run=dies", *options]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([*torchrun, *args], cwd=command.folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    one, other = (compare_runs.find(name, command.folder / "runs") for name in ("lives", "dies"))
-    assert other.report["resumed_from"].endswith("last.ckpt")
-    found = compare_runs.compare(one, other, exact=True, tolerance=0)
-    assert compare_runs.agree(found), found
-
-
 @pytest.mark.slow
 def test_processes_that_see_other_files_end_at_once_and_say_so(command):
     """As two nodes whose runs_dir is not shared: rank 0 finds a checkpoint to go on from, rank 1 finds none."""
     done = command("train.py", "run=a", "runs_dir=disk0/runs", *SHORT)
     assert done.code == 0, done
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(ROOT / "train.py"),
-    ]
-    args = ["strategy=ddp", f"data.root={command.data}", f"data.cache_dir={command.cache}", "run=a", "resume=auto",
-            "runs_dir=disk${oc.env:RANK}/runs", *SHORT]  # fmt: skip
-    done = subprocess.run([*torchrun, *args], cwd=command.folder, capture_output=True, text=True, timeout=300)
+    done = torchrun(command, "strategy=ddp", "run=a", "resume=auto", "runs_dir=disk${oc.env:RANK}/runs", *SHORT)
     assert done.returncode == 1
     assert "rank 1 starts from new weights, and rank 0 disk0/runs/a/checkpoints/last.ckpt" in done.stderr
     assert "all nodes must see the same files" in done.stderr
