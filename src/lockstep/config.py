@@ -135,9 +135,9 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     precision, name = str(cfg.trainer.precision), world.strategy
     if precision in ("16-mixed", "16-true", "16") and world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
-    if name == "fsdp" and precision not in ("32-true", "32", "bf16-mixed", "bf16-true", "16-true"):
+    if name == "fsdp" and precision not in ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "16-true"):
         yield f"strategy=fsdp does not support trainer.precision={precision}; it takes one of 32-true, bf16-mixed, bf16-true, 16-true. Type trainer.precision=bf16-mixed."
-    if precision in ("16-mixed", "16") and cfg.optim.get("fused") and cfg.trainer.gradient_clip_val:
+    if precision in ("16-mixed", "16") and cfg.optim.get("fused") is True and cfg.trainer.gradient_clip_val:
         yield "optim.fused=true unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision=16-mixed. Leave optim.fused out, or type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."

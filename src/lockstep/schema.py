@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
+PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*")
 
 
@@ -99,7 +99,7 @@ KEYS: dict[str, Kind] = {
     "trainer.accelerator": one_of("auto", "cpu", "gpu", "cuda", "mps"),
     "trainer.devices": Kind(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2"),
     "trainer.num_nodes": whole(1, 2),
-    "trainer.precision": Kind(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:6])}", "bf16-mixed"),
+    "trainer.precision": Kind(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:7])}", "bf16-mixed"),
     "trainer.max_epochs": whole(-1, 5).or_null(),
     "trainer.min_epochs": whole(0, 1).or_null(),
     "trainer.max_steps": whole(-1, 200),
@@ -133,6 +133,7 @@ KEYS: dict[str, Kind] = {
     "trainer.reload_dataloaders_every_n_epochs": whole(0, 0),
     # keys of groups whose classes get the rest
     "optim.lr": number(0, "1e-3"),
+    "optim.fused": one_of(True, False, "auto", example="true"),
     "optim.weight_decay": number(0, 0.01),
     "optim.momentum": number(0, 0.9, below=1),
     "schedule.warmup_steps": whole(0, 100),

@@ -9,6 +9,8 @@ from functools import cache
 
 from omegaconf import DictConfig
 
+from lockstep.hardware import cuda
+
 ONE_PROCESS = ("single", "dp")
 
 
@@ -31,15 +33,9 @@ class World:
 
 @cache
 def gpu_count() -> int:
-    """CUDA GPUs that this process may use. The driver is asked, so CUDA_VISIBLE_DEVICES and MIG count."""
-    try:
-        cuda = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+    """CUDA GPUs that this process may use."""
+    driver, count = cuda(), ctypes.c_int(0)
+    return count.value if driver and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
 def cores() -> int:

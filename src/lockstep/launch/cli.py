@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep import CONFIGS, ROOT, signals
+from lockstep.auto import decided
 from lockstep.config import check
 from lockstep.data.prepare import prepare
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
@@ -155,7 +156,7 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     cfg = recall.for_evaluation(cfg, overrides) if evaluating else recall.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
-    cfg = identify(cfg, found_data(cfg))
+    cfg = identify(decided(cfg, world), found_data(cfg))
     if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
         for left in ("config.yaml", "metrics.csv"):
             (run_dir(cfg) / left).unlink(missing_ok=True)

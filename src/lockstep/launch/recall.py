@@ -24,6 +24,7 @@ FIXED = (
     "optim",
     "callbacks.ema",
 )
+AUTO = ("trainer.precision", "optim.fused")  # decided when the run first began, and kept
 TRAINING = (
     "optim",
     "schedule",
@@ -126,6 +127,9 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
     result = cfg.copy() if recipe else merged(saved, cfg, own)
     with open_dict(result):
+        for key in AUTO:
+            if OmegaConf.select(result, key) == "auto":
+                OmegaConf.update(result, key, OmegaConf.select(saved, key))
         inside = run_dir.resolve().is_relative_to(Path(cfg.runs_dir).resolve())  # and it may have been moved there
         own_name = str(run_dir.resolve().relative_to(Path(cfg.runs_dir).resolve())) if inside else str(saved.run)
         result.run = str(cfg.run or own_name)

@@ -79,8 +79,11 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
         return self.device_mesh["data_parallel"]
 
     def parallelize(self, net: nn.Module) -> nn.Module:
-        """Shards the blocks, inner ones first, then what is left with the network itself."""
-        net.to(self.root_device)
+        """Shards the blocks, inner ones first, then what is left with the network itself.
+
+        FSDP2 (torch 2.13) takes no channels_last parameters; images in that format let convolutions run in it all the same.
+        """
+        net.to(device=self.root_device, memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         blocks = list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
         for block in reversed(blocks):
             fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
