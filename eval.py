@@ -14,6 +14,7 @@ def evaluate(cfg: DictConfig, world: launch.World) -> None:
     from lockstep.report import show_evaluation
 
     build.quiet(world)
+    build.process(cfg, world)
     data = build.data(cfg)
     figures = build.evaluate(cfg, world, data, cfg.init_from)
     if world.rank == 0:

@@ -14,6 +14,7 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     from lockstep.report import Recorder
 
     build.quiet(world)
+    build.process(cfg, world)
     build.seed(cfg)
     data = build.data(cfg)
     task = build.task(cfg, data, weights=None if cfg.resume else cfg.init_from)

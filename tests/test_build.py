@@ -6,8 +6,10 @@ from conftest import write_cifar10
 
 import lockstep
 from lockstep import CONFIGS, build
+from lockstep.auto import decided
 from lockstep.create import network
 from lockstep.data import files
+from lockstep.data.prepare import prepare
 from lockstep.launch.compose import compose_config
 from lockstep.launch.identity import identify
 from lockstep.world import world_of
@@ -55,7 +57,7 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
             "train",
             [f"{group}={option}", f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", "run=a"],
         )
-        cfg = identify(cfg, "disk")
+        cfg = identify(decided(cfg, world_of(cfg), prepare(cfg.data)), "disk")
         data = build.data(cfg)
         trainer = build.trainer(cfg, world_of(cfg), data)
         task = build.task(cfg, data)

@@ -25,7 +25,7 @@ def torchrun(command, *args: str) -> subprocess.CompletedProcess:
 
 
 def test_two_processes_are_one_run_with_one_voice(command):
-    done = command("train.py", *TWO, "run=pair", *SHORT)
+    done = command("train.py", *TWO, "run=pair", *SHORT, "trainer.precision=32-true")
     assert done.code == 0, done
     lines = done.out.splitlines()
     (plan,) = [line for line in lines if "batch 64 = 2 x 32" in line]
@@ -177,7 +177,8 @@ def test_a_process_that_dies_ends_the_run_and_the_report_says_so(command, tmp_pa
 
 def test_batch_norm_over_processes_gives_the_result_of_one_process(command):
     common = ["model=timm", "model.name=resnet10t", "data.batch_size=16", "trainer.max_steps=4", "trainer.sync_batchnorm=true",
-              "optim=sgd", "optim.lr=0.01", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "trainer.limit_val_batches=1"]  # fmt: skip
+              "optim=sgd", "optim.lr=0.01", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "trainer.limit_val_batches=1",
+              "trainer.precision=32-true"]  # fmt: skip
     losses = {}
     for strategy in ("single", "ddp", "fsdp"):
         done = command(

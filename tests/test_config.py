@@ -111,6 +111,13 @@ BAD = {
     "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],
     "strategy=dp compile=true": ["no effect under strategy=dp"],
     "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],
+    "data.on_device=true trainer.accelerator=cpu": ["data.on_device=true has no effect on a CPU", "Leave it out"],
+    "tf32=true trainer.accelerator=cpu": ["tf32=true has no effect on cpu", "NVIDIA"],
+    "optim=sgd optim.fused=true strategy=fsdp trainer.accelerator=cpu": [
+        "optim.fused=true has no kernel for SGD",
+        "Leave optim.fused out",
+    ],
+    "data.num_workers=many": ["data.num_workers=many", "or auto"],
     "data.prefetch_factor=4": ["data.prefetch_factor=4 has no effect without workers", "data.num_workers=2"],
     "data.persistent_workers=false": ["no effect without workers"],
     "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],

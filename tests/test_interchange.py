@@ -40,6 +40,7 @@ def train(runs, mnist, cache, forked):
         "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "model.dropout_conv=0",
         "model.dropout_fc=0", "trainer.gradient_clip_val=0.5", "data.random_shift=2", "callbacks=[default,ema]",
         "callbacks.ema.decay=0.8", "schedule.warmup_steps=5", "trainer.limit_val_batches=1", "optim.lr=1e-4", "optim.eps=1e-4",
+        "trainer.precision=32-true",
     ]  # fmt: skip
     return lambda *overrides: lockstep.train([*base, *overrides])
 

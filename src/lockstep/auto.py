@@ -6,19 +6,38 @@ must agree (callbacks/plan.py).
 
 from omegaconf import DictConfig, open_dict
 
-from lockstep.hardware import multiplies_bf16
-from lockstep.world import World
+from lockstep.config import fused_problem
+from lockstep.data.prepare import Prepared
+from lockstep.hardware import memory_bytes, multiplies_bf16
+from lockstep.world import World, cores
+
+MOST_WORKERS = 8  # for each process
 
 
-def decided(cfg: DictConfig, world: World) -> DictConfig:
-    """`cfg` with a value in the place of each `auto` that depends on the hardware."""
+def precision(accelerator: str) -> str:
+    return "bf16-mixed" if multiplies_bf16(accelerator) else "32-true"
+
+
+def fused(cfg: DictConfig) -> bool:
+    """One kernel for all parameters, where there is one."""
+    return fused_problem(cfg) is None
+
+
+def workers(images_bytes: int, world: World) -> int:
+    """None for what stays in memory; otherwise the cores of a process without the one that trains."""
+    if images_bytes < memory_bytes() / 2:
+        return 0
+    return max(1, min(MOST_WORKERS, cores() // world.devices - 1))
+
+
+def decided(cfg: DictConfig, world: World, prepared: Prepared) -> DictConfig:
+    """`cfg` with a value in the place of each `auto` that depends on the machine."""
     cfg = cfg.copy()
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
-            cfg.trainer.precision = "bf16-mixed" if multiplies_bf16(world.accelerator) else "32-true"
+            cfg.trainer.precision = precision(world.accelerator)
         if cfg.optim.get("fused") == "auto":
-            unscaled_first = str(cfg.trainer.precision).startswith("16") and cfg.trainer.gradient_clip_val is not None
-            cfg.optim.fused = (
-                not unscaled_first
-            )  # fused steps unscale fp16's gradients themselves, too late to clip them
+            cfg.optim.fused = fused(cfg)
+        if cfg.data.num_workers == "auto":
+            cfg.data.num_workers = workers(prepared.images_bytes, world)
     return cfg

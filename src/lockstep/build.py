@@ -1,10 +1,12 @@
 """From a config node to an object, one function a stage. The only file that joins the packages."""
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -18,11 +20,13 @@ from lockstep.create import create, network
 from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
 from lockstep.errors import UserError
+from lockstep.hardware import keep_freed_memory
 from lockstep.launch.identity import run_dir
 from lockstep.loggers import CutAtResume, MetricsCsv
 from lockstep.models.from_timm import normalisation
+from lockstep.overhead import NoProfiler, without_sigterm_broadcast
 from lockstep.task import Classification
-from lockstep.world import World
+from lockstep.world import World, gpu_count, threads
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -36,6 +40,19 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     content = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
+
+
+def process(cfg: DictConfig, world: World) -> None:
+    """What holds for this process as a whole: memory, threads, arithmetic."""
+    if world.accelerator == "cpu":
+        keep_freed_memory()
+        if number := threads(world):
+            torch.set_num_threads(number)
+    if not gpu_count():
+        # Lightning lets torch ask the driver whether there are GPUs, which optimizers want to know at each step: 0.1 ms
+        # where there is no driver.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.get("tf32"))
 
 
 def seed(cfg: DictConfig) -> None:
@@ -59,6 +76,7 @@ def data(cfg: DictConfig) -> DataModule:
         num_workers=cfg.data.num_workers,
         prefetch_factor=cfg.data.get("prefetch_factor"),
         persistent_workers=cfg.data.get("persistent_workers"),
+        on_device=cfg.data.get("on_device", False),  # runs of before this key have none
         seed=cfg.seed,
         image_size=cfg.data.image_size,
         mean=mean if cfg.data.mean == "model" else list(cfg.data.mean),
@@ -128,8 +146,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= parts
-    if given["profiler"]:
-        given["profiler"] = PROFILERS[given["profiler"]](dirpath=run_dir(cfg), filename="profile")
+    profiler = PROFILERS.get(given["profiler"])
+    given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
     given |= {
         "sync_batchnorm": False,
         "enable_progress_bar": False,
@@ -143,7 +161,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
     try:
-        return pl.Trainer(
+        made = pl.Trainer(
             **given,
             strategy=strategy,
             plugins=plugins,
@@ -152,6 +170,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
         )
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
+    without_sigterm_broadcast(made)
+    return made
 
 
 def quiet(world: World) -> None:

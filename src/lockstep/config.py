@@ -116,7 +116,7 @@ def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         )
 
 
-def image_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+def image_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     for key in ("mean", "std"):
         channels = 1 if cfg.data.name == "mnist" else 3
         value = plain(cfg.data[key])
@@ -124,11 +124,24 @@ def image_problems(cfg: DictConfig, _: World) -> Iterator[str]:
             yield f"data.{key}={value} has {len(value)} numbers; {cfg.data.name} images have {channels} channels. Give one number for each."
     if isinstance(plain(cfg.data.std), list) and not all(s > 0 for s in cfg.data.std):
         yield f"data.std={plain(cfg.data.std)} must be above 0."
+    if cfg.data.get("on_device") is True and world.accelerator == "cpu":
+        yield "data.on_device=true has no effect on a CPU: images are in its memory. Leave it out."
+    if cfg.data.get("on_device") is True and cfg.data.num_workers not in (0, "auto"):
+        yield f"data.on_device=true leaves nothing for data.num_workers={cfg.data.num_workers} to load. Leave one of them out."
     for key in ("prefetch_factor", "persistent_workers"):
-        if cfg.data.get(key) is not None and not cfg.data.num_workers:
+        if cfg.data.get(key) is not None and cfg.data.num_workers in (0, "auto"):
             yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
     if cfg.data.source == "embedded" and cfg.data.name != "mnist":
         yield f"data.source=embedded exists for mnist only; {cfg.data.name} needs its files. Type data.root=<folder>, or data.source=download."
+
+
+def fused_problem(cfg: DictConfig) -> str | None:
+    """Why the optimizer cannot run as one kernel, in words that go on after `optim.fused=true`."""
+    if str(cfg.trainer.precision) in ("16-mixed", "16") and cfg.trainer.gradient_clip_val:
+        return f"unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision={cfg.trainer.precision}"
+    if cfg.strategy.name == "fsdp" and str(cfg.optim.get("_target_")).endswith("SGD"):
+        return "has no kernel for SGD on the shards of strategy=fsdp (torch 2.13)"
+    return None
 
 
 def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -137,10 +150,12 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
     if name == "fsdp" and precision not in ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "16-true"):
         yield f"strategy=fsdp does not support trainer.precision={precision}; it takes one of 32-true, bf16-mixed, bf16-true, 16-true. Type trainer.precision=bf16-mixed."
-    if precision in ("16-mixed", "16") and cfg.optim.get("fused") is True and cfg.trainer.gradient_clip_val:
-        yield "optim.fused=true unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision=16-mixed. Leave optim.fused out, or type trainer.precision=bf16-mixed."
+    if cfg.optim.get("fused") is True and (why := fused_problem(cfg)):
+        yield f"optim.fused=true {why}. Leave optim.fused out."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
+    if cfg.get("tf32") and world.accelerator != "cuda":
+        yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Leave it out."
     if cfg.trainer.sync_batchnorm and name == "dp":
         yield "trainer.sync_batchnorm=true has no effect under strategy=dp: each replica normalises its own part. Type strategy=ddp."
     if cfg.compile and name == "dp":

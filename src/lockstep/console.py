@@ -81,6 +81,17 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.1f} GiB"
 
 
+def speed(report: dict[str, Any]) -> str:
+    """How fast training was, and how far from the limits: the wait for data, and the arithmetic of the device."""
+    if report["train/images_per_s"] is None:
+        return "not measured"
+    flops = report["train/flops_per_s"]
+    return (
+        f"{report['train/images_per_s']:,.0f} images/s, {report['train/data_wait_share']:.1%} of the time waiting for data"
+        + (f", {flops / 1e9:,.0f} GFLOP/s" if flops else "")
+    )
+
+
 def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """Names and values; also into train.log."""
     table = Table(show_header=False)

@@ -1,12 +1,14 @@
 """What this machine has and is good at, found out without importing torch."""
 
 import ctypes
+import os
 import platform
 import subprocess
 from functools import cache
 from pathlib import Path
 
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # Intel and AMD; `bf16` is ARM's
+CPUINFO = Path("/proc/cpuinfo")
 CUDA_MAJOR, CUDA_BF16 = 75, 8  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; Ampere and later multiply in bf16
 
 
@@ -27,7 +29,7 @@ def cpu_flags() -> set[str]:
             ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"], capture_output=True, text=True, check=False
         )
         return {"bf16"} if told.stdout.strip() == "1" else set()
-    info = Path("/proc/cpuinfo")
+    info = CPUINFO
     lines = info.read_text().splitlines() if info.is_file() else []
     return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.partition(":")[2].split()}
 
@@ -41,6 +43,13 @@ def multiplies_bf16(accelerator: str) -> bool:
     if accelerator != "cuda" or driver is None:
         return False
     return driver.cuDeviceGetAttribute(ctypes.byref(major), CUDA_MAJOR, 0) == 0 and major.value >= CUDA_BF16
+
+
+def memory_bytes() -> int:
+    """Of this machine."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return 8 * 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h

@@ -54,7 +54,7 @@ class Recorder:
     """
 
     def __init__(self, cfg: DictConfig, world: World, data: "DataModule", trainer: "pl.Trainer") -> None:
-        self.trainer = trainer
+        self.trainer, self.data = trainer, data
         self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
         self.began_s = time.perf_counter()
         self.handlers: list[logging.Handler] = []
@@ -133,15 +133,20 @@ class Recorder:
     def trained(self, checkpoint: str | None) -> None:
         """Figures of the training itself; every rank takes part."""
         from lockstep.callbacks import Throughput
+        from lockstep.flops import flops_per_s
         from lockstep.loggers import MetricsCsv
 
         trainer = self.trainer
-        speed = [c.images_per_s for c in trainer.callbacks if isinstance(c, Throughput)]  # type: ignore[attr-defined]
+        speeds = [c.figures() for c in trainer.callbacks if isinstance(c, Throughput)]  # type: ignore[attr-defined]
+        speed = speeds[0] if speeds else dict.fromkeys(Throughput.FIGURES)
         path = os.path.relpath(checkpoint, self.dir) if checkpoint else None
         self.report |= {
             "train/steps": trainer.global_step,
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
-            "train/images_per_s": speed[0] if speed else None,
+            **speed,
+            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, speed["train/images_per_s"])
+            if self.rank == 0
+            else None,
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": path,
@@ -198,20 +203,19 @@ class Recorder:
 
     def show(self) -> None:
         """The page and the table at the end of a run."""
-        from lockstep.console import figures_table, number, say, size
+        from lockstep.console import figures_table, number, say, size, speed
         from lockstep.loggers import wandb_sync_line
         from lockstep.report_html import write_html
 
         write_html(self.dir, self.report, read_metrics(self.dir / "metrics.csv"), self.cfg)
         report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
+        first_s = report["train/first_step_s"]
+        compiling = f", {first_s:.1f} s of it compiling (the first step)" if self.cfg.compile and first_s else ""
         rows = [
             ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
             ("test loss", number(report["test/loss"])),
-            (
-                "speed",
-                f"{report['train/images_per_s']:,.0f} images/s" if report["train/images_per_s"] else "not measured",
-            ),
-            ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps"),
+            ("speed", speed(report)),
+            ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
             ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
             ("checkpoint", str(self.dir / report["checkpoint"]) if report["checkpoint"] else "none"),
             ("report", str(self.dir / "report.html")),

@@ -75,6 +75,7 @@ KEYS: dict[str, Kind] = {
     "init_from": TEXT.or_null(),
     "compile": FLAG,
     "channels_last": FLAG,
+    "tf32": FLAG,
     "checkpoint.monitor": one_of("val/acc", "val/loss"),
     "checkpoint.mode": one_of("max", "min"),
     "checkpoint.save_top_k": whole(1, 1),
@@ -93,7 +94,10 @@ KEYS: dict[str, Kind] = {
     "data.limit_train": whole(1, 1000).or_null(),
     "data.random_shift": whole(0, 4, "a whole number of pixels"),
     "data.random_flip": FLAG,
-    "data.num_workers": whole(0, 4),
+    "data.num_workers": Kind(
+        lambda v: v == "auto" or (type(v) is int and v >= 0), "a whole number of at least 0, or auto", "4"
+    ),
+    "data.on_device": one_of(True, False, "auto", example="false"),
     "data.prefetch_factor": whole(1, 4).or_null(),
     "data.persistent_workers": one_of(True, False, None, example="true"),
     "trainer.accelerator": one_of("auto", "cpu", "gpu", "cuda", "mps"),

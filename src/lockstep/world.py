@@ -43,6 +43,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def threads(world: "World", env: Mapping[str, str] = os.environ) -> int | None:
+    """Of each process on a CPU where something else started them: they share its cores. None: as it is.
+
+    torchrun gives each process one thread where nobody says otherwise, however many cores there are.
+    """
+    if world.external == "torchrun" and env.get("OMP_NUM_THREADS") == "1":
+        return max(1, cores() // world.devices)
+    if world.external == "slurm" and "OMP_NUM_THREADS" not in env:
+        own = env.get("SLURM_CPUS_PER_TASK")  # otherwise each task sees the cores of all, unless it is bound to some
+        return int(own) if own else max(1, cores() // world.devices) if cores() == os.cpu_count() else cores()
+    return None
+
+
 def visible_gpus() -> list[str]:
     """The names by which CUDA_VISIBLE_DEVICES chooses the GPUs that this process may use."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -47,12 +47,16 @@ def test_no_bar_no_line(train, monkeypatch, capsys):
 
 def test_speed_is_all_images_over_the_time_of_training_without_the_first_window():
     throughput = Throughput()
-    throughput.windows = [(100, 50.0), (300, 2.0), (500, 2.0)]
-    assert throughput.images_per_s == 200.0
-    throughput.windows = [(100, 50.0)]
-    assert throughput.images_per_s == 2.0
+    throughput.windows, throughput.first_step_s = [(100, 50.0, 40.0), (300, 2.0, 0.1), (500, 2.0, 0.3)], 48.0
+    assert throughput.figures() == {
+        "train/images_per_s": 200.0,
+        "train/data_wait_share": pytest.approx(0.1),
+        "train/first_step_s": 48.0,
+    }
+    throughput.windows = [(100, 50.0, 5.0)]
+    assert list(throughput.figures().values())[:2] == [2.0, 0.1]
     throughput.windows = []
-    assert throughput.images_per_s is None
+    assert list(throughput.figures().values())[:2] == [None, None]
 
 
 def test_images_are_counted_over_accumulation_and_epochs(train, monkeypatch):
@@ -60,8 +64,8 @@ def test_images_are_counted_over_accumulation_and_epochs(train, monkeypatch):
     monkeypatch.setattr(Throughput, "on_fit_end", lambda self, *_: seen.append(self.windows), raising=False)
     train("trainer.log_every_n_steps=5", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=2")
     (windows,) = seen
-    assert [images for images, _ in windows] == [240, 240, 96, 144, 240, 192]
-    assert all(seconds > 0 for _, seconds in windows)
+    assert [images for images, *_ in windows] == [240, 240, 96, 144, 240, 192]
+    assert all(seconds > waited_s > 0 for _, seconds, waited_s in windows)
 
 
 class Weights(pl.LightningModule):

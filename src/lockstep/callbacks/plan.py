@@ -20,6 +20,7 @@ class Plan(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.agree(trainer, "is the run", self.cfg.run)
+        self.agree(trainer, "computes in precision", self.cfg.trainer.precision)
         self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
         self.agree(trainer, "has data with SHA-256", self.data.prepared.sha256)
 

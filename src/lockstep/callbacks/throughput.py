@@ -1,4 +1,5 @@
-"""Training speed in images per second, over all processes; validation is left out."""
+"""Training speed in images per second, over all processes, and the share of it that went to waiting for data; validation
+is left out."""
 
 import time
 from typing import Any
@@ -9,12 +10,20 @@ import torch
 from lockstep.pace import completes_step, has_row
 
 
+def waited_s(trainer: pl.Trainer) -> float:
+    return float(getattr(trainer.datamodule, "waited_s", 0.0))  # type: ignore[attr-defined]
+
+
 class Throughput(pl.Callback):
     """Measures windows of `log_every_n_steps` steps. The first window, which holds warm-up and compiling, counts alone
     only when there is no other."""
 
+    FIGURES = ("train/images_per_s", "train/data_wait_share", "train/first_step_s")
+
     def __init__(self) -> None:
-        self.windows: list[tuple[int, float]] = []  # images, seconds
+        self.windows: list[tuple[int, float, float]] = []  # images, seconds, seconds of them waiting for data
+        self.waited_s = 0.0
+        self.first_step_s: float | None = None  # with compiling, where the network is compiled
         self.images = 0
         self.began_s: float | None = None
 
@@ -22,23 +31,27 @@ class Throughput(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self.began_s is None:
-            self.began_s = time.perf_counter()
+            self.began_s, self.waited_s = time.perf_counter(), waited_s(trainer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.images += len(batch[1]) * trainer.world_size
+        if self.first_step_s is None and self.began_s is not None:
+            self.first_step_s = time.perf_counter() - self.began_s
         if completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step):
             self.close(trainer)
             self.began_s = time.perf_counter()  # waiting for the next batch counts
-            images, seconds = self.windows[-1]
+            images, seconds, _ = self.windows[-1]
             pl_module.log("train/images_per_s", images / seconds, prog_bar=True)
 
     def close(self, trainer: pl.Trainer) -> None:
         if self.began_s is not None and self.images:
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()  # SYNC: once every log_every_n_steps
-            self.windows.append((self.images, time.perf_counter() - self.began_s))
+            waited = waited_s(trainer)
+            self.windows.append((self.images, time.perf_counter() - self.began_s, waited - self.waited_s))
+            self.waited_s = waited
         self.images, self.began_s = 0, None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -47,9 +60,10 @@ class Throughput(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close(trainer)
 
-    @property
-    def images_per_s(self) -> float | None:
-        """Over the whole run."""
-        counted = self.windows[1:] or self.windows
-        seconds = sum(s for _, s in counted)
-        return sum(i for i, _ in counted) / seconds if seconds else None
+    def figures(self) -> dict[str, float | None]:
+        """Over the whole run, for its report."""
+        images, seconds, waited = (
+            sum(column) for column in zip(*(self.windows[1:] or self.windows or [(0, 0, 0)]), strict=True)
+        )
+        shares = (images / seconds, waited / seconds) if seconds else (None, None)
+        return dict(zip(self.FIGURES, (*shares, self.first_step_s), strict=True))

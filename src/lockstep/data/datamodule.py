@@ -2,7 +2,8 @@
 
 # B batch · C channel · H W pixel
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,53 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data.augment import Augment
+from lockstep.data.loaders import Batch, Images, InMemory, MemoryLoader, Place, WorkerLoader
 from lockstep.data.prepare import Prepared, val_count
-from lockstep.data.sampler import FILLER, EvalBatches, Indices, Split, TrainBatches
+from lockstep.data.sampler import EvalBatches, Split, TrainBatches
 from lockstep.data.transforms import Preprocess
 from lockstep.errors import UserError
 
-Batch = tuple[Tensor, Tensor, Tensor]  # image_BCHW, label_B, index_B in the data set
-IGNORED = -100  # the label of a place without a sample: cross_entropy's ignore_index
-
-
-class Images(Dataset[Batch]):
-    """uint8 images and their labels, indexed by whole batches of indices."""
-
-    def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8]) -> None:
-        self.images_NCHW, self.labels_N = images_NCHW, labels_N
-
-    def __getitem__(self, indices_B: Indices) -> Batch:
-        present = indices_B != FILLER
-        places = np.where(present, indices_B, 0)
-        labels_B = np.where(present, self.labels_N[places].astype(np.int64), IGNORED)  # in uint8, -100 would be 156
-        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B), torch.from_numpy(indices_B)
-
-
-class Loader(DataLoader[Batch]):
-    """torch's DataLoader that begins when its first batch is wanted, where `position` says.
-
-    Lightning makes the iterator before it restores a checkpoint and sets the epoch; workers would fetch batches of
-    epoch 0 by then. The position is the Trainer's own, which checkpoints keep: the loader has no state.
-    """
-
-    def __init__(self, *args: Any, position: Callable[[], int] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.position = position
-
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own class
-        if self.position is not None:
-            assert isinstance(self.sampler, TrainBatches)
-            self.sampler.start = self.position()
-        yield from super().__iter__()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load. Having both methods tells Lightning that resuming in mid-epoch is right."""
+ON_DEVICE_SHARE = 0.1  # of a GPU's free memory, which a data set may take without being asked
 
 
 class DataModule(pl.LightningDataModule):
@@ -76,6 +39,7 @@ class DataModule(pl.LightningDataModule):
         num_workers: int,
         prefetch_factor: int | None = None,
         persistent_workers: bool | None = None,
+        on_device: bool | str = "auto",
         seed: int,
         image_size: int,
         mean: Sequence[float],
@@ -93,7 +57,9 @@ class DataModule(pl.LightningDataModule):
             num_workers,
             seed,
         )
-        self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
+        self.prefetch_factor, self.persistent_workers, self.on_device = prefetch_factor, persistent_workers, on_device
+        self.in_memory: dict[str, InMemory] = {}
+        self.place = Place(lambda: 0)
         val = val_count(prepared.train, val_fraction)
         train = prepared.train - val
         self.val_split = Split(prepared.train, 0, val)
@@ -111,24 +77,49 @@ class DataModule(pl.LightningDataModule):
             "std": list(std),
         }
 
-    def images(self, part: str) -> Images:
-        return Images(self.prepared.array(f"{part}_images"), self.prepared.array(f"{part}_labels"))
+    @property
+    def device(self) -> torch.device:
+        assert self.trainer is not None
+        return self.trainer.strategy.root_device
+
+    def home(self) -> torch.device:
+        """Where the images are kept: on the GPU if asked, or where they take little of it."""
+        device, wanted = self.device, self.on_device
+        if wanted == "auto":
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+            wanted = self.prepared.images_bytes <= ON_DEVICE_SHARE * free
+        return device if wanted else torch.device("cpu")
+
+    def arrays(self, part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        return self.prepared.array(f"{part}_images"), self.prepared.array(f"{part}_labels")
+
+    def images(self, part: str) -> InMemory:
+        """Put there once, for training and validation together."""
+        if part not in self.in_memory:
+            self.in_memory[part] = InMemory(*self.arrays(part), self.home())
+        return self.in_memory[part]
 
     def loader(
-        self, images: Images, sampler: TrainBatches | EvalBatches, position: Callable[[], int] | None = None
-    ) -> Loader:
-        return Loader(
-            images,
+        self, part: str, sampler: TrainBatches | EvalBatches, place: Place | None = None
+    ) -> MemoryLoader | WorkerLoader:
+        if not self.num_workers:
+            images = self.images(part)
+            return MemoryLoader(images, sampler, place=place, pin=self.copies_to_gpu(images.device))
+        return WorkerLoader(
+            Images(*self.arrays(part)),
             sampler=sampler,  # yields whole batches of indices; batch_size=None hands each to Images at once
             batch_size=None,
-            position=position,
+            place=place,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.num_workers > 0 if self.persistent_workers is None else self.persistent_workers,
-            pin_memory=self.trainer is not None and self.trainer.strategy.root_device.type == "cuda",
+            persistent_workers=self.persistent_workers is not False,
+            pin_memory=self.copies_to_gpu(torch.device("cpu")),
         )
 
-    def train_dataloader(self) -> Loader:
+    def copies_to_gpu(self, home: torch.device) -> bool:
+        return self.device.type == "cuda" and home.type == "cpu"
+
+    def train_dataloader(self) -> MemoryLoader | WorkerLoader:
         trainer = self.trainer
         assert trainer is not None
         sampler = TrainBatches(
@@ -140,27 +131,37 @@ class DataModule(pl.LightningDataModule):
             accumulate=trainer.accumulate_grad_batches,
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        return self.loader(self.images("train"), sampler, position=lambda: progress.current.ready)
+        self.place.position = lambda: progress.current.ready
+        return self.loader("train", sampler, place=self.place)
 
-    def eval_loader(self, part: str, split: Split) -> Loader:
+    def eval_loader(self, part: str, split: Split) -> MemoryLoader | WorkerLoader:
         assert self.trainer is not None
         world, rank = self.trainer.world_size, self.trainer.global_rank
-        return self.loader(self.images(part), EvalBatches(split, batch=self.eval_batch_size, rank=rank, world=world))
+        return self.loader(part, EvalBatches(split, batch=self.eval_batch_size, rank=rank, world=world))
 
-    def val_dataloader(self) -> Loader:
+    def val_dataloader(self) -> MemoryLoader | WorkerLoader:
         return self.eval_loader("train", self.val_split)
 
-    def test_dataloader(self) -> Loader:
+    def test_dataloader(self) -> MemoryLoader | WorkerLoader:
         return self.eval_loader("test", self.test_split)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         image_BCHW, label_B, index_B = batch
-        if self.augment is not None and self.trainer is not None and self.trainer.training:
-            image_BCHW = self.augment(image_BCHW, index_B, self.trainer.current_epoch)
+        trainer, began_s = self.trainer, time.perf_counter()
+        assert trainer is not None
+        if self.augment is not None and trainer.training:
+            image_BCHW = self.augment(image_BCHW, index_B, trainer.current_epoch)
         image_BCHW = self.preprocess(image_BCHW)
-        if self.trainer is not None:  # half and double precision: Lightning converts batches before this hook
-            image_BCHW = self.trainer.precision_plugin.convert_input(image_BCHW)
+        # half and double precision: Lightning converts batches before this hook
+        image_BCHW = trainer.precision_plugin.convert_input(image_BCHW)
+        if trainer.training:
+            self.place.waited_s += time.perf_counter() - began_s
         return image_BCHW, label_B
+
+    @property
+    def waited_s(self) -> float:
+        """How long this process's training has waited for batches and their preparation."""
+        return self.place.waited_s
 
     def state_dict(self) -> dict[str, Any]:
         """What the weights of a checkpoint were trained on."""

@@ -60,9 +60,13 @@ class Prepared:
     train: int
     test: int
 
+    @property
+    def images_bytes(self) -> int:
+        return sum((self.folder / f"{part}_images.npy").stat().st_size for part in ("train", "test"))
+
     def array(self, name: str) -> np.memmap:
-        """One of `NAMES`, mapped, not read."""
-        array: np.memmap = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+        """One of `NAMES`, mapped, not read. Writing would make a copy of the page: torch takes no arrays that refuse it."""
+        array: np.memmap = np.load(self.folder / f"{name}.npy", mmap_mode="c")
         return array
 
 

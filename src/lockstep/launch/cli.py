@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from lockstep import CONFIGS, ROOT, signals
 from lockstep.auto import decided
 from lockstep.config import check
-from lockstep.data.prepare import prepare
+from lockstep.data.prepare import Prepared, prepare
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
 from lockstep.launch import local, recall, slots, sweep
 from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
@@ -128,16 +128,16 @@ def call(name: str, overrides: list[str]) -> dict[str, Any]:
     return start(script.JOB, name, cfg, overrides)
 
 
-def found_data(cfg: DictConfig) -> str:
-    """Prepares the data and says loudly when it is not the whole set; returns where it came from."""
-    source = prepare(cfg.data).source
-    if source == "embedded" and cfg.data.source == "auto" and rank_of() == 0:
+def found_data(cfg: DictConfig) -> Prepared:
+    """Prepares the data and says loudly when it is not the whole set."""
+    found = prepare(cfg.data)
+    if found.source == "embedded" and cfg.data.source == "auto" and rank_of() == 0:
         print(
             f"WARNING: no MNIST in data.root={cfg.data.root}, and no mirror answers: using the EMBEDDED SUBSET of 5,000 "
             "images (4,000 to train and validate, 1,000 to test). Type data.root=<folder> for the whole set.",
             file=sys.stderr,
         )
-    return source
+    return found
 
 
 def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
@@ -156,7 +156,8 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     cfg = recall.for_evaluation(cfg, overrides) if evaluating else recall.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
-    cfg = identify(decided(cfg, world), found_data(cfg))
+    data = found_data(cfg)
+    cfg = identify(decided(cfg, world, data), data.source)
     if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
         for left in ("config.yaml", "metrics.csv"):
             (run_dir(cfg) / left).unlink(missing_ok=True)

@@ -23,4 +23,4 @@ class Dropout(nn.Dropout):
         drawn = torch.empty(-(-x.numel() // each), dtype=torch.int64).random_(-(2**63), None)
         drawn_like_x = drawn.view(dtype)[: x.numel()].as_strided(x.shape, torch.empty_like(x).stride())
         kept = drawn_like_x >= dropped - values // 2  # they are signed
-        return x * kept.to(x.dtype).mul_(values / (values - dropped))
+        return torch.mul(x, kept.to(x.dtype).mul_(values / (values - dropped)))

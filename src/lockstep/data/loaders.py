@@ -1,0 +1,124 @@
+"""Two ways to batches: indexing images that are in memory, or torch's DataLoader with workers."""
+
+# B batch · C channel · H W pixel · N sample
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.data.sampler import FILLER, EvalBatches, Indices, TrainBatches
+
+Batch = tuple[Tensor, Tensor, Tensor]  # image_BCHW, label_B, index_B in the data set
+IGNORED = -100  # the label of a place without a sample: cross_entropy's ignore_index
+
+
+@dataclass
+class Place:
+    """Where training is, and how long it has waited for its batches."""
+
+    position: Callable[[], int]  # in micro-batches of the epoch
+    waited_s: float = 0.0
+
+
+class Placed:
+    """A loader that begins when its first batch is wanted, at `place`.
+
+    Lightning makes the iterator before it restores a checkpoint and sets the epoch; workers would fetch batches of
+    epoch 0 by then. The position is the Trainer's own, which checkpoints keep: the loader has no state.
+    """
+
+    sampler: Any
+    place: Place | None = None
+
+    def batches(self) -> Iterator[Batch]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Batch]:
+        place = self.place
+        if place is None:
+            yield from self.batches()
+            return
+        self.sampler.start = place.position()
+        batches = self.batches()
+        while True:
+            began_s = time.perf_counter()
+            batch = next(batches, None)
+            place.waited_s += time.perf_counter() - began_s
+            if batch is None:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load. Having both methods tells Lightning that resuming in mid-epoch is right."""
+
+
+class InMemory:
+    """uint8 images_NCHW and their labels on a device. On the CPU they stay the mapped file, which all processes share."""
+
+    def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8], device: torch.device) -> None:
+        self.device = device
+        self.images_NCHW = torch.from_numpy(images_NCHW).to(device)
+        labels = torch.from_numpy(labels_N.astype(np.int64))
+        self.labels = torch.cat([labels, torch.tensor([IGNORED])]).to(device)  # at -1, FILLER's place
+
+    def batch(self, indices_B: Indices) -> Batch:
+        index_B = torch.from_numpy(indices_B).to(self.device, non_blocking=True)
+        return self.images_NCHW.index_select(0, index_B.clamp(min=0)), self.labels[index_B], index_B
+
+
+class MemoryLoader(Placed):
+    """Batches of images in memory. `pin`: for copying to a GPU while it computes."""
+
+    batch_sampler = None  # Lightning 2.6 looks for it in all that has a sampler
+
+    def __init__(
+        self,
+        images: InMemory,
+        sampler: TrainBatches | EvalBatches,
+        *,
+        pin: bool = False,
+        place: Place | None = None,
+    ) -> None:
+        self.images, self.sampler, self.pin, self.place = images, sampler, pin, place
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def batches(self) -> Iterator[Batch]:
+        for indices_B in self.sampler:
+            image_BCHW, label_B, index_B = self.images.batch(indices_B)
+            yield (image_BCHW.pin_memory(), label_B, index_B) if self.pin else (image_BCHW, label_B, index_B)
+
+
+class Images(Dataset[Batch]):
+    """uint8 images and their labels, indexed by whole batches of indices."""
+
+    def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8]) -> None:
+        self.images_NCHW, self.labels_N = images_NCHW, labels_N
+
+    def __getitem__(self, indices_B: Indices) -> Batch:
+        present = indices_B != FILLER
+        places = np.where(present, indices_B, 0)
+        labels_B = np.where(present, self.labels_N[places].astype(np.int64), IGNORED)  # in uint8, -100 would be 156
+        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B), torch.from_numpy(indices_B)
+
+
+class WorkerLoader(Placed, DataLoader[Batch]):  # type: ignore[misc]  # torch names its own iterators
+    """torch's DataLoader, for images that have to be read or decoded: workers do that while the device computes."""
+
+    def __init__(self, *args: Any, place: Place | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.place = place
+
+    def batches(self) -> Iterator[Batch]:
+        return DataLoader.__iter__(self)

@@ -1,0 +1,69 @@
+"""An index operation in memory gives the batches that a DataLoader with workers gives; no process copies the images."""
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.data.loaders import IGNORED, Images, InMemory, MemoryLoader, Place, WorkerLoader
+from lockstep.data.sampler import EvalBatches, Split, TrainBatches
+
+SPLIT = Split(103, 10, 90)
+
+
+@pytest.fixture
+def arrays():
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (103, 3, 4, 5), dtype=np.uint8), random.integers(0, 10, 103, dtype=np.uint8)
+
+
+def samplers() -> list:
+    evaluation = Split(103, 0, 103, shuffled=False)
+    return [
+        TrainBatches(SPLIT, batch=20, seed=3, rank=1, world=2),
+        EvalBatches(evaluation, batch=40, rank=1, world=2),  # the last batch has places without a sample
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_memory_and_workers_give_the_same_batches(arrays, which):
+    memory = MemoryLoader(InMemory(*arrays, torch.device("cpu")), samplers()[which])
+    workers = WorkerLoader(Images(*arrays), sampler=samplers()[which], batch_size=None)
+    batches = list(zip(memory, workers, strict=True))
+    assert len(batches) == len(memory) > 1
+    for (image, label, index), (expected_image, expected_label, expected_index) in batches:
+        assert torch.equal(label, expected_label)
+        assert torch.equal(index, expected_index)
+        there = index >= 0
+        assert torch.equal(image[there], expected_image[there])
+        assert (label[~there] == IGNORED).all()
+    assert which == 0 or (batches[-1][0][1] == IGNORED).any()
+
+
+def test_images_on_the_cpu_are_the_given_array_itself(arrays):
+    there = InMemory(*arrays, torch.device("cpu"))
+    assert there.images_NCHW.data_ptr() == arrays[0].ctypes.data
+
+
+def test_a_batch_is_the_stored_images_in_order(arrays):
+    image, label, index = InMemory(*arrays, torch.device("cpu")).batch(np.array([5, 102, 0]))
+    assert np.array_equal(image.numpy(), arrays[0][[5, 102, 0]])
+    assert label.tolist() == arrays[1][[5, 102, 0]].tolist()
+    assert (label.dtype, index.tolist()) == (torch.int64, [5, 102, 0])
+
+
+def test_training_begins_where_it_stands_and_knows_how_long_it_waited(arrays):
+    images, (sampler, _) = InMemory(*arrays, torch.device("cpu")), samplers()
+    whole = [index for *_, index in MemoryLoader(images, sampler)]
+    place = Place(lambda: 2)
+    rest = [index for *_, index in MemoryLoader(images, sampler, place=place)]
+    assert [i.tolist() for i in rest] == [i.tolist() for i in whole[2:]]
+    assert 0 < place.waited_s < 10
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_images_on_the_gpu_give_the_same_batches(arrays):
+    there, here = (InMemory(*arrays, torch.device(device)) for device in ("cuda", "cpu"))
+    for indices in samplers()[1]:
+        for of_gpu, of_cpu in zip(there.batch(indices), here.batch(indices), strict=True):
+            assert of_gpu.device.type == "cuda"
+            assert torch.equal(of_gpu.cpu(), of_cpu)

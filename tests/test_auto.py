@@ -1,0 +1,99 @@
+"""What `auto` becomes, on machines of all kinds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep import auto, hardware
+from lockstep.data.prepare import Prepared
+from lockstep.launch.compose import compose_config
+from lockstep.world import World, threads, world_of
+
+WORLD = World("cpu", 1, 1, "single")
+
+
+class Stored(Prepared):
+    images_bytes = 54_880_000
+
+
+PREPARED = Stored(Path("absent"), "disk", "0", 60_000, 10_000)
+
+
+@pytest.fixture
+def bf16(monkeypatch):
+    return lambda has: monkeypatch.setattr(auto, "multiplies_bf16", lambda _: has)
+
+
+def decided(*overrides: str):
+    cfg = compose_config("train", ["trainer.accelerator=cpu", *overrides])
+    return auto.decided(cfg, world_of(cfg), PREPARED)
+
+
+@pytest.mark.parametrize(("has", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_bf16_is_used_where_there_are_units_for_it(bf16, has, expected):
+    bf16(has)
+    assert decided().trainer.precision == expected
+    assert decided("trainer.precision=64-true").trainer.precision == "64-true"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
+        ("flags\t\t: fpu amx_bf16 sse", True),
+        ("Features\t: fp asimd bf16", True),
+        ("flags\t\t: fpu avx2 avx512f", False),
+        ("bogus : avx512_bf16", False),
+    ],
+)
+def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(hardware.platform, "system", lambda: "Linux")
+    hardware.multiplies_bf16.cache_clear()
+    assert hardware.multiplies_bf16("cpu") is expected
+    hardware.multiplies_bf16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["optim=sgd"], True),
+        (["optim=sgd", "strategy=fsdp"], False),
+        (["strategy=fsdp"], True),
+        (["trainer.precision=16-mixed"], True),
+        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], False),
+        (["optim.fused=false"], False),
+    ],
+)
+def test_optimizers_are_fused_where_they_can_be(overrides, expected):
+    assert decided(*overrides).optim.fused is expected
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "devices", "expected"),
+    [(10, 16, 4, 0), (60, 16, 4, 3), (60, 2, 1, 1), (60, 2, 4, 1), (60, 128, 2, 8)],
+)
+def test_workers_load_what_does_not_fit_into_memory(monkeypatch, size, cores, devices, expected):
+    monkeypatch.setattr(auto, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(auto, "cores", lambda: cores)
+    assert auto.workers(size, replace(WORLD, devices=devices)) == expected
+
+
+@pytest.mark.parametrize(
+    ("external", "env", "expected"),
+    [
+        (None, {"OMP_NUM_THREADS": "1"}, None),
+        ("torchrun", {"OMP_NUM_THREADS": "1"}, 4),  # what torchrun sets by itself
+        ("torchrun", {"OMP_NUM_THREADS": "3"}, None),
+        ("slurm", {}, 4),
+        ("slurm", {"SLURM_CPUS_PER_TASK": "6"}, 6),
+        ("slurm", {"OMP_NUM_THREADS": "2"}, None),
+    ],
+)
+def test_processes_of_a_node_share_its_cores(monkeypatch, external, env, expected):
+    monkeypatch.setattr("lockstep.world.cores", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert threads(replace(WORLD, devices=2, external=external), env) == expected
