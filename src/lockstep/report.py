@@ -137,16 +137,13 @@ class Recorder:
         from lockstep.loggers import MetricsCsv
 
         trainer = self.trainer
-        speeds = [c.figures() for c in trainer.callbacks if isinstance(c, Throughput)]  # type: ignore[attr-defined]
-        speed = speeds[0] if speeds else dict.fromkeys(Throughput.FIGURES)
+        speed = Throughput.of(trainer)
         path = os.path.relpath(checkpoint, self.dir) if checkpoint else None
         self.report |= {
             "train/steps": trainer.global_step,
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
             **speed,
-            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, speed["train/images_per_s"])
-            if self.rank == 0
-            else None,
+            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, speed["train/images_per_s"]),
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": path,

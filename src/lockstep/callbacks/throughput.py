@@ -60,6 +60,12 @@ class Throughput(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close(trainer)
 
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> dict[str, float | None]:
+        """The figures of a run; nothing is known without this callback."""
+        own = [callback for callback in trainer.callbacks if isinstance(callback, cls)]  # type: ignore[attr-defined]
+        return own[0].figures() if own else dict.fromkeys(cls.FIGURES)
+
     def figures(self) -> dict[str, float | None]:
         """Over the whole run, for its report."""
         images, seconds, waited = (

@@ -15,7 +15,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or not 0 < self.p < 1 or x.device.type != "cpu":
+        if not self.training or not 0 < self.p < 1 or not x.is_cpu:
             return super().forward(x)
         dtype, bits = BYTE if (self.p * 256).is_integer() else TWO_BYTES
         values, each = 2**bits, 64 // bits
