@@ -138,7 +138,6 @@ class Recorder:
 
         trainer = self.trainer
         speed = Throughput.of(trainer)
-        path = os.path.relpath(checkpoint, self.dir) if checkpoint else None
         self.report |= {
             "train/steps": trainer.global_step,
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
@@ -146,7 +145,7 @@ class Recorder:
             "train/flops_per_s": flops_per_s(self.cfg, self.data.about, speed["train/images_per_s"]),
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
-            "checkpoint": path,
+            "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
             **self.validated(),
         }
         self.was_validated = trainer.strategy.broadcast("val/acc" in self.report)
