@@ -96,6 +96,7 @@ def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound]
     def job(cfg: DictConfig, world: World) -> None:
         run_dir(cfg).mkdir(parents=True, exist_ok=True)
         build.quiet(world)
+        build.process(cfg, world)
         build.seed(cfg)
         data = build.data(cfg)
         task = build.task(cfg, data)

@@ -56,6 +56,7 @@ def fit_alone(overrides: list[str]) -> dict[str, float]:
 
         run_dir(cfg).mkdir(parents=True)
         build.quiet(world)
+        build.process(cfg, world)
         build.seed(cfg)
         data = build.data(cfg)
         task = build.task(cfg, data)
