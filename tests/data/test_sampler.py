@@ -1,5 +1,6 @@
 """The arithmetic of batches: bijections, the same global batches in every world, each evaluation sample once."""
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -117,12 +118,27 @@ def test_no_sample_comes_twice_in_an_epoch(count, batch, epoch, seed):
     assert set(seen.tolist()) <= set(split.indices(np.arange(count)).tolist())
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 1000])
-def test_how_many_indices_are_computed_at_once_does_not_show(monkeypatch, block):
-    batches = TrainBatches(Split(1009, 0, 1009), batch=12, seed=5, rank=1, world=2, accumulate=3)
-    expected = list(batches)
-    monkeypatch.setattr(sampler, "BLOCK", block)
-    assert np.array_equal(list(batches), expected)
+@pytest.mark.parametrize(("first", "most"), [(1, 1), (1, 7), (1, 10**6), (7, 64), (100, 1000), (10**6, 10**6)])
+def test_how_many_indices_are_computed_at_once_does_not_show(monkeypatch, first, most):
+    split = Split(1009, 0, 1009)
+    batches = TrainBatches(split, batch=12, seed=5, rank=1, world=2, accumulate=3)
+    order = split.indices(permute(np.arange(1008), 1009, 5, 0)).reshape(84, 3, 2, 2)  # step, micro-batch, rank, sample
+    monkeypatch.setattr(sampler, "FIRST_BLOCK", first)
+    monkeypatch.setattr(sampler, "BLOCK", most)
+    assert np.array_equal(list(batches), order[:, :, 1].reshape(-1, 2))
+    batches.resume(0, 100)
+    assert np.array_equal(list(batches), order[:, :, 1].reshape(-1, 2)[100:])
+
+
+@pytest.mark.parametrize("steps_done", [0, 120_000, 10**9 // 4096 - 1])
+def test_a_rank_among_thousands_holds_no_more_of_a_billion_samples_than_its_next(steps_done):
+    batches = TrainBatches(Split(10**9, 0, 10**9), batch=4096, seed=0, rank=4095, world=4096)
+    batches.resume(0, steps_done)
+    tracemalloc.start()
+    next(iter(batches))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10**6
 
 
 def test_an_epoch_longer_than_one_block_is_the_same_in_two_processes():
