@@ -5,12 +5,13 @@ python train.py [key=value ...]      python train.py --help
 
 from omegaconf import DictConfig
 
-from lockstep import launch
+from lockstep import launch, lean
 
 
 def train(cfg: DictConfig, world: launch.World) -> None:
     """One process's part of a run. The config is checked, the data is prepared and the run has its name by now."""
-    from lockstep import build  # torch and lightning, 8 s: not before the config is known to be right
+    with lean.imports():  # torch and lightning, 7 s: not before the config is known to be right
+        from lockstep import build
     from lockstep.report import Recorder
 
     build.quiet(world)
