@@ -214,8 +214,10 @@ def plot(section: Section, path: Path) -> None:
             ylabel=label,
             **({"xscale": "log", "yscale": "log"} if section.log else {"ylim": (0, None)}),
         )
+        if not section.log:
+            axes.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
 
