@@ -46,9 +46,7 @@ def package(module: str) -> str | None:
 def test_packages_do_not_import_each_other_sideways(path):
     own = path.parent.name
     sideways = {package(module) for module in imports(path, top=True)} - {None, own}
-    # The launcher prepares data before it starts processes; that part of data/ is free of torch.
-    allowed = {"data"} if path.name == "cli.py" else set()
-    assert sideways <= allowed
+    assert not sideways
 
 
 def test_the_network_and_the_task_know_no_device():

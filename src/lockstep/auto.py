@@ -4,12 +4,16 @@ So a run that goes on, and its evaluation, compute as it began; processes that d
 must agree (callbacks/plan.py).
 """
 
+from typing import TYPE_CHECKING
+
 from omegaconf import DictConfig, open_dict
 
 from lockstep.config import fused_problem
-from lockstep.data.prepare import Prepared
 from lockstep.hardware import memory_bytes, multiplies_bf16
 from lockstep.world import World, cores
+
+if TYPE_CHECKING:
+    from lockstep.data.prepare import Prepared
 
 MOST_WORKERS = 8  # for each process
 
@@ -30,7 +34,7 @@ def workers(images_bytes: int, world: World) -> int:
     return max(1, min(MOST_WORKERS, cores() // world.devices - 1))
 
 
-def decided(cfg: DictConfig, world: World, prepared: Prepared) -> DictConfig:
+def decided(cfg: DictConfig, world: World, prepared: "Prepared") -> DictConfig:
     """`cfg` with a value in the place of each `auto` that depends on the machine."""
     cfg = cfg.copy()
     with open_dict(cfg):

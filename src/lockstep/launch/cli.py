@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import util
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,13 +18,15 @@ from omegaconf import DictConfig
 from lockstep import CONFIGS, ROOT, signals
 from lockstep.auto import decided
 from lockstep.config import check
-from lockstep.data.prepare import Prepared, prepare
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
 from lockstep.launch import local, recall, slots, sweep
 from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
 from lockstep.launch.identity import identify, restarted, run_dir
 from lockstep.report import mark_ended
 from lockstep.world import ONE_PROCESS, World, rank_of, world_of
+
+if TYPE_CHECKING:
+    from lockstep.data.prepare import Prepared
 
 Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
 INTERRUPTED = 130
@@ -128,8 +130,10 @@ def call(name: str, overrides: list[str]) -> dict[str, Any]:
     return start(script.JOB, name, cfg, overrides)
 
 
-def found_data(cfg: DictConfig) -> Prepared:
+def found_data(cfg: DictConfig) -> "Prepared":
     """Prepares the data and says loudly when it is not the whole set."""
+    from lockstep.data.prepare import prepare  # numpy and filelock, 0.2 s: not for --help or a mistake
+
     found = prepare(cfg.data)
     if found.source == "embedded" and cfg.data.source == "auto" and rank_of() == 0:
         print(
