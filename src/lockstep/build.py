@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import callbacks, checkpoint, console, saving, strategies
+from lockstep import callbacks, checkpoint, console, memory, saving, strategies
 from lockstep.create import create, network
 from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
@@ -183,9 +183,11 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataMo
 
     Raises:
         UserError: torch or Lightning refuses an argument before the first batch.
+        OutOfMemory: memory ran out, in training or in a validation.
     """
     try:
-        trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
+        with memory.explained(cfg, trainer, task, data):
+            trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
     except UserError:
         raise
     except (ValueError, TypeError, InstantiationException, MisconfigurationException) as e:
@@ -198,7 +200,9 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataMo
 def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | Classification) -> dict[str, float]:
     """Figures of a checkpoint, or of a task as it is. The same code after training and in eval.py."""
     subject = task(cfg, data, weights=tested) if isinstance(tested, str) else tested
-    (figures,) = evaluator(cfg, world).test(subject, data, verbose=False, weights_only=True)
+    trainer = evaluator(cfg, world)
+    with memory.explained(cfg, trainer, subject, data):
+        (figures,) = trainer.test(subject, data, verbose=False, weights_only=True)
     return {**figures, "test/count": int(figures["test/count"])}
 
 
@@ -206,5 +210,7 @@ def validate(cfg: DictConfig, world: World, data: DataModule, task: Classificati
     """Validation figures for a run that ended before its first validation; none where validation is turned off."""
     if cfg.trainer.limit_val_batches == 0:
         return {}
-    (figures,) = evaluator(cfg, world).validate(task, data, verbose=False, weights_only=True)
+    trainer = evaluator(cfg, world)
+    with memory.explained(cfg, trainer, task, data):
+        (figures,) = trainer.validate(task, data, verbose=False, weights_only=True)
     return {name: value for name, value in figures.items() if name != "val/count"}

@@ -103,9 +103,15 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Leave trainer.num_nodes out."
 
 
+def accumulated(cfg: DictConfig) -> int:
+    """`trainer.accumulate_grad_batches` as a number: that of the first attempt of `auto`."""
+    given: int | str = cfg.trainer.accumulate_grad_batches
+    return 1 if given == "auto" else int(given)
+
+
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     """Of the batches that are trained on; an evaluation's need not be divisible."""
-    batch, accumulate = cfg.data.batch_size, cfg.trainer.accumulate_grad_batches
+    batch, accumulate = cfg.data.batch_size, accumulated(cfg)
     parts = world.size * accumulate
     if batch % parts:
         low, high = batch // parts * parts, (batch // parts + 1) * parts
@@ -114,6 +120,29 @@ def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             f"data.batch_size={batch} is the global batch; it cannot be divided among {world.size} processes x {accumulate} "
             f"accumulated micro-batches. Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
         )
+
+
+def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    """Of trainer.accumulate_grad_batches=auto, which starts the processes again."""
+    auto = "trainer.accumulate_grad_batches=auto"
+    if cfg.trainer.accumulate_grad_batches != "auto":
+        return
+    if world.external or world.nodes > 1:
+        who = (
+            f"{world.external} has started them"
+            if world.external
+            else "those of other nodes are not Lockstep's to start"
+        )
+        yield (
+            f"{auto} starts the processes anew when memory runs out; {who}. Type trainer.accumulate_grad_batches=1: "
+            "if that does not fit, the error names a number that does."
+        )
+    for key in ("limit_train_batches", "val_check_interval"):
+        if cfg.trainer[key] and (isinstance(cfg.trainer[key], int) or key == "limit_train_batches"):
+            yield (
+                f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} it is not known yet how many make a step. "
+                "Type trainer.accumulate_grad_batches=1, or a larger number."
+            )
 
 
 def image_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -168,7 +197,7 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     trainer = cfg.trainer
-    limit, accumulate = trainer.limit_train_batches, trainer.accumulate_grad_batches
+    limit, accumulate = trainer.limit_train_batches, accumulated(cfg)
     if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):
         yield (
             f"trainer.limit_train_batches={limit} counts micro-batches and must be whole steps of {accumulate}. "
@@ -205,7 +234,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
 
 
 EVALUATION = (device_problems, image_problems, strategy_problems)
-TRAINING = (device_problems, image_problems, batch_problems, strategy_problems, training_problems)
+TRAINING = (device_problems, image_problems, batch_problems, auto_problems, strategy_problems, training_problems)
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:

@@ -27,6 +27,17 @@ class Pruned(TrainingFailed):
     status = "pruned"
 
 
+class OutOfMemory(TrainingFailed):
+    """Memory ran out. `accumulate` is the trainer.accumulate_grad_batches to go on with; None where no number helps."""
+
+    def __init__(self, message: str, accumulate: int | None = None) -> None:
+        super().__init__(message, accumulate)  # both, for pickle: a job of a sweep may run elsewhere
+        self.accumulate = accumulate
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class RunFailed(RuntimeError):
     """A process of the run ended with an error that it has reported itself."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.errors import UserError
+from lockstep.launch.fitting import batches
 from lockstep.launch.identity import run_dir
 from lockstep.launch.recall import evaluation_file
 from lockstep.provenance import git_sha, peak_memory_bytes, versions
@@ -71,7 +72,7 @@ class Recorder:
             "devices": world.devices,
             "nodes": world.nodes,
             "precision": str(cfg.trainer.precision),
-            "batch_size": cfg.data.batch_size,
+            **batches(cfg, world),
             "seed": cfg.seed,
             "data/name": cfg.data.name,
             "data/source": data.prepared.source,

@@ -17,6 +17,9 @@ class Kind:
     takes: str
     example: str
 
+    def or_auto(self) -> "Kind":
+        return Kind(lambda v: v == "auto" or self.accepts(v), f"{self.takes}, or auto", self.example)
+
     def or_null(self) -> "Kind":
         return Kind(lambda v: v is None or self.accepts(v), f"{self.takes}, or null", self.example)
 
@@ -125,7 +128,7 @@ KEYS: dict[str, Kind] = {
     "trainer.enable_checkpointing": FLAG,
     "trainer.enable_progress_bar": FLAG,
     "trainer.enable_model_summary": FLAG,
-    "trainer.accumulate_grad_batches": whole(1, 2),
+    "trainer.accumulate_grad_batches": whole(1, 2).or_auto(),
     "trainer.gradient_clip_val": number(0, 1.0, above=True).or_null(),
     "trainer.gradient_clip_algorithm": one_of("norm", "value", None),
     "trainer.deterministic": one_of(True, False, "warn", None, example="true"),

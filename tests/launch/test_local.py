@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import RunFailed
-from lockstep.launch import local
+from lockstep.errors import OutOfMemory, RunFailed
+from lockstep.launch import fitting, local
 from lockstep.launch.compose import compose_config
 from lockstep.world import World
 
@@ -21,7 +21,8 @@ WORLD = World("cpu", 2, 1, "ddp")
 WORKER = """
 import json, os, sys, time
 from pathlib import Path
-from lockstep.launch.local import received_job
+from lockstep.errors import OutOfMemory
+from lockstep.launch.local import received_job, told
 cfg, world = received_job()
 local_rank = os.environ["LOCAL_RANK"]
 folder = Path(__file__).parent
@@ -30,6 +31,13 @@ folder = Path(__file__).parent
 what = sys.stdin  # the parent's pipe; never read here
 if (folder / f"fail{local_rank}").exists():
     sys.exit(int((folder / f"fail{local_rank}").read_text()))
+def out_of_memory():
+    raise OutOfMemory("it does not fit", json.loads((folder / f"memory{local_rank}").read_text()))
+if (folder / f"memory{local_rank}").exists():
+    told(out_of_memory)
+if (folder / f"killed{local_rank}").exists():
+    (folder / "vmstat").write_text((folder / f"killed{local_rank}").read_text())
+    os.kill(os.getpid(), 9)
 if (folder / "wait").exists():
     time.sleep(600)
 print(f"hello from {local_rank}", flush=True)
@@ -95,6 +103,36 @@ def test_one_that_fails_ends_the_others(worker, failing, code, expected):
         local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
     assert error.value.exit_code == expected
     assert all(gone(pid) for pid in started(worker))
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"), [({1: 4}, 4), ({0: 2, 1: 8}, 8), ({0: 2, 1: None}, None)], ids=["one", "both", "no help"]
+)
+def test_out_of_memory_in_one_ends_all_and_is_told_once(answers, expected, worker, capfd):
+    for rank, answer in answers.items():
+        (worker.parent / f"memory{rank}").write_text(json.dumps(answer))
+    (worker.parent / "wait").touch()
+    began_s = time.monotonic()
+    with pytest.raises(OutOfMemory, match="it does not fit") as error:
+        local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+    assert error.value.accumulate == expected
+    assert time.monotonic() - began_s < local.GRACE_S
+    assert all(gone(pid) for pid in started(worker))
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("kills", "accumulate", "part"), [(1, 2, "by the kernel: memory ran out"), (0, None, "by SIGKILL; where nobody")]
+)
+def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumulate, part, worker, monkeypatch):
+    monkeypatch.setattr(fitting, "VMSTAT", worker.parent / "vmstat")
+    (worker.parent / "vmstat").write_text("oom_kill 0")
+    (worker.parent / "killed1").write_text(f"oom_kill {kills}")
+    (worker.parent / "wait").touch()
+    with pytest.raises(OutOfMemory, match=part) as error:
+        local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+    assert error.value.accumulate == accumulate
+    assert "trainer.accumulate_grad_batches=2 (the global batch stays 64)" in str(error.value)
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])

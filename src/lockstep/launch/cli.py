@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from lockstep import CONFIGS, ROOT, signals
 from lockstep.auto import decided
 from lockstep.config import check
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
-from lockstep.launch import local, recall, slots, sweep
+from lockstep.launch import fitting, local, recall, slots, sweep
 from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
 from lockstep.launch.identity import identify, restarted, run_dir
 from lockstep.report import mark_ended
@@ -38,7 +37,7 @@ def main(job: Job, name: str) -> None:
     received = local.received_job()
     if received is not None:
         with signals.noted():
-            code = reported(partial(job, *received), received[1].rank)
+            code = reported(partial(local.told, partial(job, *received)), received[1].rank)
         if code:  # gloo's threads are in the middle of something, and may abort a process that ends in the usual way
             sys.stdout.flush()
             sys.stderr.flush()
@@ -152,6 +151,7 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     Raises:
         UserError: the config or the input is wrong.
         RunFailed: another process failed; it has said why.
+        TrainingFailed: it went wrong in a way that is known, as when memory runs out.
     """
     evaluating = name == "eval"
     again = not evaluating and (cfg.resume == "auto" or restarted())
@@ -163,15 +163,16 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     data = found_data(cfg)
     cfg = identify(decided(cfg, world, data), data.source)
     if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
-        for left in ("config.yaml", "metrics.csv"):
-            (run_dir(cfg) / left).unlink(missing_ok=True)
-        shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
+        fitting.begin_anew(cfg)
+    in_processes = partial(local.run_processes, ROOT / f"{name}.py")
     with signals.noted():
         try:
-            if world.external or world.strategy in ONE_PROCESS:
+            if cfg.trainer.accumulate_grad_batches == "auto":
+                fitting.until_it_fits(in_processes, cfg, world)
+            elif world.external or world.strategy in ONE_PROCESS:
                 job(cfg, world)
             else:
-                local.run_processes(ROOT / f"{name}.py", cfg, world)
+                in_processes(cfg, world)
         except BaseException as e:
             if world.rank == 0:
                 mark_ended(run_dir(cfg), e)

@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import signals
-from lockstep.errors import RunFailed
+from lockstep.errors import OutOfMemory, RunFailed
+from lockstep.launch.fitting import kernel_kills, killed
 from lockstep.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
+WORDS = "LOCKSTEP_WORDS"  # the file for what a process has to tell its parent
 LAST_WORDS_S = 2.0  # after one has failed, for the others to fail by themselves: rank 0 may be writing the report
 SAVING_S = 60.0  # the same after a warning: rank 0 may be finishing W&B's run
 GRACE_S = 10.0  # from being asked to end to being killed
@@ -35,15 +39,21 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def count(world: World) -> int:
+    """Processes of this node."""
+    return world.size // world.nodes
+
+
 def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> dict[str, str]:
     job = {
         "config": OmegaConf.to_container(cfg, resolve=True),
         "world": {**asdict(world), "rank": world.rank + local_rank},
     }
-    threads = max(1, cores() // world.devices)  # as many as cores would slow each other down
+    # As many threads as cores would slow each other down. A process that is alone has as many as one that was typed.
+    several = {"OMP_NUM_THREADS": str(max(1, cores() // count(world)))} if count(world) > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
     return {
-        "OMP_NUM_THREADS": str(threads),
+        **several,
         **os.environ,
         **here,
         "RANK": str(world.rank + local_rank),
@@ -69,24 +79,53 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
+def told(call: Callable[[], None]) -> None:
+    """Runs `call`. When memory runs out, the parent is told, and ends all: would this process end by itself, the others
+    would fail as well, each with a traceback about a connection that is gone."""
+    path = Path(os.environ.pop(WORDS))
+    try:
+        call()
+    except OutOfMemory as e:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(e.args))
+        part.rename(path)
+        time.sleep(GRACE_S)
+        raise
+
+
 def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
-    """Runs `script` once for each device of this node and waits.
+    """Runs `script` once for each process of this node and waits.
 
     Raises:
         RunFailed: with the exit code of the first process that failed; the others have been ended.
+        OutOfMemory: memory ran out in one of them.
     """
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        words = [Path(folder) / str(local_rank) for local_rank in range(count(world))]
+        kills = kernel_kills()
+        code = run_and_wait(script, cfg, world, words)
+        said = [OutOfMemory(*json.loads(path.read_text())) for path in words if path.exists()]
+    if said:  # one that nothing helps, or else the one that needs the smallest micro-batch
+        raise max(said, key=lambda e: e.accumulate or float("inf"))
+    if code == -9:  # SIGKILL, which Windows does not have
+        raise killed(cfg, world, by_kernel=kernel_kills() > kills)
+    if code:
+        raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
+
+
+def run_and_wait(script: Path, cfg: DictConfig, world: World, words: Sequence[Path]) -> int:
     port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=environment(cfg, world, local_rank, port),
+            env=environment(cfg, world, local_rank, port) | {WORDS: str(path)},
             stdin=subprocess.PIPE,
             stdout=None if world.rank + local_rank == 0 else subprocess.DEVNULL,
         )
-        for local_rank in range(world.devices)
+        for local_rank, path in enumerate(words)
     ]
     try:
-        code = wait(processes)
+        return wait(processes, words)
     except KeyboardInterrupt:
         end(processes, signal.SIGINT)
         raise
@@ -94,12 +133,11 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         for process in processes:  # one has failed: the others wait for it, and a SIGTERM only asks them to save
             process.kill()
         end(processes, signal.SIGTERM)
-    if code:
-        raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
 
 
-def wait(processes: list[subprocess.Popen[bytes]]) -> int:
+def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = ()) -> int:
     """0 when all have ended well, else the first exit code that is not 0; the others had LAST_WORDS_S by then.
+    One that has written its file of `words` waits to be ended, and counts as failed with 1.
 
     Warnings of the system are passed on: the processes save what they have, and end.
     """
@@ -109,10 +147,11 @@ def wait(processes: list[subprocess.Popen[bytes]]) -> int:
             tell(processes, warning)
             told += 1
         codes = [process.poll() for process in processes]
-        failed = [code for code in codes if code]
+        waiting = sum(path.exists() for path in words)
+        failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
             first, deadline = failed[0], time.monotonic() + (SAVING_S if told else LAST_WORDS_S)
-        if None not in codes or time.monotonic() > deadline:
+        if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)
 
