@@ -139,6 +139,20 @@ def test_a_mistake_is_told_with_what_is_possible(line):
         assert part in told[0]
 
 
+def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypatch):
+    auto = ["strategy=ddp", "trainer.accelerator=cpu", "trainer.accumulate_grad_batches=auto"]
+    assert problems(*auto, "trainer.devices=2", "trainer.val_check_interval=0.5") == []
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+        monkeypatch.setenv(name, "0")
+    (told,) = problems(*auto, "trainer.num_nodes=2", "run=a")
+    assert "more than one parent has started them" in told
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    (told,) = problems(*auto)
+    assert "torchrun has started them" in told
+    assert "trainer.accumulate_grad_batches=1" in told
+
+
 def test_all_mistakes_are_told_at_once():
     told = problems(
         "optim.lrr=1", "data.image_size=0", "strategy=single", "trainer.devices=4", "trainer.accelerator=cpu"

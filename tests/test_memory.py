@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import compare_runs
@@ -12,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 import lockstep
+from lockstep import ROOT
 from lockstep.errors import OutOfMemory
 from lockstep.launch import fitting
 from lockstep.launch.compose import compose_config
@@ -64,6 +67,7 @@ def batches(runs: Path, run: str) -> tuple[int, int, int]:
     return report["batch_size"], accumulate, report["micro_batch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=NO_GPU)])
 def test_auto_ends_as_the_run_typed_with_the_number_that_it_found(accelerator, little):
     here = f"trainer.accelerator={accelerator}"
@@ -131,6 +135,36 @@ def test_auto_goes_on_from_the_last_checkpoint_and_begins_with_the_micro_batch_t
     assert again.code == 0, again
     assert words(again.err) == []
     assert batches(little.folder, "auto")[1] == report["accumulate_grad_batches"]
+
+
+@pytest.fixture
+def container(tmp_path):
+    """The folder of a control group of 1,200 MiB, as a container's is."""
+    places = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")]
+    top, key = next(((top, key) for top, key in places if Path(top, "cgroup.procs").exists()), ("", ""))
+    group = Path(top, f"lockstep-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / key).write_text(str(1200 * 2**20))
+        if (group / "memory.swap.max").exists():
+            (group / "memory.swap.max").write_text("0")
+    except OSError:
+        pytest.skip("control groups cannot be made here")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_auto_goes_on_after_the_kernel_has_ended_a_process(container, command):
+    options = [*LARGE, "data.image_size=64", "data.batch_size=512", CPU, "run=auto", AUTO, f"data.root={command.data}"]
+    train = [sys.executable, str(ROOT / "train.py"), *options, f"data.cache_dir={command.cache}"]
+    inside = ["sh", "-c", f'echo $$ > {container}/cgroup.procs && exec "$@"', "sh", *train]
+    kills = fitting.kernel_kills()
+    done = subprocess.run(inside, cwd=command.folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert batches(command.folder / "runs", "auto")[1] > 1
+    assert fitting.kernel_kills() - kills >= len(done.stderr.splitlines()) >= 1
+    assert all(line.startswith("a micro-batch of ") for line in done.stderr.splitlines())
 
 
 # --- what is said, with a network that torch refuses memory to ---

@@ -18,6 +18,7 @@ def train(overrides: list[str] | None = None) -> dict[str, Any]:
     Raises:
         UserError: the config or the input is wrong; nothing was started.
         RunFailed: a process of the run failed.
+        TrainingFailed: it went wrong in a known way: OutOfMemory, a loss that is no number.
     """
     from lockstep.launch.cli import call
 

@@ -128,13 +128,9 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     if cfg.trainer.accumulate_grad_batches != "auto":
         return
     if world.external or world.nodes > 1:
-        who = (
-            f"{world.external} has started them"
-            if world.external
-            else "those of other nodes are not Lockstep's to start"
-        )
+        who = world.external or "more than one parent"
         yield (
-            f"{auto} starts the processes anew when memory runs out; {who}. Type trainer.accumulate_grad_batches=1: "
+            f"{auto} starts the processes again when memory runs out, and {who} has started them. Type trainer.accumulate_grad_batches=1: "
             "if that does not fit, the error names a number that does."
         )
     for key in ("limit_train_batches", "val_check_interval"):
