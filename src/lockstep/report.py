@@ -180,8 +180,7 @@ class Recorder:
             handler.close()
         logging.captureWarnings(False)
         if isinstance(error, UserError):  # a mistake found late: leave everything as it was
-            self.undo()
-            return
+            return self.undo()
         write_json(self.dir / "report.json", self.report)
         if error is None:
             self.show()
@@ -207,7 +206,7 @@ class Recorder:
         write_html(self.dir, self.report, read_metrics(self.dir / "metrics.csv"), self.cfg)
         report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
         first_s = report["train/first_step_s"]
-        compiling = f", {first_s:.1f} s of it compiling (the first step)" if self.cfg.compile and first_s else ""
+        compiling = f", {first_s:.1f} s of it in the first step, compiling" if self.cfg.compile and first_s else ""
         rows = [
             ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
             ("test loss", number(report["test/loss"])),
