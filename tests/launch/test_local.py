@@ -135,6 +135,20 @@ def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumula
     assert "trainer.accumulate_grad_batches=2 (the global batch stays 64)" in str(error.value)
 
 
+@pytest.mark.parametrize("part", ["last.ckpt.part", "last.ckpt"])
+def test_one_that_writes_a_checkpoint_has_time_to_finish_it(part, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "LAST_WORDS_S", 0.0)
+    (tmp_path / part).touch()
+    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    assert failed.wait(60) == 3
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as writer:
+        ends = threading.Timer(1.0, lambda: writer.communicate(b"\n"))
+        ends.start()
+        assert local.wait([failed, writer], checkpoints=tmp_path) == 3
+        assert (writer.poll() == 0) == (part == "last.ckpt.part")
+        ends.join()
+
+
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])
 def test_none_is_left_when_the_parent_is_ended(worker, how, code):
     (worker.parent / "wait").touch()

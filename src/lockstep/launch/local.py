@@ -24,12 +24,15 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import signals
 from lockstep.errors import OutOfMemory, RunFailed
 from lockstep.launch.fitting import kernel_kills, killed
+from lockstep.launch.identity import run_dir
 from lockstep.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
 WORDS = "LOCKSTEP_WORDS"  # the file for what a process has to tell its parent
 LAST_WORDS_S = 2.0  # after one has failed, for the others to fail by themselves: rank 0 may be writing the report
-SAVING_S = 60.0  # the same after a warning: rank 0 may be finishing W&B's run
+SAVING_S = (
+    60.0  # the same after a warning, for rank 0 may be finishing W&B's run, and while a checkpoint is being written
+)
 GRACE_S = 10.0  # from being asked to end to being killed
 
 
@@ -125,7 +128,7 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, words: Sequence[Pa
         for local_rank, path in enumerate(words)
     ]
     try:
-        return wait(processes, words)
+        return wait(processes, words, run_dir(cfg) / "checkpoints")
     except KeyboardInterrupt:
         end(processes, signal.SIGINT)
         raise
@@ -135,7 +138,9 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, words: Sequence[Pa
         end(processes, signal.SIGTERM)
 
 
-def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = ()) -> int:
+def wait(
+    processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), checkpoints: Path | None = None
+) -> int:
     """0 when all have ended well, else the first exit code that is not 0; the others had LAST_WORDS_S by then.
     One that has written its file of `words` waits to be ended, and counts as failed with 1.
 
@@ -150,7 +155,8 @@ def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = ()) -
         waiting = sum(path.exists() for path in words)
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
-            first, deadline = failed[0], time.monotonic() + (SAVING_S if told else LAST_WORDS_S)
+            saving = told or (checkpoints and any(checkpoints.glob("*.part")))
+            first, deadline = failed[0], time.monotonic() + (SAVING_S if saving else LAST_WORDS_S)
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)
