@@ -5,7 +5,9 @@ In all else they are what launch/local.py starts: real processes with the same e
 
 import multiprocessing
 import os
+import resource
 import sys
+import threading
 import time
 from importlib import util
 from multiprocessing.process import BaseProcess
@@ -70,6 +72,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
 # --- kills ---
 
 KILL_AT, KILL_RANK, COUNT = "TEST_KILL_AT", "TEST_KILL_RANK", "TEST_COUNT_EVENTS"
+ROOM = "TEST_ROOM"  # where it is set, the disk has no more room for larger files from that moment on, instead of a kill
 
 
 def count_events() -> None:
@@ -80,15 +83,18 @@ def count_events() -> None:
     from lockstep.callbacks import FiniteLoss
     from lockstep.loggers import MetricsCsv
 
-    at, seen = int(os.environ[KILL_AT]), [0]
+    at, seen, one_thread = int(os.environ[KILL_AT]), [0], threading.Lock()
 
     def event(name: str) -> None:
-        seen[0] += 1
-        if COUNT in os.environ:
-            with Path(os.environ[COUNT]).open("a") as file:
-                file.write(f"{name}\n")
-        if seen[0] == at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with one_thread:
+            seen[0] += 1
+            if COUNT in os.environ:
+                with Path(os.environ[COUNT]).open("a") as file:
+                    file.write(f"{name}\n")
+            if seen[0] == at and ROOM in os.environ:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ[ROOM]), resource.RLIM_INFINITY))
+            elif seen[0] == at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def around(owner: object, name: str) -> None:
         original = getattr(owner, name)

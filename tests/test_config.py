@@ -122,6 +122,7 @@ BAD = {
         "Leave optim.fused out",
     ],
     "data.num_workers=many": ["data.num_workers=many", "or auto"],
+    "checkpoint.background=false trainer.enable_checkpointing=false": ["checkpoint.background=false has no effect"],
     "data.prefetch_factor=4": ["data.prefetch_factor=4 has no effect without workers", "data.num_workers=2"],
     "data.persistent_workers=false": ["no effect without workers"],
     "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],

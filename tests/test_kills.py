@@ -13,6 +13,7 @@ from lockstep.launch import cli
 
 SETUPS = {
     "single": ["strategy=single"],
+    "at once": ["strategy=single", "checkpoint.background=false"],
     "plain": [
         "strategy=single",
         "callbacks.early_stopping.patience=9",
@@ -82,6 +83,27 @@ def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, kind
         assert files(f"killed-{at}") == files("whole"), place
 
 
+@pytest.mark.parametrize(("setup", "rank"), [("single", 0), ("shards", 1)])
+def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_room(setup, rank, train, monkeypatch):
+    names = events(train, monkeypatch, setup, rank)
+    monkeypatch.setenv(forked_processes.KILL_AT, str(len(names) // 2))
+    monkeypatch.setenv(forked_processes.ROOM, "100000")
+    with pytest.raises(RunFailed):
+        train("run=full", *SETUPS[setup])
+    report = json.loads(Path("runs/full/report.json").read_text())
+    assert (report["status"], "could not be saved" in report["error"]) == ("failed", True)
+    kept = files("full")
+    assert {"checkpoints/last.ckpt" + ("/rest.pt" if setup == "shards" else "")} <= kept
+    assert not [path for path in kept if ".part" in path]
+    monkeypatch.delenv(forked_processes.ROOM)
+    monkeypatch.setenv(forked_processes.KILL_AT, "0")
+    train("run=full", *SETUPS[setup])
+    found = compare_runs.compare(
+        *(compare_runs.find(run, Path("runs")) for run in ("whole", "full")), exact=True, tolerance=0
+    )
+    assert {section: lines for section, lines in found.items() if lines} == {}
+
+
 def files(run: str) -> set[str]:
     return {str(path.relative_to(f"runs/{run}")) for path in Path("runs", run).rglob("*") if path.is_file()}
 
@@ -103,7 +125,7 @@ def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("setup", "rank", "kinds"),
-    [("single", 0, slice(None)), ("ddp", 0, slice(0, None, 8)), ("ddp3", 0, slice(1, None, 10)), ("fsdp", 0, slice(1, None, 8)),
+    [("single", 0, slice(None)), ("at once", 0, slice(0, None, 6)), ("ddp", 0, slice(0, None, 8)), ("ddp3", 0, slice(1, None, 10)), ("fsdp", 0, slice(1, None, 8)),
      ("fsdp", 1, slice(1)), ("shards", 0, slice(2, None, 6)), ("shards", 1, slice(1, 2))],
 )  # fmt: skip
 def test_a_run_that_is_killed_at_any_kind_of_moment_ends_alike(setup, rank, kinds, train, monkeypatch):

@@ -16,6 +16,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import callbacks, checkpoint, console, memory, saving, strategies
+from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.create import create, network
 from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
@@ -128,7 +129,7 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
         if cfg.trainer.limit_val_batches != 0:
             own.append(saving.best_checkpoints(cfg, folder))
         own.append(last := saving.last_checkpoint(cfg, folder))
-        save = last.save
+        save = last.save_and_wait
     own.append(callbacks.Preemption(save))
     return lightning_trainer(cfg, world, callbacks=[*map(create, cfg.callbacks.values()), *own], logger=loggers(cfg))
 
@@ -157,7 +158,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
     strategy = create(cfg.strategy, environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
-    plugins: list[Any] = [saving.AtomicCheckpointIO()]
+    plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.get("background", True))]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
     try:

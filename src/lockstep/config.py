@@ -214,6 +214,8 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
     if not trainer.enable_checkpointing and cfg.checkpoint.every_n_steps:
         yield "checkpoint.every_n_steps has no effect with trainer.enable_checkpointing=false. Leave one of them out."
+    if not trainer.enable_checkpointing and not cfg.checkpoint.get("background", True):
+        yield "checkpoint.background=false has no effect with trainer.enable_checkpointing=false. Leave one of them out."
     if cfg.model.get("pretrained") and cfg.model.get("checkpoint_path"):
         yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."
     if cfg.init_from and (cfg.model.get("pretrained") or cfg.model.get("checkpoint_path")):

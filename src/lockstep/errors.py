@@ -21,6 +21,10 @@ class Preempted(TrainingFailed):
     status = "preempted"  # in report.json
 
 
+class NotSaved(TrainingFailed):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
 class Pruned(TrainingFailed):
     """A sweep has given up this trial."""
 

@@ -1,40 +1,25 @@
 """When checkpoints are saved, and from where in the training a checkpoint goes on."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from omegaconf import DictConfig
 
 from lockstep import shards
+from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.errors import UserError
 from lockstep.launch.find import BEST
 
 
-class AtomicCheckpointIO(CheckpointIO):
-    """One file, which takes its name when it is whole and on the disk: a crash leaves the one before."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        shards.remove(part)
-        shards.write(checkpoint, part)
-        shards.take_place(part, path)
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Only tensors and plain values are read, whatever the caller says: a checkpoint cannot run code."""
-        loaded: dict[str, Any] = shards.load(Path(path)) if Path(path).is_dir() else shards.open_file(Path(path))
-        return loaded
-
-    def remove_checkpoint(self, path: str | Path) -> None:
-        shards.remove(Path(path))
+def wait_until_saved(trainer: pl.Trainer) -> None:
+    """What was begun is on the disk, as every process sees it. Raises NotSaved."""
+    io = trainer.strategy.checkpoint_io
+    if isinstance(io, AtomicCheckpointIO):
+        io.drain()
+    trainer.strategy.barrier()
 
 
 class Position(pl.Callback):
@@ -115,6 +100,10 @@ class LastCheckpoint(Checkpoint):
             trainer.save_checkpoint(self.path, weights_only=False)
             self.saved_at = trainer.global_step
 
+    def save_and_wait(self, trainer: pl.Trainer) -> None:
+        self.save(trainer)
+        wait_until_saved(trainer)
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """The checkpoint that a run goes on from is its last one: newer ones, of a past that is given up, would be taken
         the next time, and a run with nothing left to train would not get one."""
@@ -155,6 +144,7 @@ class LastCheckpoint(Checkpoint):
         self.save(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        wait_until_saved(trainer)
         self.tidy(trainer)  # where nothing was left to train
 
     def tidy(self, trainer: pl.Trainer) -> None:

@@ -84,6 +84,7 @@ KEYS: dict[str, Kind] = {
     "checkpoint.save_top_k": whole(1, 1),
     "checkpoint.every_n_steps": whole(1, 100).or_null(),
     "checkpoint.sharded": FLAG,
+    "checkpoint.background": FLAG,
     "data.name": TEXT,
     "data.root": TEXT,
     "data.source": one_of("auto", "disk", "download", "embedded"),

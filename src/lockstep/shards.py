@@ -48,7 +48,7 @@ def divide(tree: Any, shards: dict[str, Any], place: str = "") -> Any:
             raise ValueError(f"sharded by rows over one mesh dimension is what can be saved, not {tree.placements}")
         note, mesh = f"{NOTE}{place}", tree.device_mesh
         first, _ = share(tree.shape[0], mesh.get_local_rank(), mesh.size())
-        shards[note] = {"first": first, "shape": list(tree.shape), "rows": tree.to_local().detach().cpu()}
+        shards[note] = {"first": first, "shape": list(tree.shape), "rows": tree.to_local().detach()}
         return note
     if isinstance(tree, dict):
         return {key: divide(value, shards, f"{place}/{key}") for key, value in tree.items()}
@@ -57,11 +57,9 @@ def divide(tree: Any, shards: dict[str, Any], place: str = "") -> Any:
     return tree
 
 
-def save(content: dict[str, Any], folder: Path, rank: int, world: int) -> None:
-    """This process's part. `folder` exists; the checkpoint is whole when every process is through."""
-    shards: dict[str, Any] = {}
-    rest = divide(content, shards)
-    write(shards, folder / f"shard-{rank:05}-of-{world:05}.pt")
+def save(rest: Any, own: dict[str, Any], folder: Path, rank: int, world: int) -> None:
+    """This process's part, as `divide` made it. `folder` exists; the checkpoint is whole when every process is through."""
+    write(own, folder / f"shard-{rank:05}-of-{world:05}.pt")
     if rank == 0:
         write(rest, folder / REST)
 

@@ -20,7 +20,7 @@ def sharded(folder: Path, world: int) -> Path:
     """As `world` processes leave it; without any, since no tensor is sharded here."""
     folder.mkdir(parents=True)
     for rank in range(world):
-        shards.save(CONTENT, folder, rank, world)
+        shards.save(CONTENT, {}, folder, rank, world)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from lockstep import shards
+from lockstep.checkpoint_io import AtomicCheckpointIO
 from lockstep.errors import UserError
 from lockstep.strategies.one_format import OneFormat, gathered
 
@@ -69,6 +71,7 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
         )
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
+        self.writers: Any = None  # the group of the threads that write shards
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
@@ -131,16 +134,43 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
             return
+        if self.writers is None:
+            self.writers = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
+        own: dict[str, Any] = {}
+        content = {"rest": shards.divide(checkpoint, own), "own": own}
+        assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
+        self.checkpoint_io.save(content, path, self.write_shards, checkpoint["global_step"])
+
+    def write_shards(self, content: dict[str, Any], path: Path) -> None:
+        """In the thread that writes, beside the training: the processes wait for each other in a group of their own."""
         part = path.with_name(path.name + ".part")
-        if self.is_global_zero:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        self.barrier()
-        shards.save(checkpoint, part, self.global_rank, self.world_size)
-        self.barrier()
+        with self.in_all_or_none():
+            if self.is_global_zero:
+                shutil.rmtree(part, ignore_errors=True)
+                part.mkdir(parents=True)
+        with self.in_all_or_none():
+            shards.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
         if self.is_global_zero:
             shards.take_place(part, path)
-        self.barrier()
+
+    @contextmanager
+    def in_all_or_none(self) -> Iterator[None]:
+        """Waits for the other processes. Raises in all of them what failed in one."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as e:
+            error = e
+        good = torch.tensor(int(error is None))
+        torch.distributed.all_reduce(good, torch.distributed.ReduceOp.MIN, group=self.writers)
+        if error:
+            raise error
+        if not good:
+            raise OSError("another process could not write its part")
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy leaves it out
 
 
 def fsdp(
