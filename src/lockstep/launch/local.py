@@ -138,9 +138,7 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, words: Sequence[Pa
         end(processes, signal.SIGTERM)
 
 
-def wait(
-    processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), checkpoints: Path | None = None
-) -> int:
+def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), checkpoints: Path | None = None) -> int:
     """0 when all have ended well, else the first exit code that is not 0; the others had LAST_WORDS_S by then.
     One that has written its file of `words` waits to be ended, and counts as failed with 1.
 
