@@ -15,10 +15,12 @@ import contextlib
 import importlib.util
 import math
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -69,7 +71,7 @@ class Plan:
     accuracy: bool
 
 
-def chosen(peers: str, world: int) -> dict[str, tuple[str, list[str]]]:
+def chosen(peers: str, world: int, also: Sequence[str] = ()) -> dict[str, tuple[str, list[str]]]:
     """Contenders by name. Peers whose package is not installed are left out, with a line that says so."""
     names = peers.split(",")
     if unknown := set(names) - set(PEERS):
@@ -81,7 +83,7 @@ def chosen(peers: str, world: int) -> dict[str, tuple[str, list[str]]]:
         else:
             say(f"{name} is left out: it is not installed. Type uv run --group peers scripts/benchmark.py")
     ours = {name: what for name, what in OURS.items() if world == 1 or what[0] == "lockstep"}
-    return found | ours
+    return found | ours | {f"lockstep {options}": ("lockstep", options.split()) for options in also}
 
 
 def planned(args: argparse.Namespace) -> Plan:
@@ -156,9 +158,10 @@ def command(args: argparse.Namespace) -> str:
     """What to type for the same again, without folders of this machine."""
     options = []
     for key, value in vars(args).items():
-        if key not in ("data_root", "out") and value != arguments([]).__dict__[key]:
+        if key not in ("data_root", "out", "also") and value != arguments([]).__dict__[key]:
             no = "no-" if value is False else ""
             options.append(f"--{no}{key.replace('_', '-')}" + ("" if isinstance(value, bool) else f" {value}"))
+    options += [f"--also {shlex.quote(also)}" for also in args.also]
     return " ".join(["python scripts/benchmark.py", *options])
 
 
@@ -177,7 +180,9 @@ def page(args: argparse.Namespace, plan: Plan, figures: Contenders) -> str:
 
 def main(args: argparse.Namespace) -> None:
     plan = planned(args)
-    figures = measure(args, plan, chosen(args.peers or ("plain" if args.quick else ",".join(PEERS)), args.world))
+    figures = measure(
+        args, plan, chosen(args.peers or ("plain" if args.quick else ",".join(PEERS)), args.world, args.also)
+    )
     print(page(args, plan, figures))
     if args.out:
         args.out.write_text(page(args, plan, figures))
@@ -193,6 +198,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--world", type=int, default=1, help="processes of each contender")
     parser.add_argument("--peers", help=f"which of {','.join(PEERS)}; default: all, with --quick plain")
+    parser.add_argument(
+        "--also", action="append", default=[], help="Lockstep with these options as well: 'compile=true'"
+    )
     parser.add_argument("--data-root", type=Path, help="data.root of all contenders")
     parser.add_argument("--batch-size", type=int, help="global batch of one optimizer step")
     parser.add_argument("--segment", type=int, help="optimizer steps of a turn")

@@ -78,6 +78,10 @@ def test_a_peer_that_is_not_installed_is_left_out_and_says_how_to_install_it(mon
     assert list(found) == ["plain", "transformers", *benchmark.OURS]
     assert "accelerate is left out" in (said := capsys.readouterr().err) and "uv run --group peers" in said
     assert not any("upper bound" in name for name in benchmark.chosen("plain", world=2))
+    assert benchmark.chosen("plain", 1, ["compile=true tf32=true"])["lockstep compile=true tf32=true"] == (
+        "lockstep",
+        ["compile=true", "tf32=true"],
+    )
     with pytest.raises(UserError, match=r"jax is unknown; use some of plain,accelerate,transformers"):
         benchmark.chosen("plain,jax", world=1)
 
