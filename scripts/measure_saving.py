@@ -83,6 +83,7 @@ def timed_run(cfg: DictConfig, world: World) -> None:
 
     run_dir(cfg).mkdir(parents=True, exist_ok=True)
     build.quiet(world)
+    build.process(cfg, world)
     build.seed(cfg)
     vars(build)["network"] = lambda *_, **__: mlp(int(os.environ[PARAMETERS]))
     data = build.data(cfg)

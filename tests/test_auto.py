@@ -57,22 +57,6 @@ def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], True),
-        (["optim=sgd"], True),
-        (["optim=sgd", "strategy=fsdp"], False),
-        (["strategy=fsdp"], True),
-        (["trainer.precision=16-mixed"], True),
-        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], False),
-        (["optim.fused=false"], False),
-    ],
-)
-def test_optimizers_are_fused_where_they_can_be(overrides, expected):
-    assert decided(*overrides).optim.fused is expected
-
-
-@pytest.mark.parametrize(
     ("size", "cores", "devices", "expected"),
     [(10, 16, 4, 0), (60, 16, 4, 3), (60, 2, 1, 1), (60, 2, 4, 1), (60, 128, 2, 8)],
 )
@@ -89,6 +73,8 @@ def test_workers_load_what_does_not_fit_into_memory(monkeypatch, size, cores, de
         ("torchrun", {"OMP_NUM_THREADS": "1"}, 4),  # what torchrun sets by itself
         ("torchrun", {"OMP_NUM_THREADS": "3"}, None),
         ("slurm", {}, 4),
+        ("slurm", {"SLURM_CPUS_ON_NODE": "4"}, 2),  # of the node's 8
+        ("slurm", {"SLURM_CPUS_ON_NODE": "16"}, 8),  # bound to these
         ("slurm", {"SLURM_CPUS_PER_TASK": "6"}, 6),
         ("slurm", {"OMP_NUM_THREADS": "2"}, None),
     ],

@@ -12,7 +12,7 @@ from lockstep.data import files
 from lockstep.data.prepare import prepare
 from lockstep.launch.compose import compose_config
 from lockstep.launch.identity import identify
-from lockstep.world import world_of
+from lockstep.world import World, world_of
 
 SMALL = [
     "trainer.accelerator=cpu",
@@ -103,3 +103,30 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
     small = ["data.batch_size=4", "data.eval_batch_size=4", "trainer.max_steps=1", "data.image_size=28"]
     report = lockstep.train([f"experiment={recipe}", f"data.root={root}", f"data.cache_dir={cache}", *small, *SMALL])
     assert report["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], True),
+        (["optim=sgd"], True),
+        (["optim=sgd", "strategy=fsdp"], False),
+        (["strategy=fsdp"], True),
+        (["trainer.precision=16-mixed"], True),
+        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], False),
+        (["optim.fused=false"], False),
+    ],
+)
+def test_optimizers_are_fused_where_they_can_be(overrides, expected):
+    optimizer = build.optimizer(compose_config("train", ["trainer.accelerator=cpu", *overrides]))
+    assert optimizer([torch.nn.Parameter(torch.zeros(3))]).defaults["fused"] is expected
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_a_process_multiplies_as_tf32_says(tf32, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not tf32)
+    monkeypatch.setattr(build, "keep_freed_memory", lambda: None)
+    cfg = compose_config("train", [f"tf32={str(tf32).lower()}"])
+    build.process(cfg, World("cpu", 1, 1, "single"))
+    assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32

@@ -115,7 +115,10 @@ BAD = {
     "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],
     "strategy=dp compile=true": ["no effect under strategy=dp"],
     "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],
-    "data.on_device=true trainer.accelerator=cpu": ["data.on_device=true has no effect on a CPU", "Leave it out"],
+    "data.on_device=true trainer.accelerator=cpu": [
+        "data.on_device=true has no effect on a CPU",
+        "data.on_device=auto",
+    ],
     "tf32=true trainer.accelerator=cpu": ["tf32=true has no effect on cpu", "NVIDIA"],
     "optim=sgd optim.fused=true strategy=fsdp trainer.accelerator=cpu": [
         "optim.fused=true has no kernel for SGD",

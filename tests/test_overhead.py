@@ -2,16 +2,32 @@
 
 import inspect
 
+import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
+from lightning.pytorch.profilers import PassThroughProfiler
 
 import lockstep
+from lockstep import build
+from lockstep.launch.compose import compose_config
 from lockstep.overhead import NoProfiler
+from lockstep.world import world_of
 
 
 def test_lightning_still_has_the_broadcast():
     """When this fails, see whether `without_sigterm_broadcast` can go."""
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+
+
+def test_no_process_asks_another_at_each_step(mnist, cache, monkeypatch):
+    """The broadcast is called where it is not left out, and not in a trainer of ours."""
+    asked = []
+    monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda self: asked.append(self))
+    cfg = compose_config("train", [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"])
+    trainer = build.evaluator(cfg, world_of(cfg))
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert not asked
+    pl.Trainer(logger=False, accelerator="cpu").fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert len(asked) == 1
 
 
 def test_no_context_is_made_anew():
@@ -40,4 +56,3 @@ def test_a_profiler_that_is_asked_for_is_used(tmp_path, mnist, cache):
         ]
     )
     assert "run_training_batch" in (tmp_path / "a" / "fit-profile.txt").read_text()
-    assert SimpleProfiler is not NoProfiler

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
-from lockstep.config import fused_problem
 from lockstep.hardware import memory_bytes, multiplies_bf16
 from lockstep.world import World, cores
 
@@ -22,16 +21,11 @@ def precision(accelerator: str) -> str:
     return "bf16-mixed" if multiplies_bf16(accelerator) else "32-true"
 
 
-def fused(cfg: DictConfig) -> bool:
-    """One kernel for all parameters, where there is one."""
-    return fused_problem(cfg) is None
-
-
 def workers(images_bytes: int, world: World) -> int:
     """None for what stays in memory; otherwise the cores of a process without the one that trains."""
     if images_bytes < memory_bytes() / 2:
         return 0
-    return max(1, min(MOST_WORKERS, cores() // world.devices - 1))
+    return max(1, min(MOST_WORKERS, cores() // (world.size // world.nodes) - 1))
 
 
 def decided(cfg: DictConfig, world: World, prepared: "Prepared") -> DictConfig:
@@ -40,8 +34,6 @@ def decided(cfg: DictConfig, world: World, prepared: "Prepared") -> DictConfig:
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
             cfg.trainer.precision = precision(world.accelerator)
-        if cfg.optim.get("fused") == "auto":
-            cfg.optim.fused = fused(cfg)
         if cfg.data.num_workers == "auto":
             cfg.data.num_workers = workers(prepared.images_bytes, world)
     return cfg

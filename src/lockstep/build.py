@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import callbacks, checkpoint, console, memory, saving, strategies
 from lockstep.checkpoint_io import AtomicCheckpointIO
+from lockstep.config import fused_problem
 from lockstep.create import create, network
 from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
@@ -89,6 +90,13 @@ def data(cfg: DictConfig) -> DataModule:
     )
 
 
+def optimizer(cfg: DictConfig) -> Any:
+    """What makes the optimizer of a network's parameters. `fused: auto` is decided here, for the strategy of this process."""
+    if cfg.optim.get("fused") != "auto":
+        return create(cfg.optim)
+    return create(cfg.optim, fused=fused_problem(cfg) is None)
+
+
 def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Classification:
     """The task with a new network, or with the weights of the checkpoint `weights`."""
     net = network(plain(cfg.model), data.about, with_weights=weights is None)
@@ -96,7 +104,7 @@ def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Class
         checkpoint.load_weights(net, Path(weights))
     return Classification(
         net,
-        optimizer=create(cfg.optim),
+        optimizer=optimizer(cfg),
         schedule=create(cfg.schedule),
         parallelize=partial(
             strategies.parallelize,

@@ -150,7 +150,7 @@ def image_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     if isinstance(plain(cfg.data.std), list) and not all(s > 0 for s in cfg.data.std):
         yield f"data.std={plain(cfg.data.std)} must be above 0."
     if cfg.data.get("on_device") is True and world.accelerator == "cpu":
-        yield "data.on_device=true has no effect on a CPU: images are in its memory. Leave it out."
+        yield "data.on_device=true has no effect on a CPU: images are in its memory. Type data.on_device=auto."
     if cfg.data.get("on_device") is True and cfg.data.num_workers not in (0, "auto"):
         yield f"data.on_device=true leaves nothing for data.num_workers={cfg.data.num_workers} to load. Leave one of them out."
     for key in ("prefetch_factor", "persistent_workers"):
@@ -175,12 +175,10 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
     if name == "fsdp" and precision not in ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "16-true"):
         yield f"strategy=fsdp does not support trainer.precision={precision}; it takes one of 32-true, bf16-mixed, bf16-true, 16-true. Type trainer.precision=bf16-mixed."
-    if cfg.optim.get("fused") is True and (why := fused_problem(cfg)):
-        yield f"optim.fused=true {why}. Leave optim.fused out."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
     if cfg.get("tf32") and world.accelerator != "cuda":
-        yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Leave it out."
+        yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
     if cfg.trainer.sync_batchnorm and name == "dp":
         yield "trainer.sync_batchnorm=true has no effect under strategy=dp: each replica normalises its own part. Type strategy=ddp."
     if cfg.compile and name == "dp":
@@ -192,6 +190,8 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    if cfg.optim.get("fused") is True and (why := fused_problem(cfg)):
+        yield f"optim.fused=true {why}. Leave optim.fused out."
     trainer = cfg.trainer
     limit, accumulate = trainer.limit_train_batches, accumulated(cfg)
     if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):

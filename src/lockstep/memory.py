@@ -20,7 +20,13 @@ from lockstep.task import Classification
 log = logging.getLogger(__name__)
 
 # Of torch's allocators that have no exception of their own (CPU on Linux and on Windows, MPS), and of cuBLAS.
-SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 ONEDNN = "could not create a primitive"  # all that it says; of a layer that it does not have, "a primitive descriptor"
 OTHERWISE = "Try trainer.precision=bf16-mixed, a smaller data.image_size or model, or strategy=fsdp on several GPUs."
 
@@ -91,7 +97,7 @@ def two_steps(trainer: pl.Trainer, task: Classification, data: DataModule, micro
     """The second one has gradients and the optimizer's state beside its activations, as all but the first of a run."""
     device = trainer.strategy.root_device
     task.to(device).train()
-    shape = data.images("train").images_NCHW.shape[1:]
+    shape = data.prepared.array("train_images").shape[1:]
     pixels_BCHW = torch.zeros((micro_batch, *shape), dtype=torch.uint8, device=device)
     labels_B = torch.zeros(micro_batch, dtype=torch.long, device=device)
     optimizer = task.make_optimizer(task.parameters())

@@ -139,11 +139,12 @@ class Recorder:
 
         trainer = self.trainer
         speed = Throughput.of(trainer)
+        images_per_s = speed["train/images_per_s"] if self.rank == 0 else None  # rank 0 alone counts
         self.report |= {
             "train/steps": trainer.global_step,
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
             **speed,
-            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, speed["train/images_per_s"]),
+            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, images_per_s),
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,

@@ -48,11 +48,13 @@ def threads(world: "World", env: Mapping[str, str] = os.environ) -> int | None:
 
     torchrun gives each process one thread where nobody says otherwise, however many cores there are.
     """
-    if world.external == "torchrun" and env.get("OMP_NUM_THREADS") == "1":
+    if world.external == "torchrun" and world.devices > 1 and env.get("OMP_NUM_THREADS") == "1":
         return max(1, cores() // world.devices)
     if world.external == "slurm" and "OMP_NUM_THREADS" not in env:
-        own = env.get("SLURM_CPUS_PER_TASK")  # otherwise each task sees the cores of all, unless it is bound to some
-        return int(own) if own else max(1, cores() // world.devices) if cores() == os.cpu_count() else cores()
+        own = env.get("SLURM_CPUS_PER_TASK")
+        job = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+        bound = cores() < job  # to cores of its own; otherwise a task sees those of all
+        return int(own) if own else cores() if bound else max(1, min(cores(), job) // world.devices)
     return None
 
 

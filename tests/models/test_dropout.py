@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.models.dropout import Dropout
+from lockstep.models.basic_net import Dropout
 
 
 @pytest.mark.parametrize("p", [0.25, 0.5, 0.3, 0.1, 1 / 256, 0.999])

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from lockstep.data.datamodule import DataModule
 
 
+FILES = "all nodes must see the same files. Check runs_dir and data.root."
+
+
 class Plan(pl.Callback):
     """Says model, data, strategy, batches, precision and steps before the first step."""
 
@@ -20,17 +23,16 @@ class Plan(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.agree(trainer, "is the run", self.cfg.run)
-        self.agree(trainer, "computes in precision", self.cfg.trainer.precision)
+        words = "nodes of one job differ in what they compute fast. Type trainer.precision=32-true, or bf16-mixed."
+        self.agree(trainer, "computes in precision", self.cfg.trainer.precision, words)
         self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
         self.agree(trainer, "has data with SHA-256", self.data.prepared.sha256)
 
-    def agree(self, trainer: pl.Trainer, what: str, own: object) -> None:
+    def agree(self, trainer: pl.Trainer, what: str, own: object, words: str = FILES) -> None:
         """Each process has looked for itself. Raises TrainingFailed where one found something else than rank 0."""
         first = trainer.strategy.broadcast(own)
         if own != first:
-            raise TrainingFailed(
-                f"rank {trainer.global_rank} {what} {own}, and rank 0 {first}: all nodes must see the same files. Check runs_dir and data.root."
-            )
+            raise TrainingFailed(f"rank {trainer.global_rank} {what} {own}, and rank 0 {first}: {words}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.agree(trainer, "goes on after step", trainer.global_step)

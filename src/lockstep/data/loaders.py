@@ -3,6 +3,7 @@
 # B batch · C channel · H W pixel · N sample
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,9 @@ class InMemory:
 
     def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8], device: torch.device) -> None:
         self.device = device
-        self.images_NCHW = torch.from_numpy(images_NCHW).to(device)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
+            self.images_NCHW = torch.from_numpy(images_NCHW).to(device)
         labels = torch.from_numpy(labels_N.astype(np.int64))
         self.labels = torch.cat([labels, torch.tensor([IGNORED])]).to(device)  # at -1, FILLER's place
 

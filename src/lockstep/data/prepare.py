@@ -65,8 +65,8 @@ class Prepared:
         return sum((self.folder / f"{part}_images.npy").stat().st_size for part in ("train", "test"))
 
     def array(self, name: str) -> np.memmap:
-        """One of `NAMES`, mapped, not read. Writing would make a copy of the page: torch takes no arrays that refuse it."""
-        array: np.memmap = np.load(self.folder / f"{name}.npy", mmap_mode="c")
+        """One of `NAMES`, mapped, not read."""
+        array: np.memmap = np.load(self.folder / f"{name}.npy", mmap_mode="r")
         return array
 
 

@@ -28,4 +28,7 @@ class Preprocess:
         x = image_BCHW.float()
         if x.shape[-2:] != (self.image_size, self.image_size):
             x = F.interpolate(x, size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
-        return torch.addcmul(self.shift, x, self.scale).contiguous(memory_format=self.memory_format)
+        # Into a tensor of that format: `contiguous` leaves images of one channel as they are, which are in both formats, and
+        # then the strides of the first weights would decide in which one a network computes.
+        out = torch.empty_like(x, memory_format=self.memory_format)
+        return torch.addcmul(self.shift, x, self.scale, out=out)

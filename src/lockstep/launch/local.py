@@ -154,7 +154,8 @@ def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), c
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
             saving = told or (checkpoints and any(checkpoints.glob("*.part")))
-            first, deadline = failed[0], time.monotonic() + (SAVING_S if saving else LAST_WORDS_S)
+            first = next((code for code in failed if code < 0), failed[0])  # a killed one is why the others fail
+            deadline = time.monotonic() + (SAVING_S if saving else LAST_WORDS_S)
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)

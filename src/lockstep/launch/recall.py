@@ -24,7 +24,7 @@ FIXED = (
     "optim",
     "callbacks.ema",
 )
-AUTO = ("trainer.precision", "optim.fused", "data.num_workers")  # decided when the run first began, and kept
+AUTO = ("trainer.precision", "data.num_workers")  # decided when the run first began, and kept
 TRAINING = (
     "optim",
     "schedule",

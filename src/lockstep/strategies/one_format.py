@@ -44,12 +44,20 @@ def shaped_like(value: Any, own: Tensor) -> Any:
     if value.shape != own.shape:  # an optimizer's count of steps
         return value
     # Every process has read the checkpoint, so each cuts its own shard out: nothing is sent.
-    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+    return distribute_tensor(value.to(own.device).contiguous(), own.device_mesh, own.placements, src_data_rank=None)
 
 
-def own_copy(value: Any) -> Any:
-    """The optimizer would go on in the mapped file itself, which cannot be replaced then on some systems."""
-    return value.clone() if isinstance(value, Tensor) else value
+def own_copy(value: Any, own: Tensor) -> Any:
+    """The optimizer would go on in the mapped file itself, which cannot be replaced then on some systems.
+
+    In the memory format of the parameter: fused optimizers on CPUs (torch 2.13) walk through the memory of both at once, and
+    take one element for another where fsdp's contiguous state meets a channels_last weight.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor) or value.shape != own.shape:  # shards are contiguous
+        return value.clone()
+    return torch.empty_like(own, dtype=value.dtype, device=value.device).copy_(value)
 
 
 class OneFormat(Strategy):
@@ -96,7 +104,7 @@ class OneFormat(Strategy):
                 for i, name, p in zip(indices, own, group["params"], strict=True):
                     if name in saved["state"]:  # plain SGD has none
                         of_p = saved["state"][name]
-                        by_index["state"][i] = {key: own_copy(shaped_like(value, p)) for key, value in of_p.items()}
+                        by_index["state"][i] = {key: own_copy(shaped_like(value, p), p) for key, value in of_p.items()}
             optimizer.load_state_dict(by_index)
 
 
