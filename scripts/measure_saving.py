@@ -1,6 +1,6 @@
 """Measures, on this machine, what saving costs a training: of one file and of shards, in the background and not.
 
-python scripts/measure_saving.py [--parameters 70] [--steps 40] [--every 10] [--setups single,shards] [--out docs/saving.md]
+python scripts/measure_saving.py [--parameters 70] [--steps 40] [--every 10] [--threads 1] [--setups single,shards] [--out docs/saving.md]
 
 A checkpoint of an MLP with AdamW has three numbers for each parameter. Steps are timed from the beginning of one to that of the
 next; the save is in the first of them. A step with a save minus the median step of none is what training waits for; a step that
@@ -31,7 +31,7 @@ from lockstep.world import World, world_of
 PARAMETERS = "MEASURE_PARAMETERS"  # of the environment of the processes
 COMMON = [
     "data.source=embedded", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.limit_val_batches=0", "trainer.max_epochs=1",
-    "trainer.log_every_n_steps=1000", "callbacks=[]", "optim=adamw",
+    "trainer.log_every_n_steps=1000", "callbacks=[]", "data.batch_size=32",
 ]  # fmt: skip
 SETUPS = {
     "single": ["strategy=single"],
@@ -154,12 +154,17 @@ def table(rows: dict[str, dict[str, float]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, default=70, help="millions of them")
-    parser.add_argument("--steps", type=int, default=40, help="of one epoch; the embedded data has 56")
+    parser.add_argument("--steps", type=int, default=40, help="of one epoch; the embedded data has 112")
     parser.add_argument("--every", type=int, default=10, help="steps between two saves")
+    parser.add_argument(
+        "--threads", type=int, help="of a process that trains; fewer than cores leave one for the writer"
+    )
     parser.add_argument("--setups", default=",".join(SETUPS), help="single, and shards: fsdp x2")
     parser.add_argument("--out", type=Path, help="write the table there as well")
     args = parser.parse_args()
     os.environ[PARAMETERS] = str(round(args.parameters * 1e6))
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for setup in args.setups.split(","):
@@ -170,6 +175,7 @@ def main() -> int:
     print(text := table(rows))
     if args.out:
         options = f"--parameters {args.parameters:g} --steps {args.steps} --every {args.every} --setups {args.setups}"
+        options += f" --threads {args.threads}" if args.threads else ""
         args.out.write_text(f"{HEADER.format(options=options, versions=versions())}\n{text}\n")
     return 0
 

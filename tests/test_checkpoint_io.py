@@ -76,11 +76,11 @@ def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypa
 
 def test_what_is_written_is_what_was_there_at_the_call(tmp_path, gate):
     io, checkpoint = AtomicCheckpointIO(background=True), content(1, 1.0)
-    with torch.inference_mode():  # the best ones are saved within a validation
-        io.save_checkpoint(checkpoint, tmp_path / "best.ckpt")
+    io.save_checkpoint(checkpoint, tmp_path / "best.ckpt")
     checkpoint["best"]["a"].append(5.0)
     checkpoint["state_dict"]["w"][:] = 2.0
-    io.save_checkpoint(checkpoint, tmp_path / "last.ckpt")  # of the same step, though something has changed
+    with torch.inference_mode():  # as the best ones are, within a validation
+        io.save_checkpoint(checkpoint, tmp_path / "last.ckpt")  # of the same step, though something has changed
     checkpoint["state_dict"]["w"][:] = 3.0
     gate.open.set()
     assert io.load_checkpoint(tmp_path / "best.ckpt")["best"] == {"a": [1.0]}
