@@ -63,7 +63,7 @@ def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
 def test_workers_load_what_does_not_fit_into_memory(monkeypatch, size, cores, devices, expected):
     monkeypatch.setattr(auto, "memory_bytes", lambda: 100)
     monkeypatch.setattr(auto, "cores", lambda: cores)
-    assert auto.workers(size, replace(WORLD, devices=devices)) == expected
+    assert auto.workers(size, replace(WORLD, devices=devices, strategy="ddp")) == expected
 
 
 @pytest.mark.parametrize(

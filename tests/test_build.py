@@ -124,9 +124,6 @@ def test_optimizers_are_fused_where_they_can_be(overrides, expected):
 
 @pytest.mark.parametrize("tf32", [True, False])
 def test_a_process_multiplies_as_tf32_says(tf32, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", not tf32)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not tf32)
     monkeypatch.setattr(build, "keep_freed_memory", lambda: None)
-    cfg = compose_config("train", [f"tf32={str(tf32).lower()}"])
-    build.process(cfg, World("cpu", 1, 1, "single"))
+    build.process(compose_config("train", [f"tf32={str(tf32).lower()}"]), World("cpu", 1, 1, "single"))
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32

@@ -22,7 +22,16 @@ def test_no_process_asks_another_at_each_step(mnist, cache, monkeypatch):
     """The broadcast is called where it is not left out, and not in a trainer of ours."""
     asked = []
     monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda self: asked.append(self))
-    cfg = compose_config("train", [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"])
+    cfg = compose_config(
+        "train",
+        [
+            f"data.root={mnist}",
+            f"data.cache_dir={cache}",
+            "run=a",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32-true",
+        ],
+    )
     trainer = build.evaluator(cfg, world_of(cfg))
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert not asked

@@ -139,12 +139,12 @@ class Recorder:
 
         trainer = self.trainer
         speed = Throughput.of(trainer)
-        images_per_s = speed["train/images_per_s"] if self.rank == 0 else None  # rank 0 alone counts
+        rank_0s = speed["train/images_per_s"] if self.rank == 0 else None
         self.report |= {
             "train/steps": trainer.global_step,
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
             **speed,
-            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, images_per_s),
+            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, rank_0s),
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
@@ -206,8 +206,7 @@ class Recorder:
 
         write_html(self.dir, self.report, read_metrics(self.dir / "metrics.csv"), self.cfg)
         report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
-        first_s = report["train/first_step_s"]
-        compiling = f", {first_s:.1f} s of it in the first step, compiling" if self.cfg.compile and first_s else ""
+        compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if self.cfg.compile else ""
         rows = [
             ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
             ("test loss", number(report["test/loss"])),
