@@ -44,6 +44,7 @@ LIMITS = {
 }
 PEERS = ("plain", "accelerate", "transformers")
 EQUAL = ["trainer.precision=32-true"]
+AS_TORCH = ["tf32=true"]  # on GPUs: convolutions in a plain loop use it unless told otherwise
 OURS = {  # name: what it is, its options
     "lockstep": ("lockstep", []),
     "lockstep equal precision": ("lockstep", EQUAL),
@@ -116,6 +117,7 @@ def measure(args: argparse.Namespace, plan: Plan, contenders: dict[str, tuple[st
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes = []
         for name, (kind, options) in contenders.items():
+            options = [*options, *(AS_TORCH if options == EQUAL and plan.device == "cuda" else [])]
             overrides = [*plan.overrides, *options, f"runs_dir={folder}/{name.replace(' ', '-')}"]
             process = Contender(name, kind, overrides, Path(folder), device=plan.device, world=args.world)
             stack.callback(process.end)

@@ -56,6 +56,17 @@ def snapshot(content: dict[str, Any], memory: dict[str, Tensor], in_use: bool) -
     return copy.deepcopy(content, {id(tensor): copies[place] for place, tensor in found.items()}), copies
 
 
+def copied(content: dict[str, Any], memory: dict[str, Tensor], shared: bool, path: Path) -> Any:
+    """`snapshot`. Raises NotSaved where the host has no memory for it."""
+    try:
+        return snapshot(content, memory, in_use=shared)
+    except (RuntimeError, MemoryError) as e:  # the words of torch's allocator for the CPU
+        raise NotSaved(
+            f"there is no memory for a copy of the checkpoint {path}, which is written beside the training ({e}). "
+            "Type checkpoint.background=false resume=auto: then training waits for the disk instead."
+        ) from None
+
+
 class InOrder:
     """Does things one after another in a thread of its own. When one has failed, nothing is done until that was told."""
 
@@ -104,7 +115,7 @@ class AtomicCheckpointIO(CheckpointIO):
             shared = step is not None and step == self.step
             if not shared:
                 self.drain()
-            content, self.memory = snapshot(content, self.memory, in_use=shared)
+            content, self.memory = copied(content, self.memory, shared, path)
             self.step = step
         self.do(partial(written, path, write, content))
 
@@ -129,7 +140,7 @@ class AtomicCheckpointIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        self.do(partial(shards.remove, Path(path)))
+        self.do(partial(removed, Path(path)))
 
     def teardown(self) -> None:
         """However training ends: what was begun is finished. An error that ends it is not hidden by another."""
@@ -147,6 +158,14 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     shards.remove(part)
     shards.write(checkpoint, part)
     shards.take_place(part, path)
+
+
+def removed(path: Path) -> None:
+    """A file too many is not worth a failed run."""
+    try:
+        shards.remove(path)
+    except OSError as e:
+        logging.getLogger("lockstep").warning("the older checkpoint %s could not be removed: %s", path, e.strerror)
 
 
 def written(path: Path, write: Write, content: dict[str, Any]) -> None:

@@ -4,11 +4,14 @@ Lightning imports all of torchmetrics, which imports both where they are install
 """
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 UNUSED = ("scipy", "matplotlib")
+# What torchmetrics imports where it is installed, and may itself import scipy without asking.
+OPTIONAL = ("torch_fidelity", "vmaf_torch", "librosa", "pesq", "pystoi", "gammatone")
 
 
 @contextlib.contextmanager
@@ -24,7 +27,7 @@ def imports() -> Iterator[None]:
     requirements: Any = asked.RequirementCache
     hidden = [name for name in UNUSED if name not in loaded]
     check, denied = getattr(requirements, "_check_available", None), []
-    if "torchmetrics" in loaded or not hidden or check is None:
+    if "torchmetrics" in loaded or not hidden or check is None or any(map(importlib.util.find_spec, OPTIONAL)):
         yield
         return
 

@@ -1,6 +1,6 @@
 """What Lightning does at each step that these runs have no use for, left out. The rest is the step's own work.
 
-Measured with a network of one layer, on a CPU: see docs/speed.md.
+Measured with a network of one layer, on a CPU: scripts/overhead.py.
 """
 
 from contextlib import nullcontext

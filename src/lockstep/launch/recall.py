@@ -36,6 +36,7 @@ TRAINING = (
     "experiment",
     "debug",
     "seed",
+    "trainer.accumulate_grad_batches",
 )
 RECIPES = ("experiment", "debug")  # they set keys of many groups
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # keys of eval.py that say what to evaluate

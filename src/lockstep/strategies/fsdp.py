@@ -150,8 +150,9 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
                 part.mkdir(parents=True)
         with self.in_all_or_none():
             shards.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
-        if self.is_global_zero:
-            shards.take_place(part, path)
+        with self.in_all_or_none():
+            if self.is_global_zero:
+                shards.take_place(part, path)
 
     @contextmanager
     def in_all_or_none(self) -> Iterator[None]:
