@@ -23,9 +23,9 @@ from lockstep.models import BasicNet
 from lockstep.world import World
 
 AUTO = "trainer.accumulate_grad_batches=auto"
-# 128 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.
+# 192 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.
 LARGE = [
-    "data.image_size=48", "data.batch_size=128", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "data.eval_batch_size=16",
+    "trainer.precision=32-true", "data.image_size=48", "data.batch_size=192", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "data.eval_batch_size=16",
     "trainer.limit_val_batches=0", "trainer.limit_test_batches=1", "optim=sgd", "optim.lr=0.01", "callbacks=[]",
     "model.dropout_conv=0", "model.dropout_fc=0", "trainer.log_every_n_steps=1",
 ]  # fmt: skip
@@ -76,7 +76,7 @@ def test_auto_ends_as_the_run_typed_with_the_number_that_it_found(accelerator, l
     _, accumulate, micro_batch = batches(little.folder, "auto")
     assert accumulate > 1
     assert words(done.err) == [
-        f"a micro-batch of 128 does not fit in memory; going on with {micro_batch} x {accumulate} accumulated"
+        f"a micro-batch of 192 does not fit in memory; going on with {micro_batch} x {accumulate} accumulated"
     ]
     typed = little("run=typed", f"trainer.accumulate_grad_batches={accumulate}", here)
     assert typed.code == 0, typed
@@ -91,8 +91,8 @@ def test_a_micro_batch_that_does_not_fit_ends_in_one_message_that_names_one_that
     done = little("run=a", here)
     assert done.code == 1, done
     (message,) = words(done.err)
-    assert message.startswith("error: a micro-batch of 128 does not fit in memory. One of ")
-    assert message.endswith("; the global batch stays 128.")
+    assert message.startswith("error: a micro-batch of 192 does not fit in memory. One of ")
+    assert message.endswith("; the global batch stays 192.")
     (number,) = re.findall(r"type (trainer\.accumulate_grad_batches=\d+);", message)
     report = json.loads((little.folder / "a/report.json").read_text())
     assert (report["status"], report["error"]) == ("failed", message.replace("error:", "OutOfMemory:"))

@@ -1,10 +1,12 @@
 """When memory runs out: one message, with a micro-batch that fits. The global batch stays what it is."""
 
+import copy
 import gc
 import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -94,16 +96,20 @@ def free(trainer: pl.Trainer, task: Classification) -> None:
 
 
 def two_steps(trainer: pl.Trainer, task: Classification, data: DataModule, micro_batch: int) -> None:
-    """The second one has gradients and the optimizer's state beside its activations, as all but the first of a run."""
+    """The second one has gradients and the optimizer's state beside its activations, as all but the first of a run; and on a
+    CPU the copy that a checkpoint is written from."""
     device = trainer.strategy.root_device
     task.to(device).train()
     shape = data.prepared.array("train_images").shape[1:]
     pixels_BCHW = torch.zeros((micro_batch, *shape), dtype=torch.uint8, device=device)
     labels_B = torch.zeros(micro_batch, dtype=torch.long, device=device)
     optimizer = task.make_optimizer(task.parameters())
+    copies: Any = None
     for _ in range(2):
         image_BCHW, _ = data.on_after_batch_transfer((pixels_BCHW, labels_B, labels_B), 0)
         with trainer.precision_plugin.train_step_context():
             loss = F.cross_entropy(task(image_BCHW), labels_B)
         loss.backward()
         optimizer.step()
+        if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "queue", None):
+            copies = copies or copy.deepcopy((task.state_dict(), optimizer.state_dict()))
