@@ -55,6 +55,26 @@ def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
     hardware.multiplies_bf16.cache_clear()
 
 
+class Driver:
+    def __init__(self, major: int) -> None:
+        self.major = major
+
+    def cuDeviceGetAttribute(self, value, attribute: int, device: int) -> int:  # noqa: N802  # the driver's name
+        assert (attribute, device) == (75, 0)
+        value._obj.value = self.major
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"), [(Driver(7), False), (Driver(8), True), (Driver(9), True), (None, False)]
+)
+def test_a_gpu_is_asked_for_its_generation(monkeypatch, driver, expected):
+    monkeypatch.setattr(hardware, "cuda", lambda: driver)
+    hardware.multiplies_bf16.cache_clear()
+    assert hardware.multiplies_bf16("cuda") is expected
+    hardware.multiplies_bf16.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("size", "cores", "devices", "expected"),
     [(10, 16, 4, 0), (60, 16, 4, 3), (60, 2, 1, 1), (60, 2, 4, 1), (60, 128, 2, 8)],

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import lockstep
-from lockstep.callbacks import EMA, Throughput, progress
+from lockstep.callbacks import EMA, Plan, Throughput, progress
 from lockstep.callbacks.step_seed import seed_generators, step_seed
+from lockstep.errors import TrainingFailed
 
 
 @pytest.fixture
@@ -105,3 +107,14 @@ def test_seeding_draws_what_torch_draws():
     expected = torch.rand(3)
     seed_generators(7, "cpu")
     assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("own", ["32-true", "bf16-mixed"])
+def test_processes_that_would_compute_differently_end_and_say_so(own):
+    trainer = SimpleNamespace(global_rank=1, strategy=SimpleNamespace(broadcast=lambda _: "bf16-mixed"))
+    plan = Plan(OmegaConf.create({}), None)
+    if own == "bf16-mixed":
+        plan.agree(trainer, "computes in precision", own)
+        return
+    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, and rank 0 bf16-mixed: type it"):
+        plan.agree(trainer, "computes in precision", own, "type it")

@@ -1,9 +1,12 @@
 """An index operation in memory gives the batches that a DataLoader with workers gives; no process copies the images."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import IGNORED, Images, InMemory, MemoryLoader, Place, WorkerLoader
 from lockstep.data.sampler import EvalBatches, Split, TrainBatches
 
@@ -58,6 +61,24 @@ def test_training_begins_where_it_stands_and_knows_how_long_it_waited(arrays):
     rest = [index for *_, index in MemoryLoader(images, sampler, place=place)]
     assert [i.tolist() for i in rest] == [i.tolist() for i in whole[2:]]
     assert 0 < place.waited_s < 10
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "size", "expected"),
+    [
+        ("cuda", "auto", 100, "cuda"),  # a tenth of what is free
+        ("cuda", "auto", 101, "cpu"),
+        ("cuda", True, 900, "cuda"),
+        ("cuda", False, 1, "cpu"),
+        ("cpu", "auto", 1, "cpu"),
+    ],
+)
+def test_images_live_on_the_gpu_where_they_are_asked_to_or_take_little_of_it(
+    device, asked, size, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 4000))
+    data = SimpleNamespace(device=torch.device(device), on_device=asked, prepared=SimpleNamespace(images_bytes=size))
+    assert DataModule.home(data).type == expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
