@@ -136,7 +136,8 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command):
     """Twelve trials, two at a time, some pruned; everything is killed when five have ended."""
     args = [*SPACE, *SLOTS, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
             "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=2", "run=search", "trainer.val_check_interval=2",
-            "trainer.limit_train_batches=8", "trainer.accelerator=cpu"]  # fmt: skip
+            "trainer.limit_train_batches=8", "trainer.accelerator=cpu",
+            "trainer.precision=32-true"]  # which trials are pruned, and when, depends on it  # fmt: skip
     process = start(command, *args)
 
     def states() -> list[str]:
