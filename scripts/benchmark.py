@@ -35,12 +35,12 @@ from lockstep.launch.compose import compose_config
 from lockstep.provenance import versions
 from lockstep.world import cores, gpu_count
 
-# Ratios, with room for the noise of a shared machine. The first holds where the default precision is a lower one.
-FASTER_BY_DEFAULT = {("lockstep", "plain"): 1.2}
+# Ratios, with room for the noise of a shared machine: 2.9, 1.7, 0.88 and 0.93 were seen with --quick on two cores. The first holds where the default precision is a lower one.
+FASTER_BY_DEFAULT = {("lockstep", "plain"): 1.5}
 LIMITS = {
-    ("lockstep equal precision", "plain"): 1.05,
-    ("lockstep", "upper bound"): 0.85,
-    ("lockstep equal precision", "upper bound equal precision"): 0.85,
+    ("lockstep equal precision", "plain"): 1.15,
+    ("lockstep", "upper bound"): 0.75,
+    ("lockstep equal precision", "upper bound equal precision"): 0.75,
 }
 PEERS = ("plain", "accelerate", "transformers")
 EQUAL = ["trainer.precision=32-true"]
