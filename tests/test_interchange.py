@@ -75,7 +75,6 @@ def test_a_checkpoint_goes_on_under_another_strategy(left, under, train, runs, w
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="dp-shards4 failed once after the change of memory formats; to be looked into", strict=False)
 @pytest.mark.parametrize(("left", "under"), [pair for pair in ALL if pair not in QUICK])
 def test_every_checkpoint_goes_on_under_every_strategy(left, under, train, runs, whole):
     assert_goes_on(train, runs, whole, left, under, runs / left / "checkpoints" / "last.ckpt")
