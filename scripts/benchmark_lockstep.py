@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import torch
 from benchmark_turns import Turns, synchronise
 from omegaconf import DictConfig
+from stages import ready
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,7 +15,6 @@ from lockstep import build
 from lockstep.data.datamodule import DataModule
 from lockstep.launch.cli import start
 from lockstep.launch.compose import compose_config
-from lockstep.launch.identity import run_dir
 from lockstep.pace import completes_step
 from lockstep.world import World
 
@@ -94,13 +94,7 @@ def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound]
     """What train.py does, without the report."""
 
     def job(cfg: DictConfig, world: World) -> None:
-        run_dir(cfg).mkdir(parents=True, exist_ok=True)
-        build.quiet(world)
-        build.process(cfg, world)
-        build.seed(cfg)
-        data = build.data(cfg)
-        task = build.task(cfg, data)
-        trainer = build.trainer(cfg, world, data)
+        data, task, trainer = ready(cfg, world)
         trainer.callbacks.append(callback(turns, data))  # type: ignore[attr-defined]
         turns.about["precision"] = str(trainer.precision)
         build.fit(cfg, trainer, task, data)

@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 import lockstep
 from lockstep.launch.cli import start
 from lockstep.launch.compose import compose_config
-from lockstep.launch.identity import run_dir
 from lockstep.provenance import versions
 from lockstep.world import World
 
@@ -51,16 +50,11 @@ def fit_alone(overrides: list[str]) -> dict[str, float]:
 
     def timed(cfg: DictConfig, world: World) -> None:
         from lightning.pytorch.callbacks import Timer
+        from stages import ready
 
         from lockstep import build
 
-        run_dir(cfg).mkdir(parents=True)
-        build.quiet(world)
-        build.process(cfg, world)
-        build.seed(cfg)
-        data = build.data(cfg)
-        task = build.task(cfg, data)
-        trainer = build.trainer(cfg, world, data)
+        data, task, trainer = ready(cfg, world)
         trainer.callbacks.append(timer := Timer())  # type: ignore[attr-defined]
         build.fit(cfg, trainer, task, data)
         images = trainer.global_step * cfg.data.batch_size

@@ -31,7 +31,7 @@ from lockstep.world import World, world_of
 PARAMETERS = "MEASURE_PARAMETERS"  # of the environment of the processes
 COMMON = [
     "data.source=embedded", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.limit_val_batches=0", "trainer.max_epochs=1",
-    "trainer.log_every_n_steps=1000", "callbacks=[]", "data.batch_size=32",
+    "trainer.log_every_n_steps=1000", "callbacks=[]", "data.batch_size=32", "trainer.precision=32-true", "data.num_workers=0",
 ]  # fmt: skip
 SETUPS = {
     "single": ["strategy=single"],
@@ -69,6 +69,7 @@ def mlp(parameters: int) -> Any:
 def timed_run(cfg: DictConfig, world: World) -> None:
     """One process's part of a run. Rank 0 leaves its times in the run's directory."""
     import lightning.pytorch as pl
+    from stages import ready
 
     from lockstep import build, checkpoint_io
 
@@ -81,14 +82,8 @@ def timed_run(cfg: DictConfig, world: World) -> None:
         def on_train_epoch_end(self, *_: Any) -> None:
             clock.steps.append(time.perf_counter())
 
-    run_dir(cfg).mkdir(parents=True, exist_ok=True)
-    build.quiet(world)
-    build.process(cfg, world)
-    build.seed(cfg)
     vars(build)["network"] = lambda *_, **__: mlp(int(os.environ[PARAMETERS]))
-    data = build.data(cfg)
-    task = build.task(cfg, data)
-    trainer = build.trainer(cfg, world, data)
+    data, task, trainer = ready(cfg, world)
     trainer.callbacks.insert(0, Steps())  # type: ignore[attr-defined]
     trainer.save_checkpoint = clock.around(trainer.save_checkpoint, clock.saves)  # type: ignore[method-assign]
     checkpoint_io.written = clock.around(checkpoint_io.written, clock.writes)
