@@ -104,7 +104,7 @@ def test_a_micro_batch_that_does_not_fit_ends_in_one_message_that_names_one_that
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_auto_starts_all_processes_again_when_one_has_too_little(strategy, little):
-    two = [f"strategy={strategy}", "trainer.devices=2", "data.batch_size=256", CPU]
+    two = [f"strategy={strategy}", "trainer.devices=2", "data.batch_size=384", CPU]
     done = little("run=auto", AUTO, *two, **{limited.RANK: "1"})
     assert done.code == 0, done
     assert 1 <= len(words(done.err)) <= 3  # fsdp tries one after the other

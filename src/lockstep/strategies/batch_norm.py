@@ -2,6 +2,8 @@
 
 torch.nn.SyncBatchNorm refuses CPU tensors. `GlobalBatchNorm` gives the same result with two differentiable
 all-reduces: of sums and counts, then of squared deviations. On GPUs torch's own, which has fused kernels, is used.
+One process uses it as well: torch's CPU kernel for channels_last adds up naively, and is off by 3e-6 for 64 images of
+28 pixels and by 3e-5 for 16 of 168 (7e-8 in the other format), which would be the difference to several processes.
 """
 
 import sys
@@ -14,20 +16,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
 
+def sum_of_processes(x: Tensor) -> Tensor:
+    x = x.clone()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(x)
+    return x
+
+
 class SumOverProcesses(torch.autograd.Function):
     """A sum over processes is linear: the gradient of each addend is the sum of the processes' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        torch.distributed.all_reduce(x)
-        return x
+        return sum_of_processes(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        grad = grads[0].clone()
-        torch.distributed.all_reduce(grad)
-        return grad
+        return sum_of_processes(grads[0])
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -38,9 +43,8 @@ class GlobalBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises over dimension 0 and those after 1. Evaluation, and processes by themselves, are nn.BatchNorm's."""
-        together = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-        if not (self.training and together):
+        """Normalises over dimension 0 and those after 1. Evaluation is nn.BatchNorm's."""
+        if not self.training:
             return self.activated(super().forward(input))
         x = input.float()
         axes = [0, *range(2, x.dim())]
