@@ -43,6 +43,14 @@ class Classification(pl.LightningModule):
         self.window_loss: Tensor | float = 0.0  # summed over the micro-batches since the last row of the log
         self.window_count = 0
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (
+            name == "_current_fx_name"
+        ):  # Lightning notes each hook here, 46 times a step; nn.Module takes 2 us to see what it is
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def configure_model(self) -> None:
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
         if self.call_net is None:

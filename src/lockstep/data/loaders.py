@@ -68,15 +68,23 @@ class InMemory:
 
     def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8], device: torch.device) -> None:
         self.device = device
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
-            self.images_NCHW = torch.from_numpy(images_NCHW).to(device)
-        labels = torch.from_numpy(labels_N.astype(np.int64))
-        self.labels = torch.cat([labels, torch.tensor([IGNORED])]).to(device)  # at -1, FILLER's place
+        self.images_NCHW = np.asarray(images_NCHW)
+        self.labels = np.append(labels_N.astype(np.int64), IGNORED)  # at -1, FILLER's place
+        if device.type != "cpu":
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", message="The given NumPy array is not writable"
+                )  # nobody writes to it
+                self.images_on_device = torch.from_numpy(self.images_NCHW).to(device)
+            self.labels_on_device = torch.from_numpy(self.labels).to(device)
 
     def batch(self, indices_B: Indices) -> Batch:
-        index_B = torch.from_numpy(indices_B).to(self.device, non_blocking=True)
-        return self.images_NCHW.index_select(0, index_B.clamp(min=0)), self.labels[index_B], index_B
+        index_B = torch.from_numpy(indices_B)
+        if self.device.type == "cpu":  # NumPy: 0.06 ms a batch between BasicNet's steps, where torch took 0.20
+            image_BCHW = self.images_NCHW.take(indices_B, axis=0, mode="wrap")  # at FILLER, -1, some image
+            return torch.from_numpy(image_BCHW), torch.from_numpy(self.labels.take(indices_B, mode="wrap")), index_B
+        index_B = index_B.to(self.device, non_blocking=True)
+        return self.images_on_device.index_select(0, index_B.clamp(min=0)), self.labels_on_device[index_B], index_B
 
 
 class MemoryLoader(Placed):

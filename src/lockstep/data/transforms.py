@@ -25,10 +25,10 @@ class Preprocess:
         """uint8 in 0..255 of any size to float32 of `image_size`, normalised."""
         if self.scale.device != image_BCHW.device:
             self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
-        x = image_BCHW.float()
+        x = image_BCHW
         if x.shape[-2:] != (self.image_size, self.image_size):
-            x = F.interpolate(x, size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
+            x = F.interpolate(x.float(), size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
         # Into a tensor of that format: `contiguous` leaves images of one channel as they are, which are in both formats, and
         # then the strides of the first weights would decide in which one a network computes.
-        out = torch.empty_like(x, memory_format=self.memory_format)
+        out = torch.empty_like(x, dtype=torch.float32, memory_format=self.memory_format)
         return torch.addcmul(self.shift, x, self.scale, out=out)
