@@ -57,6 +57,19 @@ def gate(monkeypatch):
     gate.open.set()
 
 
+def test_a_snapshot_keeps_tied_weights_one_tensor():
+    tied = torch.nn.Linear(3, 3, bias=False)
+    both = torch.nn.Sequential(tied, torch.nn.ReLU(), torch.nn.Linear(3, 3, bias=False))
+    both[2].weight = tied.weight
+    empty = {"a": torch.zeros(0), "b": torch.zeros(0, 2)}
+    content, memory = checkpoint_io.snapshot({"net": both.state_dict(), **empty}, {}, in_use=False)
+    again, _ = checkpoint_io.snapshot({"net": both.state_dict(), **empty}, memory, in_use=False)
+    for found in (content, again):
+        assert found["net"]["0.weight"].data_ptr() == found["net"]["2.weight"].data_ptr() != tied.weight.data_ptr()
+        assert torch.equal(found["net"]["0.weight"], tied.weight)
+        assert found["b"].shape == (0, 2)
+
+
 def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypatch):
     old, new, last = (tmp_path / name for name in ("best-step-1.ckpt", "best-step-2.ckpt", "last.ckpt"))
     io = AtomicCheckpointIO(background=True)

@@ -275,3 +275,10 @@ def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
     assert fitting.kernel_kills() == 0
     (tmp_path / "vmstat").write_text(f"nr_free_pages 7{os.linesep}oom_kill 3{os.linesep}")
     assert fitting.kernel_kills() == 3
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
+    said = fitting.killed(compose_config("train", []), World("cpu", 2, 1, "ddp"), by_kernel=True, trains=trains)
+    assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains == (said.accumulate == 2)
+    assert "data.eval_batch_size" in str(said)

@@ -50,9 +50,14 @@ def snapshot(content: dict[str, Any], memory: dict[str, Tensor], in_use: bool) -
     Memory is kept because new memory is slow where the system hands it out in small pages: 2.5 s for a gigabyte on the two-core
     virtual machine of NOTEBOOK.md, 0.2 s in memory that was used before.
     """
-    found = dict(tensors(content))
+    found, copies = dict(tensors(content)), {}
+    once: dict[Any, Tensor] = {}  # tied weights stay one tensor
     with torch.inference_mode(False), torch.no_grad():  # Lightning validates, and saves the best, in inference mode
-        copies = {place: host_copy(tensor.detach(), memory.get(place), in_use) for place, tensor in found.items()}
+        for place, tensor in found.items():
+            key = (tensor.data_ptr() or place, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+            if key not in once:
+                once[key] = host_copy(tensor.detach(), memory.get(place), in_use)
+            copies[place] = once[key]
     return copy.deepcopy(content, {id(tensor): copies[place] for place, tensor in found.items()}), copies
 
 

@@ -1,11 +1,13 @@
 """An index operation in memory gives the batches that a DataLoader with workers gives; no process copies the images."""
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import IGNORED, Images, InMemory, MemoryLoader, Place, WorkerLoader
 from lockstep.data.sampler import EvalBatches, Split, TrainBatches
@@ -27,8 +29,10 @@ def samplers() -> list:
     ]
 
 
+@pytest.mark.parametrize("at_once", [0, 10 * 60 * 2, 2**19])  # a batch, three, all
 @pytest.mark.parametrize("which", [0, 1])
-def test_memory_and_workers_give_the_same_batches(arrays, which):
+def test_memory_and_workers_give_the_same_batches(arrays, which, at_once, monkeypatch):
+    monkeypatch.setattr(loaders, "AT_ONCE", at_once)
     memory = MemoryLoader(InMemory(*arrays, torch.device("cpu")), samplers()[which])
     workers = WorkerLoader(Images(*arrays), sampler=samplers()[which], batch_size=None)
     batches = list(zip(memory, workers, strict=True))
@@ -45,6 +49,18 @@ def test_memory_and_workers_give_the_same_batches(arrays, which):
 def test_images_on_the_cpu_are_the_given_array_itself(arrays):
     there = InMemory(*arrays, torch.device("cpu"))
     assert np.shares_memory(there.images_NCHW, arrays[0])
+
+
+def test_spawned_workers_map_the_file_again(arrays, tmp_path):
+    paths = [tmp_path / f"{name}.npy" for name in ("images", "labels")]
+    for path, array in zip(paths, arrays, strict=True):
+        np.save(path, array)
+    content = pickle.dumps(Images(*(np.load(path, mmap_mode="r") for path in paths)))
+    assert len(content) < 1000 < arrays[0].nbytes
+    again = pickle.loads(content)
+    assert isinstance(again.images_NCHW, np.memmap)
+    for found, expected in zip(again[np.arange(103)], Images(*arrays)[np.arange(103)], strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_a_batch_is_the_stored_images_in_order(arrays):

@@ -2,6 +2,7 @@
 
 # B batch · C channel · H W pixel · N sample
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep.data.sampler import FILLER, EvalBatches, Indices, TrainBatches
 
 Batch = tuple[Tensor, Tensor, Tensor]  # image_BCHW, label_B, index_B in the data set
+AT_ONCE = 2**19  # bytes of images, beside a first batch: half of a core's cache
 IGNORED = -100  # the label of a place without a sample: cross_entropy's ignore_index
 
 
@@ -69,6 +71,7 @@ class InMemory:
     def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8], device: torch.device) -> None:
         self.device = device
         self.images_NCHW = np.asarray(images_NCHW)
+        self.image_bytes = self.images_NCHW[:1].nbytes
         self.labels = np.append(labels_N.astype(np.int64), IGNORED)  # at -1, FILLER's place
         if device.type != "cpu":
             with warnings.catch_warnings():
@@ -106,9 +109,19 @@ class MemoryLoader(Placed):
         return len(self.sampler)
 
     def batches(self) -> Iterator[Batch]:
-        for indices_B in self.sampler:
-            image_BCHW, label_B, index_B = self.images.batch(indices_B)
-            yield (image_BCHW.pin_memory(), label_B, index_B) if self.pin else (image_BCHW, label_B, index_B)
+        """Taken from the images some at a time: what an operation costs by itself is more than the copying."""
+        indices = iter(self.sampler)
+        for first_B in indices:
+            several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.images.image_bytes))]
+            parts = (part.split(len(first_B)) for part in self.images.batch(np.concatenate(several)))
+            for image_BCHW, label_B, index_B in zip(*parts, strict=True):
+                yield (image_BCHW.pin_memory(), label_B, index_B) if self.pin else (image_BCHW, label_B, index_B)
+
+
+def place_of(array: np.memmap) -> dict[str, Any]:
+    """The arguments of np.memmap for the same array."""
+    assert array.filename
+    return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
 class Images(Dataset[Batch]):
@@ -116,6 +129,13 @@ class Images(Dataset[Batch]):
 
     def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8]) -> None:
         self.images_NCHW, self.labels_N = images_NCHW, labels_N
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are spawned: a mapped file by its place, for a memory map is pickled as the bytes that it holds."""
+        return {name: place_of(array) if isinstance(array, np.memmap) else array for name, array in vars(self).items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()})
 
     def __getitem__(self, indices_B: Indices) -> Batch:
         present = indices_B != FILLER

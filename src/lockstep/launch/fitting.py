@@ -77,13 +77,13 @@ def kernel_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def killed(cfg: DictConfig, world: World, by_kernel: bool) -> OutOfMemory:
+def killed(cfg: DictConfig, world: World, *, by_kernel: bool, trains: bool) -> OutOfMemory:
     """What is to be said of a process that was ended by SIGKILL, which is what becomes of one that takes too much."""
+    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL; where nobody sent it, memory has run out"
+    fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
+    if not trains:
+        return OutOfMemory(f"a process of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
     now, batch = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
     more = next((k for k in accumulations(batch, world.size) if k > now), None)
-    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL; where nobody sent it, memory has run out"
     smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
-    return OutOfMemory(
-        f"a process of the run was ended {by}. Try {smaller}, fewer data.num_workers, or a smaller data.eval_batch_size.",
-        more if by_kernel else None,
-    )
+    return OutOfMemory(f"a process of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)

@@ -111,7 +111,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
     if said:  # one that nothing helps, or else the one that needs the smallest micro-batch
         raise max(said, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
-        raise killed(cfg, world, by_kernel=kernel_kills() > kills)
+        raise killed(cfg, world, by_kernel=kernel_kills() > kills, trains=script.stem != "eval")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
 
