@@ -41,7 +41,7 @@ READING = [
     "model=basic_net",
     "data.image_size=8",
     "data.batch_size=512",
-    "trainer.max_epochs=1",
+    "trainer.max_epochs=3",
     "trainer.log_every_n_steps=20",
 ]
 
@@ -166,7 +166,7 @@ def watched(args: argparse.Namespace, options: list[str], folder: Path | None = 
 
 
 def data(args: argparse.Namespace) -> Section:
-    """Of the ranks of a real run over one epoch, with a look at what they have of the decoded files."""
+    """Of the ranks of a real run, with a look at what they have of the decoded files."""
     lines: dict[str, list[tuple[float, float]]] = {}
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
@@ -188,7 +188,7 @@ def data(args: argparse.Namespace) -> Section:
         "PSS / size",
     ]
     text = (
-        f"ddp over one epoch of {name}, whose training images and labels are {size / MIB:.1f} MiB. MiB, the most that was seen at a time: the "
+        f"ddp over three epochs of {name}, whose training images and labels are {size / MIB:.1f} MiB. MiB, the most that was seen at a time: the "
         "mappings of the decoded files in /proc/<pid>/smaps, where PSS counts a page that n processes share as 1/n for each; and the pages that "
         "a process has made itself, above those of a run over 512 images, where a copy of the data would show."
     )

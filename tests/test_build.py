@@ -127,3 +127,12 @@ def test_a_process_multiplies_as_tf32_says(tf32, monkeypatch):
     monkeypatch.setattr(build, "keep_freed_memory", lambda: None)
     build.process(compose_config("train", [f"tf32={str(tf32).lower()}"]), World("cpu", 1, 1, "single"))
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("single", 1), ("ddp", 1), ("fsdp", 0)])
+def test_freed_memory_is_kept_but_where_sharding_is_to_save_memory(strategy, kept, monkeypatch):
+    calls = []
+    monkeypatch.setattr(build, "keep_freed_memory", lambda: calls.append(1))
+    monkeypatch.setattr(build, "threads", lambda _: None)
+    build.process(compose_config("train", []), World("cpu", 2, 1, strategy))
+    assert len(calls) == kept

@@ -47,7 +47,10 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 def process(cfg: DictConfig, world: World) -> None:
     """What holds for this process as a whole: memory, threads, arithmetic."""
     if world.accelerator == "cpu":
-        keep_freed_memory()
+        if (
+            world.strategy != "fsdp"
+        ):  # whoever shards wants to save memory, and what is gathered would leave it in pieces
+            keep_freed_memory()
         if number := threads(world):
             torch.set_num_threads(number)
     if not gpu_count():
