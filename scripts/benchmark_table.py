@@ -122,3 +122,11 @@ def too_slow(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
         found = ratio(contenders, name, other)
         if found is not None and found < limit:
             yield f"{name} is {found:.2f} times as fast as {other}; at least {limit:.2f} is expected"
+
+
+def waits_long(contenders: Contenders, most: float) -> Iterator[str]:
+    """Contenders of ours that wait for data for more than a share of their time."""
+    for name in contenders:
+        share = waiting(contenders[name].turns) if name.startswith("lockstep") else None
+        if share is not None and share > most:
+            yield f"{name} waits for data for {share:.1%} of its time; at most {most:.0%} is expected"

@@ -151,7 +151,8 @@ def memory(args: argparse.Namespace) -> Section:
         f"A vision transformer (timm's vit_large_patch16_224 with {args.depth} of its 24 blocks) of {count / 1e6:.0f} million parameters, "
         f"AdamW in fp32, batch 8 of 32 pixels, 3 steps. GiB, the most that one process had, looked at some times a second; `own` are "
         f"pages that belong to no file. The base is what a run with BasicNet has of its own, {base / GIB:.2f} GiB. Under fsdp "
-        f"each process makes the whole network ({4 * count / GIB:.2f} GiB) before it keeps its part of it, and gathers one block at a time."
+        f"each process makes the whole network ({4 * count / GIB:.2f} GiB) before it keeps its part of it, and gathers one block at a time. "
+        "Single and ddp keep freed memory on a CPU, fsdp gives it back (hardware.py)."
     )
     return Section("Memory of a process over the number of processes", f"{text}\n\n{table(head, rows)}", {"GiB": lines})
 

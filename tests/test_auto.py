@@ -85,6 +85,22 @@ def test_workers_load_what_does_not_fit_into_memory(monkeypatch, size, cores, de
     assert auto.workers(size, replace(WORLD, devices=devices, strategy="ddp")) == expected
 
 
+@pytest.mark.parametrize(("on_device", "expected"), [("auto", 3), ("true", 0)])
+def test_what_is_kept_on_a_gpu_needs_no_workers(monkeypatch, on_device, expected):
+    monkeypatch.setattr(auto, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(auto, "cores", lambda: 4)
+    assert decided(f"data.on_device={on_device}").data.num_workers == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max", None), ("1048576", 1048576), ("9223372036854771712", None)])
+def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path, limit, expected):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", [])
+    machine = hardware.memory_bytes()
+    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", [tmp_path / "memory.max", tmp_path / "absent"])
+    assert hardware.memory_bytes() == (expected or machine)
+
+
 @pytest.mark.parametrize(
     ("external", "env", "expected"),
     [

@@ -70,6 +70,17 @@ def test_a_snapshot_keeps_tied_weights_one_tensor():
         assert found["b"].shape == (0, 2)
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_what_was_one_tensor_and_is_two_has_two_values(in_use):
+    """As the scores of ModelCheckpoint, which are one tensor after a new best."""
+    score = torch.tensor(1.0)
+    _, memory = checkpoint_io.snapshot({"best": score, "current": score}, {}, in_use=False)
+    content, _ = checkpoint_io.snapshot({"best": score, "current": torch.tensor(2.0)}, memory, in_use=in_use)
+    assert {name: float(value) for name, value in content.items()} == {"best": 1.0, "current": 2.0}
+    content, _ = checkpoint_io.snapshot({"best": torch.tensor(3.0), "current": score}, memory, in_use=in_use)
+    assert {name: float(value) for name, value in content.items()} == {"best": 3.0, "current": 1.0}
+
+
 def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypatch):
     old, new, last = (tmp_path / name for name in ("best-step-1.ckpt", "best-step-2.ckpt", "last.ckpt"))
     io = AtomicCheckpointIO(background=True)

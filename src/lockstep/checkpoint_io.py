@@ -56,7 +56,9 @@ def snapshot(content: dict[str, Any], memory: dict[str, Tensor], in_use: bool) -
         for place, tensor in found.items():
             key = (tensor.data_ptr() or place, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
             if key not in once:
-                once[key] = host_copy(tensor.detach(), memory.get(place), in_use)
+                spare = memory.get(place)  # tensors that were tied and are not any more have the same
+                spare = None if any(spare is copy for copy in once.values()) else spare
+                once[key] = host_copy(tensor.detach(), spare, in_use)
             copies[place] = once[key]
     return copy.deepcopy(content, {id(tensor): copies[place] for place, tensor in found.items()}), copies
 

@@ -73,7 +73,9 @@ def number(value: Any) -> str:
     )
 
 
-def size(n_bytes: float) -> str:
+def size(n_bytes: float | None) -> str:
+    if n_bytes is None:
+        return "an unknown amount"
     for unit in ("B", "KiB", "MiB"):
         if n_bytes < 1024:
             return f"{n_bytes:.0f} {unit}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # of Intel and AMD; on ARM bf16 was not measured
 CPUINFO = Path("/proc/cpuinfo")
+CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 CUDA_MAJOR, CUDA_BF16 = 75, 8  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; Ampere and later multiply in bf16
 
 
@@ -39,10 +40,12 @@ def multiplies_bf16(accelerator: str) -> bool:
 
 
 def memory_bytes() -> int:
-    """Of this machine."""
+    """Of this machine, or what its container may use of it."""
     if not hasattr(os, "sysconf"):  # Windows
         return 8 * 2**30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h

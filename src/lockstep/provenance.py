@@ -34,15 +34,17 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def peak_memory_bytes(trainer: "pl.Trainer") -> int:
+def peak_memory_bytes(trainer: "pl.Trainer") -> int | None:
     """The most that one process used: of its GPU where it has one, else of the machine. Asked of all ranks."""
     import torch
 
     if trainer.strategy.root_device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
-        import resource
-
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     tensor = torch.tensor(float(peak), device=trainer.strategy.root_device)
     return int(trainer.strategy.reduce(tensor, reduce_op="max"))

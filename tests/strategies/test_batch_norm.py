@@ -82,6 +82,7 @@ def test_one_process_in_channels_last_is_as_exact_as_several():
     assert synchronise(norm, "cpu") == 1
     y = norm(x.contiguous(memory_format=torch.channels_last))
     assert (y - expected).norm() / expected.norm() < 5e-7
+    torch.testing.assert_close(norm.double()(x.double()), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_keys_and_evaluation_stay_those_of_batch_norm():

@@ -82,13 +82,13 @@ class DataModule(pl.LightningDataModule):
         assert self.trainer is not None
         return self.trainer.strategy.root_device
 
-    def home(self) -> torch.device:
-        """Where the images are kept: on the GPU if asked, or where they take little of it."""
+    def home(self) -> torch.device | None:
+        """The GPU, if its user wants the images there or they take little of it; otherwise they stay in their file."""
         device, wanted = self.device, self.on_device
         if wanted == "auto":
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
             wanted = self.prepared.images_bytes <= ON_DEVICE_SHARE * free
-        return device if wanted else torch.device("cpu")
+        return device if wanted else None
 
     def arrays(self, part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         return self.prepared.array(f"{part}_images"), self.prepared.array(f"{part}_labels")
@@ -113,11 +113,11 @@ class DataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.persistent_workers is not False,
-            pin_memory=self.copies_to_gpu(torch.device("cpu")),
+            pin_memory=self.copies_to_gpu(None),
         )
 
-    def copies_to_gpu(self, home: torch.device) -> bool:
-        return self.device.type == "cuda" and home.type == "cpu"
+    def copies_to_gpu(self, home: torch.device | None) -> bool:
+        return self.device.type == "cuda" and home is None
 
     def train_dataloader(self) -> MemoryLoader | WorkerLoader:
         trainer = self.trainer

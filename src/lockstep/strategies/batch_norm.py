@@ -46,7 +46,7 @@ class GlobalBatchNorm(_BatchNorm):
         """Normalises over dimension 0 and those after 1. Evaluation is nn.BatchNorm's."""
         if not self.training:
             return self.activated(super().forward(input))
-        x = input.float()
+        x = input if input.dtype == torch.float64 else input.float()
         axes = [0, *range(2, x.dim())]
         shape = [1, -1, *([1] * (x.dim() - 2))]
         count = torch.full((1,), float(x.numel() // x.shape[1]), device=x.device)
