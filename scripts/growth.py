@@ -173,7 +173,7 @@ def data(args: argparse.Namespace) -> Section:
     name = "cifar10" if args.data_root else "mnist"
     options = [f"data={name}", *READING, "strategy=ddp"]
     watched(args, [*options, "trainer.devices=1", "data.limit_train=512"])  # decodes
-    size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/train_*.npy"))
+    size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/*.npy"))
     for n in args.worlds:
         part = watched(args, [*options, f"trainer.devices={n}", "data.limit_train=512"])[0]
         seen = watched(args, [*options, f"trainer.devices={n}"], cache)[0]
@@ -189,7 +189,7 @@ def data(args: argparse.Namespace) -> Section:
         "PSS / size",
     ]
     text = (
-        f"ddp over three epochs of {name}, whose training images and labels are {size / MIB:.1f} MiB. MiB, the most that was seen at a time: the "
+        f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB. MiB, the most that was seen at a time: the "
         "mappings of the decoded files in /proc/<pid>/smaps, where PSS counts a page that n processes share as 1/n for each; and the pages that "
         "a process has made itself, above those of a run over 512 images, where a copy of the data would show."
     )
