@@ -52,13 +52,14 @@ def snapshot(content: dict[str, Any], memory: dict[str, Tensor], in_use: bool) -
     """
     found, copies = dict(tensors(content)), {}
     once: dict[Any, Tensor] = {}  # tied weights stay one tensor
+    taken: set[int] = set()
     with torch.inference_mode(False), torch.no_grad():  # Lightning validates, and saves the best, in inference mode
         for place, tensor in found.items():
             key = (tensor.data_ptr() or place, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
             if key not in once:
                 spare = memory.get(place)  # tensors that were tied and are not any more have the same
-                spare = None if any(spare is copy for copy in once.values()) else spare
-                once[key] = host_copy(tensor.detach(), spare, in_use)
+                once[key] = host_copy(tensor.detach(), None if id(spare) in taken else spare, in_use)
+                taken.add(id(once[key]))
             copies[place] = once[key]
     return copy.deepcopy(content, {id(tensor): copies[place] for place, tensor in found.items()}), copies
 
