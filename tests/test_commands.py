@@ -175,6 +175,7 @@ def test_a_process_that_dies_ends_the_run_and_the_report_says_so(command, tmp_pa
     assert report["error"]
 
 
+@pytest.mark.slow  # five processes with timm: a minute
 def test_batch_norm_over_processes_gives_the_result_of_one_process(command):
     common = ["model=timm", "model.name=resnet10t", "data.batch_size=16", "trainer.max_steps=4", "trainer.sync_batchnorm=true",
               "optim=sgd", "optim.lr=0.01", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu", "trainer.limit_val_batches=1",
@@ -192,6 +193,7 @@ def test_batch_norm_over_processes_gives_the_result_of_one_process(command):
     assert losses["fsdp"] == pytest.approx(losses["single"], rel=1e-5)
 
 
+@pytest.mark.slow  # five processes: 40 s; tests/test_interchange.py has the same in forked ones
 def test_shards_are_saved_resumed_and_evaluated_on_one_process(command):
     fsdp = ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true", "trainer.accelerator=cpu"]
     done = command("train.py", "run=shards", *fsdp)
