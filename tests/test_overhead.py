@@ -3,11 +3,13 @@
 import inspect
 
 import lightning.pytorch as pl
+import overhead
+import pytest
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 
 import lockstep
-from lockstep import build
+from lockstep import build, console
 from lockstep.launch.compose import compose_config
 from lockstep.overhead import NoProfiler
 from lockstep.world import world_of
@@ -65,3 +67,18 @@ def test_a_profiler_that_is_asked_for_is_used(tmp_path, mnist, cache):
         ]
     )
     assert "run_training_batch" in (tmp_path / "a" / "fit-profile.txt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning 2.6 with torch 2.13, by itself
+def test_what_the_framework_costs_is_measured(cache, monkeypatch):
+    """The clock of each way begins and ends; a run that is cut short has none."""
+    monkeypatch.setattr(overhead, "WARM", 2)
+    monkeypatch.setattr(console.out, "_file", None)  # the script turns it elsewhere
+    more = f"data.cache_dir={cache}"
+    ways = {"bare loop": overhead.bare(3), "Lightning alone": overhead.lightning_alone(3)}
+    ways["Lockstep"] = overhead.lockstep(3, more)
+    assert all(seconds > 0 for seconds in ways.values())
+    assert overhead.lockstep(3, more, "trainer.max_steps=4") == 0
+    *_, last = overhead.table({name: [seconds] for name, seconds in ways.items()}).splitlines()
+    above = (ways["Lockstep"] - ways["bare loop"]) * 1e3
+    assert last.startswith("| Lockstep |") and float(last.split("|")[-2]) == pytest.approx(above, abs=0.01)

@@ -47,9 +47,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 def process(cfg: DictConfig, world: World) -> None:
     """What holds for this process as a whole: memory, threads, arithmetic."""
     if world.accelerator == "cpu":
-        if (
-            world.strategy != "fsdp"
-        ):  # whoever shards wants to save memory, and what is gathered would leave it in pieces
+        if world.strategy != "fsdp":  # whoever shards wants to save memory, and what is gathered leaves it in pieces
             keep_freed_memory()
         if number := threads(world):
             torch.set_num_threads(number)
@@ -160,10 +158,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     given |= parts
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
-    given |= {
-        "sync_batchnorm": False,
-        "enable_progress_bar": False,
-    }  # strategies/parallelize.py and callbacks/progress.py
+    given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py, callbacks/progress.py
     # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
     # Under SLURM, resuming is ours: Lightning's own checkpoint of a requeued job lies elsewhere and is taken first.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None

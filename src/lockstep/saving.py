@@ -37,9 +37,8 @@ class Position(pl.Callback):
         done, begun = batches["current"]["processed"], epochs["current"]["ready"]
         done -= done % trainer.accumulate_grad_batches  # max_time may end a run within a step
         waiting = done == 0 and epochs["current"]["processed"] == begun  # between two epochs, as it was loaded
-        last = (
-            batches["is_last_batch"] and batches["current"]["ready"] == batches["current"]["processed"]
-        )  # and not before it
+        fetched = batches["current"]["ready"]  # is_last_batch is set with the fetching
+        last = batches["is_last_batch"] and fetched == batches["current"]["processed"]
         ended = waiting or last or done >= trainer.num_training_batches
         for scope in ("total", "current"):
             epochs[scope] = dict.fromkeys(epochs[scope], begun) | dict.fromkeys(

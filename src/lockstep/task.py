@@ -44,9 +44,8 @@ class Classification(pl.LightningModule):
         self.window_count = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if (
-            name == "_current_fx_name"
-        ):  # Lightning notes each hook here, 46 times a step; nn.Module takes 2 us to see what it is
+        # Lightning notes each hook under this name, 46 times a step; nn.Module takes 2 us to see what it is.
+        if name == "_current_fx_name":
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
@@ -55,9 +54,8 @@ class Classification(pl.LightningModule):
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
         if self.call_net is None:
             call = self.parallelize(self.net, self.trainer)
-            self.call_net = (
-                call.__call__ if isinstance(call, nn.Module) else call
-            )  # a method is not registered as a child
+            # A method is not registered as a child.
+            self.call_net = call.__call__ if isinstance(call, nn.Module) else call
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
         return self.call_net(image_BCHW) if self.call_net is not None else self.net(image_BCHW)

@@ -51,12 +51,8 @@ class DataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.prepared = prepared
-        self.batch_size, self.eval_batch_size, self.num_workers, self.seed = (
-            batch_size,
-            eval_batch_size,
-            num_workers,
-            seed,
-        )
+        self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
+        self.num_workers = num_workers
         self.prefetch_factor, self.persistent_workers, self.on_device = prefetch_factor, persistent_workers, on_device
         self.in_memory: dict[str, InMemory] = {}
         self.place = Place(lambda: 0)

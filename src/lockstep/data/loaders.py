@@ -77,10 +77,8 @@ class InMemory:
         self.image_bytes = self.images_NCHW[:1].nbytes
         self.labels = np.append(labels_N.astype(np.int64), IGNORED)  # at -1, FILLER's place
         if device is not None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message="The given NumPy array is not writable"
-                )  # nobody writes to it
+            with warnings.catch_warnings():  # nobody writes to it
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 self.images_on_device = torch.from_numpy(self.images_NCHW).to(device)
             self.labels_on_device = torch.from_numpy(self.labels).to(device)
 
