@@ -29,7 +29,7 @@ LARGE = [
     "trainer.limit_val_batches=0", "trainer.limit_test_batches=1", "optim=sgd", "optim.lr=0.01", "callbacks=[]",
     "model.dropout_conv=0", "model.dropout_fc=0", "trainer.log_every_n_steps=1",
 ]  # fmt: skip
-MARGIN_MIB = "220"
+MARGIN_MIB = "240"  # a run in micro-batches of 64 needs 200 to 220, and one of 96 is more than that
 CPU = "trainer.accelerator=cpu"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
