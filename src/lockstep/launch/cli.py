@@ -1,5 +1,7 @@
 """From a command line to processes that run a job: compose, check, prepare the data, name the run, start."""
 
+import atexit
+import contextlib
 import json
 import os
 import sys
@@ -7,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -34,19 +36,28 @@ TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hyd
 
 def main(job: Job, name: str) -> None:
     """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running."""
-    received = local.received_job()
+    ended: list[int] = []
+    atexit.register(lambda: leave(ended[0]) if ended else None)  # registered first, called last
+    received, given = local.received_job(), slots.received_config()
     if received is not None:
         with signals.noted():
-            code = reported(partial(local.told, partial(job, *received)), received[1].rank)
-        if code:  # gloo's threads are in the middle of something, and may abort a process that ends in the usual way
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        sys.exit(0)
-    given = slots.received_config()
-    if given is not None:
-        sys.exit(reported(partial(start, job, name, *given)))
-    sys.exit(reported(partial(command, job, name), rank_of()))
+            ended.append(reported(partial(local.told, partial(job, *received)), received[1].rank))
+        if ended[0]:
+            leave(ended[0])  # at once: exit handlers might wait for what the failed job has left
+    elif given is not None:
+        ended.append(reported(partial(start, job, name, *given)))
+    else:
+        ended.append(reported(partial(command, job, name), rank_of()))
+    sys.exit(ended[0])
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without taking Python down. Threads of gloo that let go of a tensor meanwhile want Python's lock, are ended
+    for that, and abort the process: "terminate called without an active exception", after a run that was done."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+            stream.flush()
+    os._exit(code)
 
 
 def reported(call: Callable[[], Any], rank: int = 0) -> int:
