@@ -69,7 +69,10 @@ def test_a_profiler_that_is_asked_for_is_used(tmp_path, mnist, cache):
     assert "run_training_batch" in (tmp_path / "a" / "fit-profile.txt").read_text()
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning 2.6 with torch 2.13, by itself
+# What Lightning says of a run of its own.
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers", "ignore:GPU available"
+)
 def test_what_the_framework_costs_is_measured(cache, monkeypatch):
     """The clock of each way begins and ends; a run that is cut short has none."""
     monkeypatch.setattr(overhead, "WARM", 2)
@@ -78,6 +81,7 @@ def test_what_the_framework_costs_is_measured(cache, monkeypatch):
     ways = {"bare loop": overhead.bare(3), "Lightning alone": overhead.lightning_alone(3)}
     ways["Lockstep"] = overhead.lockstep(3, more)
     assert all(seconds > 0 for seconds in ways.values())
+    assert overhead.lockstep(3, more, "trainer.enable_checkpointing=false") > 0
     assert overhead.lockstep(3, more, "trainer.max_steps=4") == 0
     *_, last = overhead.table({name: [seconds] for name, seconds in ways.items()}).splitlines()
     above = (ways["Lockstep"] - ways["bare loop"]) * 1e3

@@ -133,8 +133,8 @@ def test_a_warned_multirun_saves_its_jobs_and_goes_on_when_it_is_typed_again(com
 
 
 def test_a_sweep_that_was_killed_runs_what_is_missing(command):
-    """Eight trials, two at a time, some pruned; everything is killed when four have ended."""
-    args = [*SPACE, *SLOTS, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=8", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
+    """Twelve trials, two at a time, some pruned; everything is killed when four have ended."""
+    args = [*SPACE, *SLOTS, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
             "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=2", "run=search", "trainer.val_check_interval=2",
             "trainer.limit_train_batches=8", "trainer.accelerator=cpu",
             "trainer.precision=32-true"]  # which trials are pruned, and when, depends on it  # fmt: skip
@@ -157,10 +157,12 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command):
     done = command("train.py", "-m", *args, timeout_s=600)
     assert done.code == 0, done
     trials = study(command.folder, "search").trials
-    assert [t.number for t in trials] == list(range(8))
+    assert [t.number for t in trials] == list(range(12))
     assert {t.state.name for t in trials} == {"COMPLETE", "PRUNED"}
     assert [trials[t.number].params for t in left] == [t.params for t in left]  # run again, not asked anew
-    assert sorted(int(p.name) for p in (command.folder / "runs/search").iterdir() if p.name.isdigit()) == list(range(8))
+    assert sorted(int(p.name) for p in (command.folder / "runs/search").iterdir() if p.name.isdigit()) == list(
+        range(12)
+    )
     for trial in trials:
         own = report(command.folder, f"search/{trial.number}")
         assert own["status"] == ("pruned" if trial.state.name == "PRUNED" else "done")
@@ -170,7 +172,7 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command):
             assert max(trial.intermediate_values) < 8
     folder = command.folder / "runs/search"
     with (folder / "trials.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == 8
+        assert len(list(csv.DictReader(file))) == 12
     assert (folder / "study.html").stat().st_size > 100_000
     assert {p.name for p in (folder / "plots").iterdir()} >= {
         "optimization_history.png",
@@ -179,7 +181,7 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command):
     }
     again = command("train.py", "-m", *args)  # nothing is missing
     assert again.code == 0, again
-    assert len(study(command.folder, "search").trials) == 8
+    assert len(study(command.folder, "search").trials) == 12
     assert "begins" not in again.out
     wrong = command("train.py", "-m", "--config-dir", str(folder), "experiment=best,worst", "run=both")
     assert wrong.code == 2, wrong

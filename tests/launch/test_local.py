@@ -60,7 +60,8 @@ except KeyboardInterrupt:
 """
 # A job that is done while gloo's threads still let go of tensors: in 5 of 6 pairs, one was aborted as Python was taken down.
 BUSY = """
-import atexit, sys
+import atexit, sys, time
+from pathlib import Path
 from lockstep import launch
 class Witness:
     def __del__(self):
@@ -75,6 +76,10 @@ def job(cfg, world):
     works = [dist.all_reduce(x.clone(), async_op=True) for _ in range(300)]
     works[3].wait()
     print("done")
+    here = Path(__file__).parent
+    (here / f"done{world.rank}").touch()
+    while not (here / f"done{1 - world.rank}").exists():  # whose sums this one's end could break off
+        time.sleep(0.01)
 launch.main(job, "train")
 """
 
@@ -118,6 +123,17 @@ def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_pa
     (tmp_path / "busy.py").write_text(BUSY)
     local.run_processes(tmp_path / "busy.py", compose_config("train", ["run=r"]), WORLD)
     assert capfd.readouterr().out == "done\nexit handler\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")
+@pytest.mark.parametrize(
+    ("code", "output", "expected"), [(0, "/dev/full", 1), (2, "/dev/full", 2), (0, "&-", 0), (3, "&-", 3)]
+)
+def test_the_exit_code_is_kept_unless_words_are_lost(code, output, expected):
+    python = f"from lockstep.launch import cli; print('a word'); cli.leave({code})"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = ["sh", "-c", f'exec "{sys.executable}" -c "$0" >{output}', python]
+    assert subprocess.run(command, env=buffered).returncode == expected
 
 
 @pytest.mark.parametrize(("failing", "code", "expected"), [(1, 3, 1), (0, 2, 2)])

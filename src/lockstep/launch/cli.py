@@ -1,7 +1,6 @@
 """From a command line to processes that run a job: compose, check, prepare the data, name the run, start."""
 
 import atexit
-import contextlib
 import json
 import os
 import sys
@@ -35,7 +34,10 @@ TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hyd
 
 
 def main(job: Job, name: str) -> None:
-    """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running."""
+    """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running.
+
+    It is the last thing that a script does: the process ends with that code, whoever catches SystemExit.
+    """
     ended: list[int] = []
     atexit.register(lambda: leave(ended[0]) if ended else None)  # registered first, called last
     received, given = local.received_job(), slots.received_config()
@@ -54,9 +56,13 @@ def main(job: Job, name: str) -> None:
 def leave(code: int) -> NoReturn:
     """Ends the process without taking Python down. Threads of gloo that let go of a tensor meanwhile want Python's lock, are ended
     for that, and abort the process: "terminate called without an active exception", after a run that was done."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader is gone
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed by whoever started the process
+        try:
             stream.flush()
+        except BrokenPipeError:  # its reader has seen enough
+            pass
+        except OSError:  # the disk is full
+            code = code or 1
     os._exit(code)
 
 
