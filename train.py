@@ -5,14 +5,15 @@ python train.py [key=value ...]      python train.py --help
 
 from omegaconf import DictConfig
 
-from lockstep import launch, lean
+from lockstep import launch
+from lockstep.compat import lean
 
 
 def train(cfg: DictConfig, world: launch.World) -> None:
     """One process's part of a run. The config is checked, the data is prepared and the run has its name by now."""
     with lean.imports():  # torch and lightning, 7 s: not before the config is known to be right
         from lockstep import build
-    from lockstep.report import Recorder
+    from lockstep.reporting.recorder import Recorder
 
     build.quiet(world)
     build.process(cfg, world)

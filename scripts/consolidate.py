@@ -7,10 +7,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep import shards
+from lockstep.checkpoints import shards
+from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.errors import UserError
 from lockstep.launch.cli import reported
-from lockstep.launch.find import is_checkpoint
 
 
 def consolidate(folder: Path, file: Path) -> Path:

@@ -9,9 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.export import export
+from lockstep.checkpoints.finding import tested_checkpoint
+from lockstep.export.folder import export
 from lockstep.launch.cli import reported
-from lockstep.launch.find import tested_checkpoint
 
 
 def main() -> None:

@@ -39,14 +39,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep import CONFIGS
-from lockstep.config import nearest, plain, shown
-from lockstep.console import number, out
+from lockstep.checkpoints.finding import checkpoints, run_folders
+from lockstep.checkpoints.resuming import load_config
+from lockstep.config.checks import nearest, plain, shown
+from lockstep.config.compose import compose_config, key_of
+from lockstep.config.schema import GROUPS, KEYS
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.cli import reported
-from lockstep.launch.compose import compose_config, key_of
-from lockstep.launch.find import checkpoints, run_folders
-from lockstep.launch.recall import load_config
-from lockstep.schema import GROUPS, KEYS
+from lockstep.reporting.console import number, out
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",

@@ -17,10 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.errors import RunFailed
 from lockstep.launch import local
-from lockstep.world import World
+from lockstep.machine.world import World
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["lockstep.build", "lockstep.report", "timm"])
+context.set_forkserver_preload(["lockstep.build", "lockstep.reporting.recorder", "timm"])
 
 
 def work(script: str, config: dict, world: World, environment: dict[str, str]) -> None:
@@ -79,9 +79,9 @@ def count_events() -> None:
     """Counts the moments around everything that a run writes, and kills this process at the one that is asked for."""
     import signal
 
-    from lockstep import saving, shards
     from lockstep.callbacks import FiniteLoss
-    from lockstep.loggers import MetricsCsv
+    from lockstep.checkpoints import saving, shards
+    from lockstep.reporting.loggers import MetricsCsv
 
     at, seen, one_thread = int(os.environ[KILL_AT]), [0], threading.Lock()
 

@@ -6,13 +6,13 @@ from conftest import write_cifar10
 
 import lockstep
 from lockstep import CONFIGS, build
-from lockstep.auto import decided
-from lockstep.create import network
+from lockstep.config.auto import decided
+from lockstep.config.compose import compose_config
+from lockstep.config.identity import identify
+from lockstep.config.instantiate import network
 from lockstep.data import files
 from lockstep.data.prepare import prepare
-from lockstep.launch.compose import compose_config
-from lockstep.launch.identity import identify
-from lockstep.world import World, world_of
+from lockstep.machine.world import World, world_of
 
 SMALL = [
     "trainer.accelerator=cpu",

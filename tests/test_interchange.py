@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import compare_runs
 import consolidate
 import pytest
 
 import lockstep
-from lockstep.checkpoint import read
+from lockstep.checkpoints.content import read
+from lockstep.reporting import comparison
 
 SETUPS = {
     "single": ["strategy=single"],
@@ -46,12 +46,12 @@ def train(runs, mnist, cache, forked):
 
 
 @pytest.fixture(scope="module")
-def whole(train, runs) -> compare_runs.Run:
+def whole(train, runs) -> comparison.Run:
     """One that nothing stopped; beside it, one under each setup that stopped in mid-epoch."""
     train("run=whole", f"trainer.max_steps={STEPS}")
     for name, options in SETUPS.items():
         train(f"run={name}", *options, f"trainer.max_steps={STOPPED}")
-    return compare_runs.find("whole", runs)
+    return comparison.find("whole", runs)
 
 
 def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) -> None:
@@ -61,9 +61,9 @@ def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) 
     options = [*one_file, *accumulate, *SETUPS[under], f"trainer.max_steps={STEPS}"]
     report = train(f"resume={checkpoint}", f"run={run}", *options)
     assert (report["train/steps"], report["resumed_from"]) == (STEPS, str(checkpoint))
-    found = compare_runs.compare(whole, compare_runs.find(run, runs), exact=False, tolerance=1e-6)
+    found = comparison.compare(whole, comparison.find(run, runs), exact=False, tolerance=1e-6)
     assert found["weights"] == []
-    expected, rows = (compare_runs.series(compare_runs.find(name, runs))["train/loss"] for name in ("whole", run))
+    expected, rows = (comparison.series(comparison.find(name, runs))["train/loss"] for name in ("whole", run))
     assert [step for step, _ in rows] == [str(step) for step in range(STOPPED, STEPS)]
     assert [float(loss) for _, loss in rows] == pytest.approx([float(loss) for _, loss in expected[STOPPED:]], rel=2e-6)
     assert report["test/loss"] == pytest.approx(whole.report["test/loss"], rel=1e-5)
@@ -99,7 +99,7 @@ def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(wor
 
 def test_checkpoints_have_the_same_keys_whatever_made_them(runs, whole):
     def keys(name: str) -> set[str]:
-        return set(dict(compare_runs.flat(read(runs / name / "checkpoints" / "last.ckpt"))))
+        return set(dict(comparison.flat(read(runs / name / "checkpoints" / "last.ckpt"))))
 
     own = {
         name: {key for key in keys(name) if not key.startswith(("callbacks", "hyper_parameters"))} for name in SETUPS

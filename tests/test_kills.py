@@ -3,13 +3,13 @@
 import json
 from pathlib import Path
 
-import compare_runs
 import forked as forked_processes
 import pytest
 
 import lockstep
 from lockstep.errors import RunFailed
 from lockstep.launch import cli
+from lockstep.reporting import comparison
 
 SETUPS = {
     "single": ["strategy=single"],
@@ -70,14 +70,14 @@ def chosen(names: list[str], kinds: slice) -> list[int]:
 
 def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, kinds: slice) -> None:
     names = events(train, monkeypatch, setup, rank)
-    whole = compare_runs.find("whole", Path("runs"))
+    whole = comparison.find("whole", Path("runs"))
     for at in chosen(names, kinds):
         monkeypatch.setenv(forked_processes.KILL_AT, str(at))
         with pytest.raises(RunFailed):
             train(f"run=killed-{at}", *SETUPS[setup])
         monkeypatch.setenv(forked_processes.KILL_AT, "0")
         train(f"run=killed-{at}", *SETUPS[setup])
-        found = compare_runs.compare(whole, compare_runs.find(f"killed-{at}", Path("runs")), exact=True, tolerance=0)
+        found = comparison.compare(whole, comparison.find(f"killed-{at}", Path("runs")), exact=True, tolerance=0)
         place = f"killed at event {at}: {names[at - 1]}"
         assert (place, {section: lines for section, lines in found.items() if lines}) == (place, {})
         assert files(f"killed-{at}") == files("whole"), place
@@ -98,8 +98,8 @@ def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_ro
     monkeypatch.delenv(forked_processes.ROOM)
     monkeypatch.setenv(forked_processes.KILL_AT, "0")
     train("run=full", *SETUPS[setup])
-    found = compare_runs.compare(
-        *(compare_runs.find(run, Path("runs")) for run in ("whole", "full")), exact=True, tolerance=0
+    found = comparison.compare(
+        *(comparison.find(run, Path("runs")) for run in ("whole", "full")), exact=True, tolerance=0
     )
     assert {section: lines for section, lines in found.items() if lines} == {}
 
@@ -134,9 +134,9 @@ def test_a_run_that_is_killed_at_any_kind_of_moment_ends_alike(setup, rank, kind
 
 def test_the_run_that_is_compared_has_what_it_is_about(train):
     report = train("run=a")
-    checkpoint = lockstep.checkpoint.read(Path("runs/a/checkpoints/last.ckpt"))
+    checkpoint = lockstep.checkpoints.content.read(Path("runs/a/checkpoints/last.ckpt"))
     assert 12 < report["train/steps"] < 24
     assert "current_model_state" in checkpoint
     assert any("EarlyStopping" in name for name in checkpoint["callbacks"])
-    log = json.dumps(compare_runs.series(compare_runs.find("a", Path("runs"))))
+    log = json.dumps(comparison.series(comparison.find("a", Path("runs"))))
     assert log.count("val/acc") == 1

@@ -17,11 +17,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from lockstep import ROOT, world
-from lockstep.config import check
-from lockstep.launch.compose import compose_config
+from lockstep import ROOT
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config
 from lockstep.launch.local import free_port
-from lockstep.world import world_of
+from lockstep.machine import world
+from lockstep.machine.world import world_of
 
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 ALL = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))

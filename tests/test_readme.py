@@ -5,9 +5,10 @@ import shlex
 
 import pytest
 
-from lockstep import CONFIGS, ROOT, world
-from lockstep.config import check
-from lockstep.launch.compose import compose_config, tried_alone
+from lockstep import CONFIGS, ROOT
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config, tried_alone
+from lockstep.machine import world
 
 PAGES = [
     "README.md",

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import compare_runs
 import pytest
 import slurm
 
 from lockstep import ROOT
+from lockstep.reporting import comparison
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))]
 OPTIONS = [
@@ -48,9 +48,9 @@ def data(shared_command) -> list[str]:
 
 
 def identical(place: Path, run: str) -> None:
-    one, other = (compare_runs.find(name, place / "runs") for name in ("alone", run))
-    found = compare_runs.compare(one, other, exact=True, tolerance=0)
-    assert compare_runs.agree(found), found
+    one, other = (comparison.find(name, place / "runs") for name in ("alone", run))
+    found = comparison.compare(one, other, exact=True, tolerance=0)
+    assert comparison.agree(found), found
 
 
 def submit(cluster: slurm.Cluster, place: Path, *options: str, overrides: list[str]) -> str:

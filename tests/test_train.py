@@ -13,8 +13,8 @@ import torch
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.errors import Preempted, TrainingFailed, UserError
-from lockstep.loggers import MetricsCsv
-from lockstep.task import Classification
+from lockstep.reporting.loggers import MetricsCsv
+from lockstep.training.module import Classification
 
 
 class Crash(RuntimeError):
@@ -137,7 +137,7 @@ def test_auto_starts_a_run_that_is_not_there_and_passes_over_a_damaged_checkpoin
 def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist):
     train("run=a", "optim=sgd", "optim.lr=0.01", "model.dropout_fc=0.1")
     lockstep.train(["resume=a", "trainer.max_epochs=2"])
-    config = lockstep.launch.recall.load_config(Path("runs/a/config.yaml"))
+    config = lockstep.checkpoints.resuming.load_config(Path("runs/a/config.yaml"))
     assert (config.optim.lr, config.model.dropout_fc, config.trainer.max_epochs, config.data.root) == (
         0.01,
         0.1,

@@ -40,7 +40,7 @@ def load_model(what: str | Path) -> "nn.Module":
     Raises:
         UserError: there is none, or it is damaged.
     """
-    from lockstep.checkpoint import load_network
-    from lockstep.launch.find import tested_checkpoint
+    from lockstep.checkpoints.content import load_network
+    from lockstep.checkpoints.finding import tested_checkpoint
 
     return load_network(tested_checkpoint(str(what), "load_model"))

@@ -15,20 +15,24 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import callbacks, checkpoint, console, memory, saving, strategies
-from lockstep.checkpoint_io import AtomicCheckpointIO
-from lockstep.config import fused_problem
-from lockstep.create import create, network
+from lockstep import callbacks, strategies
+from lockstep.checkpoints import saving
+from lockstep.checkpoints.content import load_weights
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.compat.overhead import NoProfiler, without_sigterm_broadcast
+from lockstep.config.checks import fused_problem
+from lockstep.config.identity import run_dir
+from lockstep.config.instantiate import create, network
 from lockstep.data.datamodule import DataModule
 from lockstep.data.prepare import FORMATS, prepare
 from lockstep.errors import UserError
-from lockstep.hardware import keep_freed_memory
-from lockstep.launch.identity import run_dir
-from lockstep.loggers import CutAtResume, MetricsCsv
+from lockstep.machine.hardware import keep_freed_memory
+from lockstep.machine.world import World, gpu_count, threads
 from lockstep.models.from_timm import normalisation
-from lockstep.overhead import NoProfiler, without_sigterm_broadcast
-from lockstep.task import Classification
-from lockstep.world import World, gpu_count, threads
+from lockstep.reporting import console
+from lockstep.reporting.loggers import CutAtResume, MetricsCsv
+from lockstep.training import memory
+from lockstep.training.module import Classification
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -102,7 +106,7 @@ def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Class
     """The task with a new network, or with the weights of the checkpoint `weights`."""
     net = network(plain(cfg.model), data.about, with_weights=weights is None)
     if weights:
-        checkpoint.load_weights(net, Path(weights))
+        load_weights(net, Path(weights))
     return Classification(
         net,
         optimizer=optimizer(cfg),

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory, RunFailed
-from lockstep.launch import fitting, local
-from lockstep.launch.compose import compose_config
-from lockstep.world import World
+from lockstep.launch import local, out_of_memory
+from lockstep.machine.world import World
 
 WORLD = World("cpu", 2, 1, "ddp")
 # A process of a run: leaves its job and its id, then does what the test says for its rank.
@@ -45,10 +45,10 @@ print(f"hello from {local_rank}", flush=True)
 PARENT = """
 import sys
 from pathlib import Path
-from lockstep.launch import local
-from lockstep.launch.compose import compose_config
-from lockstep.world import World
-from lockstep import signals
+from lockstep.launch import local, out_of_memory
+from lockstep.config.compose import compose_config
+from lockstep.machine.world import World
+from lockstep.machine import signals
 from lockstep.errors import RunFailed
 try:
     with signals.noted():
@@ -166,7 +166,7 @@ def test_out_of_memory_in_one_ends_all_and_is_told_once(answers, expected, worke
     ("kills", "accumulate", "part"), [(1, 2, "by the kernel: memory ran out"), (0, None, "by SIGKILL; where nobody")]
 )
 def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumulate, part, worker, monkeypatch):
-    monkeypatch.setattr(fitting, "VMSTAT", worker.parent / "vmstat")
+    monkeypatch.setattr(out_of_memory, "VMSTAT", worker.parent / "vmstat")
     (worker.parent / "vmstat").write_text("oom_kill 0")
     (worker.parent / "killed1").write_text(f"oom_kill {kills}")
     (worker.parent / "wait").touch()

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lockstep import world
+from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
 from lockstep.launch import slots
-from lockstep.launch.compose import compose_config
+from lockstep.machine import world
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ class ContinuedOptunaSweeper(Sweeper):
         self.options = options
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from lockstep.launch.study import StudySweeper
+        from lockstep.sweeps.study import StudySweeper
 
         self.sweeper = StudySweeper(**self.options)
         self.sweeper.setup(hydra_context=hydra_context, task_function=task_function, config=config)

@@ -27,8 +27,9 @@ class SlotsLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises UserError where the machine has not enough GPUs; KeyboardInterrupt when the system ends it."""
-        from lockstep import signals
-        from lockstep.launch import slots, sweep
+        from lockstep.launch import slots
+        from lockstep.machine import signals
+        from lockstep.sweeps import table
 
         free: queue.Queue[dict[str, str]] = queue.Queue()
         for environment in slots.environments(self.config, self.jobs):
@@ -53,7 +54,7 @@ class SlotsLauncher(Launcher):
             task_config = config.copy()
             with open_dict(task_config):
                 del task_config["hydra"]
-            jobs.append((sweep.named(task_config, config.hydra), list(filter_overrides(overrides))))
+            jobs.append((table.named(task_config, config.hydra), list(filter_overrides(overrides))))
         with signals.noted(), ThreadPoolExecutor(free.qsize()) as pool:
             try:
                 returns = list(pool.map(run, jobs))

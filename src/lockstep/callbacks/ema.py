@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.pace import completes_step
+from lockstep.training.steps import completes_step
 
 
 class EMA(pl.Callback):

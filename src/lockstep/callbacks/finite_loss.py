@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lockstep.errors import TrainingFailed
-from lockstep.pace import completes_step, has_row
+from lockstep.training.steps import completes_step, has_row
 
 
 class FiniteLoss(pl.Callback):

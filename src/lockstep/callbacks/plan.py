@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from omegaconf import DictConfig
 
-from lockstep.console import say
 from lockstep.errors import TrainingFailed
+from lockstep.reporting.console import say
 
 if TYPE_CHECKING:
     from lockstep.data.datamodule import DataModule

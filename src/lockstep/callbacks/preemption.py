@@ -7,8 +7,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep import signals
 from lockstep.errors import Preempted
+from lockstep.machine import signals
 
 LOOK_S = 1.0  # how often the processes ask each other whether one was warned
 

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from lockstep.console import say
-from lockstep.pace import completes_step, has_row
+from lockstep.reporting.console import say
+from lockstep.training.steps import completes_step, has_row
 
 EVERY_S = 10.0  # between lines when the output is not a terminal
 

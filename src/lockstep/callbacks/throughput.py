@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.pace import completes_step, has_row
+from lockstep.training.steps import completes_step, has_row
 
 
 def waited_s(trainer: pl.Trainer) -> float:

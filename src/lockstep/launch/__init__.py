@@ -1,6 +1,6 @@
 """How a command becomes processes: identity, torchrun, SLURM, sweeps. Nothing here imports torch."""
 
 from lockstep.launch.cli import main
-from lockstep.world import World
+from lockstep.machine.world import World
 
 __all__ = ["World", "main"]

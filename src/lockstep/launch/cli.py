@@ -15,15 +15,18 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from lockstep import CONFIGS, ROOT, signals
-from lockstep.auto import decided
-from lockstep.config import check
+from lockstep import CONFIGS, ROOT
+from lockstep.checkpoints import resuming
+from lockstep.config.auto import decided
+from lockstep.config.checks import check
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
+from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
-from lockstep.launch import fitting, local, recall, slots, sweep
-from lockstep.launch.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
-from lockstep.launch.identity import identify, restarted, run_dir
-from lockstep.report import mark_ended
-from lockstep.world import ONE_PROCESS, World, rank_of, world_of
+from lockstep.launch import local, out_of_memory, slots
+from lockstep.machine import signals
+from lockstep.machine.world import ONE_PROCESS, World, rank_of, world_of
+from lockstep.reporting.recorder import mark_ended
+from lockstep.sweeps import table
 
 if TYPE_CHECKING:
     from lockstep.data.prepare import Prepared
@@ -118,14 +121,14 @@ def one_job(job: Job, name: str, outcome: list[int], cfg: DictConfig) -> dict[st
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
-    cfg = sweep.named(cfg, hydra_cfg) if multirun else cfg
+    cfg = table.named(cfg, hydra_cfg) if multirun else cfg
     result: list[dict[str, Any]] = []
     code = reported(lambda: result.append(start(job, name, cfg, overrides)), rank_of())
     if not multirun:
         outcome.append(code)
         return None
     if rank_of() == 0:
-        sweep.record(run_dir(cfg), overrides, failed=bool(code))
+        table.record(run_dir(cfg), overrides, failed=bool(code))
     if code == INTERRUPTED or signals.received:
         raise KeyboardInterrupt  # ends a multirun as a whole
     if code:
@@ -174,18 +177,18 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     again = not evaluating and (cfg.resume == "auto" or restarted())
     if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
         raise_problems(check(cfg))
-    cfg = recall.for_evaluation(cfg, overrides) if evaluating else recall.for_training(cfg, overrides)
+    cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
     data = found_data(cfg)
     cfg = identify(decided(cfg, world, data), data.source)
     if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
-        fitting.begin_anew(cfg)
+        out_of_memory.begin_anew(cfg)
     in_processes = partial(local.run_processes, ROOT / f"{name}.py")
     with signals.noted():
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":
-                fitting.until_it_fits(in_processes, cfg, world)
+                out_of_memory.until_it_fits(in_processes, cfg, world)
             elif world.external or world.strategy in ONE_PROCESS:
                 job(cfg, world)
             else:
@@ -195,6 +198,6 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
                 mark_ended(run_dir(cfg), e)
             signals.requeue(world.rank)
             raise
-    path = recall.evaluation_file(cfg) if name == "eval" else run_dir(cfg) / "report.json"
+    path = evaluation_file(cfg) if name == "eval" else run_dir(cfg) / "report.json"
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # another node's disk may have it
     return result

@@ -21,11 +21,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import signals
+from lockstep.config.identity import run_dir
 from lockstep.errors import OutOfMemory, RunFailed
-from lockstep.launch.fitting import kernel_kills, killed
-from lockstep.launch.identity import run_dir
-from lockstep.world import World, cores
+from lockstep.launch.out_of_memory import kernel_kills, killed
+from lockstep.machine import signals
+from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
 WORDS = "LOCKSTEP_WORDS"  # the file for what a process has to tell its parent

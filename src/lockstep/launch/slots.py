@@ -12,11 +12,12 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep import ROOT
+from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError
-from lockstep.launch import local, sweep
-from lockstep.launch.identity import run_dir
-from lockstep.report import mark_ended
-from lockstep.world import accelerator_of, cores, device_count, visible_gpus
+from lockstep.launch import local
+from lockstep.machine.world import accelerator_of, cores, device_count, visible_gpus
+from lockstep.reporting.recorder import mark_ended
+from lockstep.sweeps import table
 
 CONFIG = "LOCKSTEP_CONFIG"
 running: list[subprocess.Popen[bytes]] = []
@@ -64,7 +65,7 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
     """Runs `script` for one job and waits; returns its exit code. A process that was killed leaves a report as well."""
     job = json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})
     place = environment.get("CUDA_VISIBLE_DEVICES")
-    say(f"{cfg.run} begins" + (f" on GPU {place}" if place else "") + f": {' '.join(sweep.typed(overrides))}")
+    say(f"{cfg.run} begins" + (f" on GPU {place}" if place else "") + f": {' '.join(table.typed(overrides))}")
     output(cfg).parent.mkdir(parents=True, exist_ok=True)
     # A job knows nothing of the SLURM job around all of them: the launcher puts that back into the queue.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
@@ -86,7 +87,7 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
             process.stdin.close()
     if code:
         mark_ended(run_dir(cfg), RunFailed(f"its process ended with exit code {code}"))
-    sweep.record(run_dir(cfg), overrides, failed=bool(code))
+    table.record(run_dir(cfg), overrides, failed=bool(code))
     say(f"{cfg.run} {result(cfg).get('status')}")
     return 2 if code == 2 else int(code != 0)
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from lockstep import shards
-from lockstep.checkpoint_io import AtomicCheckpointIO
+from lockstep.checkpoints import shards
+from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import UserError
 from lockstep.strategies.one_format import OneFormat, gathered
 

@@ -1,0 +1,263 @@
+"""Takes nodes away from an elastic torchrun job, and checks that the run ends as if nothing had happened.
+
+python benchmarks/lose_nodes.py [--losses 10] [--out docs/lost_nodes.md]
+
+Three hosts with addresses of their own (benchmarks/hosts.py) train one run with `torchrun --nnodes=1:3`. At random steps one is
+lost: killed, or cut off from the network; later it comes back, and the job grows again. Every image that a process trains on
+is noted. At the end the number of steps, the images of each step, the log and the weights are compared with those of one
+undisturbed process. Exit code 1 if one differs. Needs Linux, root and iproute2.
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hosts
+
+from lockstep import ROOT
+from lockstep.reporting import comparison
+
+STEPS_PER_EPOCH, EPOCHS = 60, 5
+# 64 bits: in 32, the rounding of sums over two processes or three grows to 1e-6 or to 6e-6 within 300 steps, by the kind of CPU.
+COMMON = [
+    "trainer.precision=64-true", "data.source=embedded", "data.batch_size=60", "trainer.limit_train_batches=60", f"trainer.max_epochs={EPOCHS}",
+    "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.log_every_n_steps=1",
+    "trainer.enable_progress_bar=false", "checkpoint.every_n_steps=10", "optim=sgd", "optim.lr=0.001", "schedule=cosine", "trainer.gradient_clip_val=0.5",
+    "model.dropout_conv=0", "model.dropout_fc=0", "data.random_shift=2", "resume=auto",
+]  # fmt: skip
+LIMIT = 1e-6
+# The job's train.py, which notes the round, the world, the time, the step, and the indices of the images that it trains on.
+NOTING = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from lockstep import launch
+import train
+
+def noting(cfg, world):
+    from lockstep.data.datamodule import DataModule
+    original, port = DataModule.on_after_batch_transfer, os.environ["MASTER_PORT"]
+    file = Path({folder!r}, f"{{port}}-{{world.rank}}").open("a")
+    def note(self, batch, dataloader_idx):
+        if self.trainer.training:
+            print(port, world.size, time.time(), self.trainer.global_step + 1, *batch[2].tolist(), file=file, flush=True)
+        return original(self, batch, dataloader_idx)
+    DataModule.on_after_batch_transfer = note
+    train.train(cfg, world)
+
+launch.main(noting, "train")
+"""
+ENVIRONMENT = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torch 2.13: a node that waits does not announce its new port otherwise
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds from SIGTERM to SIGKILL for a process that waits for a lost one
+    "OMP_NUM_THREADS": "1",
+}
+START_S, ROUND_S = 240.0, 240.0
+
+
+def until(true: Callable[[], bool], limit_s: float, what: str) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {limit_s:.0f} s")
+        time.sleep(0.05)
+
+
+class Job:
+    """An elastic run on three hosts; the first one, where the processes meet, stays."""
+
+    def __init__(self, folder: Path, run: str, nodes: list[hosts.Host]) -> None:
+        self.folder, self.name, self.nodes = folder, run, nodes
+        self.run = folder / "runs" / run
+        self.notes = folder / f"notes-{run}"
+        self.notes.mkdir()
+        self.script = folder / f"train_{run}.py"
+        self.script.write_text(NOTING.format(root=str(ROOT), folder=str(self.notes)))
+        self.log = (folder / f"{run}.log").open("ab")
+        self.agents = {node.name: self.start(node) for node in nodes}
+
+    def start(self, node: hosts.Host) -> "subprocess.Popen[bytes]":
+        torchrun = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=50",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint={self.nodes[0].address}:29400", f"--rdzv-id={self.name}",
+            f"--local-addr={node.address}", f"--rdzv-conf=last_call_timeout=5,is_host={int(node is self.nodes[0])}", "--monitor-interval=0.5",
+        ]  # fmt: skip
+        job = [str(self.script), f"run={self.name}", "strategy=ddp", "strategy.timeout_s=30", *COMMON]
+        return node.start([*torchrun, *job], ENVIRONMENT, self.log, str(self.folder))
+
+    def steps(self) -> int:
+        """The steps that the log shows."""
+        path = self.run / "metrics.csv"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return max((int(line.split(",")[0]) for line in lines[1:-1] if line.split(",")[0].isdigit()), default=0)
+
+    def ended(self) -> bool:
+        report = self.run / "report.json"
+        return report.exists() and '"status": "done"' in report.read_text()
+
+    def trains_with(self, world: int, since: float) -> bool:
+        return any(note.world == world and note.time > since for note in notes(self.notes))
+
+    def lose(self, node: hosts.Host, how: str) -> None:
+        if how == "cut off":
+            node.cut_off()
+        else:
+            node.kill()
+
+    def come_back(self, node: hosts.Host) -> None:
+        node.kill()  # what was cut off has been given up by the others
+        self.agents[node.name].wait(30)
+        node.connect()
+        self.agents[node.name] = self.start(node)
+
+    def wait(self) -> None:
+        until(self.ended, ROUND_S, "the end of the run")
+        for agent in self.agents.values():
+            agent.wait(120)
+        self.log.close()
+
+
+def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, draw: random.Random) -> list[str]:
+    """Trains while nodes are lost and come back; returns what was lost when."""
+    job, lost = Job(folder, run, nodes), []
+    last = STEPS_PER_EPOCH * EPOCHS
+    until(lambda: job.trains_with(3, 0), START_S, "the first round of three")
+    for number in range(losses):
+        low, high = last * number // losses + 5, last * (number + 1) // losses - 25
+        at = draw.randint(max(low, job.steps() + 2), max(high, job.steps() + 4))
+        until(lambda at=at: job.steps() >= at, ROUND_S, f"step {at}")  # type: ignore[misc]
+        node, how, since = draw.choice(nodes[1:]), draw.choice(("killed", "cut off")), time.time()
+        at = job.steps()
+        job.lose(node, how)
+        print(f"{run}: {node.address} {how} after step {at}", flush=True)
+        lost.append(f"{how} after step {at}")
+        until(lambda since=since: job.trains_with(2, since), ROUND_S, "a round of two")  # type: ignore[misc]
+        if number + 1 < losses or draw.random() < 0.5:
+            since = time.time()
+            job.come_back(node)
+            until(lambda since=since: job.trains_with(3, since) or job.ended(), ROUND_S, "a round of three")  # type: ignore[misc]
+            print(f"{run}: {node.address} is back at step {job.steps()}", flush=True)
+    job.wait()
+    for node in nodes:
+        node.kill()
+        node.connect()
+    return lost
+
+
+@dataclass(frozen=True)
+class Note:
+    round: str
+    world: int
+    time: float
+    step: int
+    images: list[int]
+
+
+def notes(folder: Path) -> list[Note]:
+    """What the processes have noted so far; without lines that a kill cut off."""
+    lines = [line for path in folder.iterdir() for line in path.read_text().splitlines(keepends=True)]
+    fields = [line.split() for line in lines if line.endswith("\n")]
+    return [Note(f[0], int(f[1]), float(f[2]), int(f[3]), list(map(int, f[4:]))) for f in fields]
+
+
+def images_of_steps(folder: Path) -> dict[int, list[int]]:
+    """The images of each step in the round that took it last; an earlier one was lost with its node."""
+    last: dict[int, Note] = {}
+    found = notes(folder)
+    for note in found:
+        if note.step not in last or note.time > last[note.step].time:
+            last[note.step] = note
+    return {
+        step: sorted(image for note in found if (note.step, note.round) == (step, of.round) for image in note.images)
+        for step, of in sorted(last.items())
+    }
+
+
+def worlds(folder: Path) -> list[int]:
+    """How many processes took part in each round."""
+    rounds = {note.round: note.world for note in sorted(notes(folder), key=lambda note: note.time)}
+    return list(rounds.values())
+
+
+def check(folder: Path, run: str, expected: dict[int, list[int]]) -> list[str]:
+    """What differs from the undisturbed run."""
+    found, told = images_of_steps(folder / f"notes-{run}"), []
+    if list(found) != list(expected):
+        told.append(f"{len(found)} steps instead of {len(expected)}")
+    told += [f"step {step} has other images" for step in expected if found.get(step) != expected[step]]
+    alone, other = (comparison.find(name, folder / "runs") for name in ("alone", run))
+    differing = comparison.compare(alone, other, exact=False, tolerance=LIMIT)
+    return told + [line for section in ("log", "figures", "weights") for line in differing[section]]
+
+
+def undisturbed(folder: Path) -> dict[int, list[int]]:
+    """Trains `alone`; returns the images of each step."""
+    (folder / "notes-alone").mkdir()
+    script = folder / "train_alone.py"
+    script.write_text(NOTING.format(root=str(ROOT), folder=str(folder / "notes-alone")))
+    env = {**os.environ, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, str(script), "run=alone", *COMMON], cwd=folder, env=env, check=True)
+    return images_of_steps(folder / "notes-alone")
+
+
+HEADER = """# Nodes lost and found
+
+Three hosts trained one run of {steps} steps with `torchrun --nnodes=1:3` at a global batch of 60 images. At random steps one host was
+killed, or cut off from the network, and the others went on; then it came back. The first host, where the processes meet, stayed:
+torchrun's rendezvous ends with it. Afterwards the images of each step, the log and the
+weights were compared with those of one undisturbed process. Made by `python benchmarks/lose_nodes.py {arguments}` with {versions}.
+
+| run | lost | processes of each round | steps | steps with other images | the same to {limit:g} |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", type=int, default=10, help="in all")
+    parser.add_argument("--per-run", type=int, default=2, help="losses of one run")
+    parser.add_argument("--seed", type=int, default=0, help="of the steps, hosts and ways")
+    parser.add_argument("--out", type=Path, help="write the page there as well")
+    args = parser.parse_args()
+    reason = hosts.missing()
+    if reason:
+        parser.error(reason)
+    draw, table, failed = random.Random(args.seed), "", 0
+    with tempfile.TemporaryDirectory() as name, hosts.hosts(3) as nodes:
+        folder = Path(name)
+        expected = undisturbed(folder)
+        for number, first in enumerate(range(0, args.losses, args.per_run)):
+            run = f"elastic-{number}"
+            try:
+                lost = elastic_run(folder, run, nodes, min(args.per_run, args.losses - first), draw)
+            except TimeoutError as e:
+                print(f"{run}: {e}\n" + (folder / f"{run}.log").read_text()[-8000:], file=sys.stderr)
+                return 1
+            told = check(folder, run, expected)
+            found = images_of_steps(folder / f"notes-{run}")
+            others = sum(found.get(step) != images for step, images in expected.items())
+            rounds = ", ".join(map(str, worlds(folder / f"notes-{run}")))
+            failed += bool(told)
+            print(f"{run}: {'; '.join(told) or 'as if nothing had happened'}", flush=True)
+            table += (
+                f"| {number} | {'; '.join(lost)} | {rounds} | {len(found)} | {others} | {'no' if told else 'yes'} |\n"
+            )
+    print(table)
+    if args.out:
+        from lockstep.reporting.provenance import versions
+
+        arguments = f"--losses {args.losses} --per-run {args.per_run} --seed {args.seed}"
+        header = HEADER.format(steps=len(expected), arguments=arguments, versions=versions(), limit=LIMIT)
+        args.out.write_text(header + table)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

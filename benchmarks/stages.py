@@ -1,0 +1,20 @@
+"""The stages of train.py for scripts that measure them: the same run, without its report."""
+
+import lightning.pytorch as pl
+from omegaconf import DictConfig
+
+from lockstep import build
+from lockstep.config.identity import run_dir
+from lockstep.data.datamodule import DataModule
+from lockstep.machine.world import World
+from lockstep.training.module import Classification
+
+
+def ready(cfg: DictConfig, world: World) -> tuple[DataModule, Classification, pl.Trainer]:
+    """Data, task and trainer of a run, with its directory."""
+    run_dir(cfg).mkdir(parents=True, exist_ok=True)
+    build.quiet(world)
+    build.process(cfg, world)
+    build.seed(cfg)
+    data = build.data(cfg)
+    return data, build.task(cfg, data), build.trainer(cfg, world, data)

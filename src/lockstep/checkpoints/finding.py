@@ -1,0 +1,124 @@
+"""Runs and checkpoints on the disk: which are there, and which are whole. Free of torch."""
+
+import difflib
+import json
+import os
+import pickletools
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.machine.world import rank_of
+
+BEST = re.compile(r"best-step-(\d+)\.ckpt")
+
+
+def is_whole_file(path: Path) -> bool:
+    """Whether the checksums of a file of torch.save are right."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError):
+        return False
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a whole checkpoint: a file, or a folder with all shards (see shards.py)."""
+    if not path.is_dir():
+        return is_whole_file(path)
+    shards = sorted(path.glob("shard-*-of-*.pt"))
+    world = int(shards[0].stem.rpartition("-")[2]) if shards else -1
+    return len(shards) == world and all(map(is_whole_file, [path / "rest.pt", *shards]))
+
+
+def step_of(path: Path) -> int:
+    """The optimizer steps that a whole checkpoint has behind it, read from its pickle without loading it; -1 if not said."""
+    file = path / "rest.pt" if path.is_dir() else path
+    with zipfile.ZipFile(file) as archive:
+        pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        values = (
+            arg for op, arg, _ in pickletools.genops(archive.read(pickle)) if "PUT" not in op.name and arg is not None
+        )
+        return next((int(next(values, -1)) for value in values if value == "global_step"), -1)
+
+
+def checkpoints(run_dir: Path) -> Iterator[Path]:
+    """Whole checkpoints of a run, the newest first. Passes over damaged ones, and says so.
+
+    The newest is the one with most steps: times of files change when a folder is copied.
+    """
+    folder = run_dir / "checkpoints"
+    found = [folder / "last.ckpt", folder / "last.ckpt.old"]  # `.old` alone is left by a kill between two renamings
+    found = [next((path for path in found if path.exists()), found[0])]
+    found = [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
+    good = [path for path in found if is_checkpoint(path)]
+    if rank_of() == 0:
+        for path in sorted(set(found) - set(good)):
+            print(f"WARNING: {path} is not whole and is passed over.", file=sys.stderr)
+    yield from sorted(good, key=lambda path: (step_of(path), path.name), reverse=True)
+
+
+def run_folders(runs_dir: Path) -> Iterator[Path]:
+    """Every folder of a run below `runs_dir`, also of a job that failed before it began and has but a report.
+
+    Beside a config.yaml of W&B's, or of an export, there is nothing that a run leaves.
+    """
+    for place, folders, files in os.walk(runs_dir):
+        if "report.json" in files or ("config.yaml" in files and ("checkpoints" in folders or "metrics.csv" in files)):
+            yield Path(place)
+
+
+def find_run(runs_dir: str, name: str, key: str) -> Path:
+    """The directory of run `name`. Raises UserError that names the nearest ones."""
+    path = Path(runs_dir) / name
+    if (path / "config.yaml").is_file():
+        return path
+    begun = sorted(found for found in run_folders(Path(runs_dir)) if (found / "config.yaml").is_file())
+    names = [found.relative_to(runs_dir).as_posix() for found in begun]
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
+    there = f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
+    raise UserError(f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {there}")
+
+
+def newest(run_dir: Path, key: str) -> Path:
+    for path in checkpoints(run_dir):
+        return path
+    raise UserError(
+        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>."
+    )
+
+
+def best(run_dir: Path) -> Path:
+    """The checkpoint that the run's report tested, or its newest one if it did not get that far."""
+    report = run_dir / "report.json"
+    named = json.loads(report.read_text()).get("checkpoint") if report.is_file() else None
+    path = run_dir / named if named else None
+    return path if path is not None and is_checkpoint(path) else newest(run_dir, "run")
+
+
+def whole(path: Path, key: str) -> Path:
+    """`path`, if it is a whole checkpoint. Raises UserError otherwise."""
+    if not path.exists():
+        raise UserError(f"{key}={path} does not exist. Type the path of a .ckpt file, or run=<name>.")
+    if not is_checkpoint(path):
+        raise UserError(
+            f"{key}={path} is not a whole checkpoint: it is cut off, damaged, or something else. Try another file of that folder."
+        )
+    return path
+
+
+def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
+    """The checkpoint `given`, or the one that was tested of the run `given`, a name or a directory. `key` is for messages.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = Path(given)
+    if (path / "config.yaml").is_file():
+        return best(path)
+    if path.suffix == ".ckpt" or path.exists():
+        return whole(path, key)
+    return best(find_run(runs_dir, given, key))

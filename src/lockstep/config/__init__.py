@@ -1,0 +1,1 @@
+"""What a command line asks for: composed, checked and named, without torch."""

@@ -1,0 +1,40 @@
+"""What `auto` means here: decided once, by the process that reads the command line, and written into the run's config.
+
+So a run that goes on, and its evaluation, compute as it began; processes that decide for themselves, as torchrun's do,
+must agree (callbacks/plan.py).
+"""
+
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, open_dict
+
+from lockstep.machine.hardware import memory_bytes, multiplies_bf16
+from lockstep.machine.world import World, cores
+
+if TYPE_CHECKING:
+    from lockstep.data.prepare import Prepared
+
+MOST_WORKERS = 8  # for each process
+
+
+def precision(accelerator: str) -> str:
+    return "bf16-mixed" if multiplies_bf16(accelerator) else "32-true"
+
+
+def workers(images_bytes: int, world: World) -> int:
+    """None for what stays in memory; otherwise the cores of a process without the one that trains."""
+    if images_bytes < memory_bytes() / 2:
+        return 0
+    return max(1, min(MOST_WORKERS, cores() // (world.size // world.nodes) - 1))
+
+
+def decided(cfg: DictConfig, world: World, prepared: "Prepared") -> DictConfig:
+    """`cfg` with a value in the place of each `auto` that depends on the machine."""
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        if cfg.trainer.precision == "auto":
+            cfg.trainer.precision = precision(world.accelerator)
+        if cfg.data.num_workers == "auto":
+            on_device = cfg.data.get("on_device") is True
+            cfg.data.num_workers = 0 if on_device else workers(prepared.images_bytes, world)
+    return cfg

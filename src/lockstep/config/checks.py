@@ -1,0 +1,247 @@
+"""Every check of a config, across its groups, without torch: a mistake is told in half a second, all at once."""
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+from lockstep.config.schema import CLOSED, GROUPS, KEYS
+from lockstep.machine.world import ONE_PROCESS, World, available, world_of
+
+# Arguments of Lightning's Trainer that another key of Lockstep decides.
+OWNED = {
+    "trainer.strategy": "choose it with strategy=ddp",
+    "trainer.logger": "choose loggers with logger=[csv,wandb]",
+    "trainer.callbacks": "choose callbacks with callbacks=[default,ema]",
+    "trainer.plugins": "strategies and precision bring their own; see src/lockstep/build.py",
+    "trainer.default_root_dir": "name the run directory with run=<name>",
+    "trainer.fast_dev_run": "use debug=one_batch, which leaves a report and a checkpoint",
+    "trainer.overfit_batches": "use debug=overfit",
+    "trainer.use_distributed_sampler": "Lockstep's sampler always deals out the batches",
+    "trainer.barebones": "use logger=csv callbacks=[] trainer.enable_progress_bar=false",
+    "trainer.model_registry": "not used by this project",
+    "trainer.limit_predict_batches": "nothing predicts in training",
+    "trainer.enable_autolog_hparams": "the whole config is logged",
+}
+
+
+def nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def unknown_keys(cfg: DictConfig) -> Iterator[str]:
+    """Keys that were forced in with `+key=value` and that nothing reads."""
+    top = [key for key in KEYS if "." not in key] + list(GROUPS)
+    for key in map(str, cfg):
+        if key not in top:
+            yield f"{key} is not a key of this project{nearest(key, top)}."
+    for group in CLOSED:
+        known = [key for key in KEYS if key.startswith(f"{group}.")]
+        for name in cfg[group] if isinstance(cfg[group], DictConfig) else ():
+            key = f"{group}.{name}"
+            if key not in known:
+                yield (
+                    f"{key} cannot be set: {OWNED[key]}."
+                    if key in OWNED
+                    else f"{key} is not a key of this project{nearest(key, known)}."
+                )
+
+
+def wrong_values(cfg: DictConfig) -> Iterator[str]:
+    for key, kind in KEYS.items():
+        group, _, name = key.rpartition(".")
+        node = OmegaConf.select(cfg, group) if group else cfg
+        if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
+            continue
+        if OmegaConf.is_missing(node, name):
+            yield f"{key} is missing; type {key}=<{name}>."
+        elif not kind.accepts(plain(node[name])):
+            yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
+
+
+def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    given, there = shown(plain(cfg.trainer.devices)), available(world.accelerator)
+    if world.accelerator == "cuda" and not there:
+        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU and this machine shows none. Type trainer.accelerator=cpu."
+    elif there is not None and world.devices > there and not world.external:
+        yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
+    if world.external and there is not None and there < world.devices:
+        yield f"{world.external} started {world.devices} processes on this node, and this one sees {there} {world.accelerator} devices. Give each process all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
+    if world.strategy == "dp" and world.external and world.devices * world.nodes > 1:
+        yield f"strategy=dp is one process with all its GPUs; {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
+    if world.strategy == "single" and world.devices > 1:
+        yield f"strategy=single uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
+    if world.strategy == "dp" and world.accelerator == "cpu" and world.devices > 1:
+        yield f"strategy=dp splits batches over GPUs; there is nothing to split over with trainer.devices={given} on a CPU. Type strategy=ddp, or trainer.devices=1."
+    if world.strategy in ONE_PROCESS and world.nodes > 1:
+        yield f"strategy={world.strategy} is one process; trainer.num_nodes={world.nodes} needs several. Type strategy=ddp, or trainer.num_nodes=1."
+    if world.nodes > 1 and not world.external and world.strategy not in ONE_PROCESS:
+        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+        if absent or not cfg.run:
+            yield (
+                f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
+                "environment of each node, and run=<name>. Type torchrun --nnodes=... train.py, or trainer.num_nodes=1."
+            )
+    if world.external and cfg.trainer.devices not in ("auto", -1, world.devices):
+        yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."
+    if world.external and cfg.seed is None and cfg.resume is None:
+        yield f"seed=null would be drawn by each process that {world.external} has started. Type seed=<number>."
+    if world.external and cfg.trainer.num_nodes not in (1, world.nodes):
+        yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Leave trainer.num_nodes out."
+
+
+def accumulated(cfg: DictConfig) -> int:
+    """`trainer.accumulate_grad_batches` as a number: that of the first attempt of `auto`."""
+    given: int | str = cfg.trainer.accumulate_grad_batches
+    return 1 if given == "auto" else int(given)
+
+
+def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    """Of the batches that are trained on; an evaluation's need not be divisible."""
+    batch, accumulate = cfg.data.batch_size, accumulated(cfg)
+    parts = world.size * accumulate
+    if batch % parts:
+        low, high = batch // parts * parts, (batch // parts + 1) * parts
+        choice = f"{low} or {high}" if low else str(high)
+        yield (
+            f"data.batch_size={batch} is the global batch; it cannot be divided among {world.size} processes x {accumulate} "
+            f"accumulated micro-batches. Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
+        )
+
+
+def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    """Of trainer.accumulate_grad_batches=auto, which starts the processes again."""
+    auto = "trainer.accumulate_grad_batches=auto"
+    if cfg.trainer.accumulate_grad_batches != "auto":
+        return
+    if world.external or world.nodes > 1:
+        who = world.external or "more than one parent"
+        yield (
+            f"{auto} starts the processes again when memory runs out, and {who} has started them. Type trainer.accumulate_grad_batches=1: "
+            "if that does not fit, the error names a number that does."
+        )
+    for key in ("limit_train_batches", "val_check_interval"):
+        if cfg.trainer[key] and (isinstance(cfg.trainer[key], int) or key == "limit_train_batches"):
+            yield (
+                f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} it is not known yet how many make a step. "
+                "Type trainer.accumulate_grad_batches=1, or a larger number."
+            )
+
+
+def image_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    for key in ("mean", "std"):
+        channels = 1 if cfg.data.name == "mnist" else 3
+        value = plain(cfg.data[key])
+        if isinstance(value, list) and len(value) != channels:
+            yield f"data.{key}={value} has {len(value)} numbers; {cfg.data.name} images have {channels} channels. Give one number for each."
+    if isinstance(plain(cfg.data.std), list) and not all(s > 0 for s in cfg.data.std):
+        yield f"data.std={plain(cfg.data.std)} must be above 0."
+    if cfg.data.get("on_device") is True and world.accelerator == "cpu":
+        yield "data.on_device=true has no effect on a CPU: images are in its memory. Type data.on_device=auto."
+    if cfg.data.get("on_device") is True and cfg.data.num_workers not in (0, "auto"):
+        yield f"data.on_device=true leaves nothing for data.num_workers={cfg.data.num_workers} to load. Leave one of them out."
+    for key in ("prefetch_factor", "persistent_workers"):
+        if cfg.data.get(key) is not None and cfg.data.num_workers in (0, "auto"):
+            yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
+    if cfg.data.source == "embedded" and cfg.data.name != "mnist":
+        yield f"data.source=embedded exists for mnist only; {cfg.data.name} needs its files. Type data.root=<folder>, or data.source=download."
+
+
+def fused_problem(cfg: DictConfig) -> str | None:
+    """Why the optimizer cannot run as one kernel, in words that go on after `optim.fused=true`."""
+    if str(cfg.trainer.precision) in ("16-mixed", "16") and cfg.trainer.gradient_clip_val:
+        return f"unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision={cfg.trainer.precision}"
+    if cfg.strategy.name == "fsdp" and str(cfg.optim.get("_target_")).endswith("SGD"):
+        return "has no kernel for SGD on the shards of strategy=fsdp (torch 2.13)"
+    return None
+
+
+def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    precision, name = str(cfg.trainer.precision), world.strategy
+    if precision in ("16-mixed", "16-true", "16") and world.accelerator == "cpu":
+        yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
+    if name == "fsdp" and precision not in ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "16-true"):
+        yield f"strategy=fsdp does not support trainer.precision={precision}; it takes one of 32-true, bf16-mixed, bf16-true, 16-true. Type trainer.precision=bf16-mixed."
+    if world.accelerator == "mps" and precision in ("64-true", "64"):
+        yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
+    if cfg.get("tf32") and world.accelerator != "cuda":
+        yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
+    if cfg.trainer.sync_batchnorm and name == "dp":
+        yield "trainer.sync_batchnorm=true has no effect under strategy=dp: each replica normalises its own part. Type strategy=ddp."
+    if cfg.compile and name == "dp":
+        yield "compile=true has no effect under strategy=dp: the replicas would all run on the first device. Type strategy=ddp."
+    if cfg.checkpoint.sharded and name != "fsdp":
+        yield f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false."
+    if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
+        yield f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null."
+
+
+def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    if cfg.optim.get("fused") is True and (why := fused_problem(cfg)):
+        yield f"optim.fused=true {why}. Leave optim.fused out."
+    trainer = cfg.trainer
+    limit, accumulate = trainer.limit_train_batches, accumulated(cfg)
+    if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):
+        yield (
+            f"trainer.limit_train_batches={limit} counts micro-batches and must be whole steps of {accumulate}. "
+            f"Type trainer.limit_train_batches={accumulate * max(1, int(limit) // accumulate)}."
+        )
+    every = trainer.val_check_interval
+    if isinstance(every, int) and every % accumulate:
+        yield (
+            f"trainer.val_check_interval={every} counts micro-batches and must be whole steps of {accumulate}. "
+            f"Type trainer.val_check_interval={accumulate * max(1, every // accumulate)}."
+        )
+    if (cfg.checkpoint.monitor == "val/loss") != (cfg.checkpoint.mode == "min"):
+        good = "min" if cfg.checkpoint.monitor == "val/loss" else "max"
+        yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst. Type checkpoint.mode={good}."
+    if "early_stopping" in cfg.callbacks and trainer.limit_val_batches == 0:
+        yield "callbacks=[early_stopping] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
+    if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
+        yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
+    if not trainer.enable_checkpointing and cfg.checkpoint.every_n_steps:
+        yield "checkpoint.every_n_steps has no effect with trainer.enable_checkpointing=false. Leave one of them out."
+    if not trainer.enable_checkpointing and not cfg.checkpoint.get("background", True):
+        yield "checkpoint.background=false has no effect with trainer.enable_checkpointing=false. Leave one of them out."
+    if cfg.model.get("pretrained") and cfg.model.get("checkpoint_path"):
+        yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."
+    if cfg.init_from and (cfg.model.get("pretrained") or cfg.model.get("checkpoint_path")):
+        yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Leave one of them out."
+    path = cfg.model.get("checkpoint_path")
+    if path and not Path(path).expanduser().is_file():
+        yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
+    if trainer.limit_train_batches == 0:
+        yield "trainer.limit_train_batches=0 trains nothing. Type python eval.py run=<name> to evaluate a run."
+    if cfg.optim.get("nesterov") and not cfg.optim.get("momentum"):
+        yield "optim.nesterov=true needs momentum. Type optim.momentum=0.9, or optim.nesterov=false."
+    if not cfg.trainer.enable_checkpointing and cfg.resume == "auto":
+        yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
+
+
+EVALUATION = (device_problems, image_problems, strategy_problems)
+TRAINING = (device_problems, image_problems, batch_problems, auto_problems, strategy_problems, training_problems)
+
+
+def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
+    """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
+    problems = [*unknown_keys(cfg), *wrong_values(cfg)]
+    for cross_check in EVALUATION if evaluating else TRAINING:
+        try:
+            problems += cross_check(cfg, world_of(cfg))
+        except (TypeError, ValueError, ArithmeticError, MissingMandatoryValue):
+            if not problems:  # otherwise a value that is already reported stood in the way
+                raise
+    return problems

@@ -1,0 +1,70 @@
+"""What a run is called and where it lives: decided once, before any process starts."""
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.errors import UserError
+
+SWEEP = "LOCKSTEP_SWEEP"
+
+
+def stamp() -> str:
+    """A time to read and four random digits: two runs of one second differ."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def sweep_name(run: object, env: MutableMapping[str, str] = os.environ) -> str:
+    """The directory of a multirun. Kept in the environment, where the sweep's other processes find it."""
+    srun = env.get("SLURM_JOB_ID") if "SLURM_STEP_ID" in env else None
+    ours = env.get("TORCHELASTIC_RUN_ID") or srun  # every process there is runs Hydra itself
+    return env.setdefault(SWEEP, str(run or f"sweep-{ours or stamp()}"))
+
+
+def model_and_data(cfg: DictConfig) -> str:
+    return f"{str(cfg.model.name).replace('/', '-')}-{cfg.data.name}"
+
+
+def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | None:
+    """Under torchrun and SLURM, a name with the job's id: all ranks and restarts agree on it without talking."""
+    if "TORCHELASTIC_RUN_ID" in env:
+        if env["TORCHELASTIC_RUN_ID"] == "none":
+            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Type run=<name>.")
+        return f"{model_and_data(cfg)}-{env['TORCHELASTIC_RUN_ID']}"
+    if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
+        return f"{model_and_data(cfg)}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    return None
+
+
+def restarted(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether SLURM has put this job back into the queue, or torchrun has started its workers again after a failure."""
+    return any(int(env.get(name, "0")) > 0 for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
+
+
+def run_dir(cfg: DictConfig) -> Path:
+    return Path(cfg.runs_dir) / str(cfg.run)
+
+
+def identify(cfg: DictConfig, data_source: str) -> DictConfig:
+    """The config with all that a run decides once: its name, its seed, its data, its W&B id."""
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
+    cfg.data.source = data_source
+    if cfg.seed is None:
+        cfg.seed = secrets.randbelow(2**31)
+    if "wandb" in cfg.logger and cfg.logger.wandb.get("id") is None:
+        cfg.logger.wandb.id = secrets.token_hex(4)
+    if cfg.trainer.max_epochs is None and cfg.trainer.max_steps == -1:
+        cfg.trainer.max_epochs = 1
+    return cfg
+
+
+def evaluation_file(cfg: DictConfig) -> Path:
+    """Where eval.py writes: the run's eval.json, or beside a checkpoint that has no run around it."""
+    run_dir = Path(cfg.runs_dir) / str(cfg.run)
+    return run_dir / "eval.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(".eval.json")

@@ -1,0 +1,1 @@
+"""A trained network as a folder that needs neither Lockstep nor Lightning nor Hydra."""

@@ -1,0 +1,103 @@
+"""A trained network as a folder that needs neither Lockstep nor Lightning nor Hydra: torch loads it, and timm where it is timm's."""
+
+import ast
+import inspect
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from lockstep.checkpoints.content import DATA, fill, network_of, read
+from lockstep.config.instantiate import network
+from lockstep.data import transforms
+from lockstep.errors import UserError
+from lockstep.export import exported
+
+TIMM = "lockstep.models.from_timm"
+ALLOWED = {"torch", "torchvision", "timm", "numpy"}  # what an exported network may import, beside Python's own
+
+
+def export(path: Path, folder: Path) -> Path:
+    """Writes the model of the checkpoint `path` to `folder`, which must not be there yet.
+
+    Raises:
+        UserError: the folder exists, or the network's file needs more than torch and timm.
+    """
+    if folder.exists():
+        raise UserError(f"{folder} exists. Type another folder, or remove it.")
+    content = read(path)
+    model, about = dict(content["hyper_parameters"]["model"]), content[DATA]
+    weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
+    net = network(model, about, with_weights=False)
+    fill(net, weights, path)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write_all(part, content, model, about, net, weights)
+        part.chmod(0o755)
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def write_all(
+    part: Path,
+    content: dict[str, Any],
+    model: dict[str, Any],
+    about: dict[str, Any],
+    net: nn.Module,
+    weights: dict[str, Tensor],
+) -> None:
+    from safetensors.torch import save_file
+
+    write_network(part, model, about, net)
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, part / "model.safetensors")
+    write(part / "classes.json", about["classes"])
+    write(part / "preprocessing.json", {key: about[key] for key in ("image_size", "mean", "std", "channels")})
+    (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["hyper_parameters"]))))
+    shutil.copyfile(inspect.getfile(transforms), part / "preprocess.py")
+    shutil.copyfile(inspect.getfile(exported), part / "load.py")
+
+
+def write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_network(folder: Path, model: dict[str, Any], about: dict[str, Any], net: nn.Module) -> None:
+    """model.json says how the network is made; network.py is the file of its class, where that is not timm's."""
+    target = model.pop("_target_")
+    if target == TIMM:
+        name = model.pop("name")
+        arguments = {key: value for key, value in model.items() if key not in ("pretrained", "checkpoint_path")}
+        arguments |= {"in_chans": about["channels"], "num_classes": len(about["classes"])}
+        if vars(net)["pretrained_cfg"].get("fixed_input_size"):
+            arguments.setdefault("img_size", about["image_size"])
+        write(folder / "model.json", {"timm": name, "class": None, "arguments": arguments})
+        return
+    source = Path(inspect.getfile(type(net)))
+    foreign = imported(source) - ALLOWED - sys.stdlib_module_names
+    if foreign:
+        raise UserError(
+            f"{source.name} imports {', '.join(sorted(foreign))}: an exported network's file may import torch, torchvision, timm and "
+            "numpy. Put what it needs into the file itself."
+        )
+    shape = {"in_channels": about["channels"], "num_classes": len(about["classes"]), "image_size": about["image_size"]}
+    write(folder / "model.json", {"timm": None, "class": type(net).__name__, "arguments": {**model, **shape}})
+    shutil.copyfile(source, folder / "network.py")
+
+
+def imported(source: Path) -> set[str]:
+    """The packages that a file imports; a relative import counts as the project's own."""
+    found = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0] if not node.level else "lockstep")
+    return found

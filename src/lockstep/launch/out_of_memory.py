@@ -1,0 +1,78 @@
+"""Starting again with smaller micro-batches: what `trainer.accumulate_grad_batches=auto` does. Free of torch."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lockstep.checkpoints.finding import checkpoints
+from lockstep.config.identity import run_dir
+from lockstep.errors import OutOfMemory
+from lockstep.machine import signals
+from lockstep.machine.world import World
+from lockstep.training.micro_batches import accumulations, batches
+
+VMSTAT = Path("/proc/vmstat")
+
+
+def first(cfg: DictConfig, world: World) -> int:
+    """The fewest; for a run that goes on, as many as give the micro-batch that it had."""
+    path, batch = run_dir(cfg) / "report.json", cfg.data.batch_size
+    had = json.loads(path.read_text()).get("micro_batch") if path.is_file() else None
+    return next(k for k in accumulations(batch, world.size) if had is None or batch // (world.size * k) <= had)
+
+
+def begin_anew(cfg: DictConfig) -> None:
+    """Removes what a run has left that died before its first checkpoint."""
+    for left in ("config.yaml", "metrics.csv"):
+        (run_dir(cfg) / left).unlink(missing_ok=True)
+    shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
+
+
+def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, world: World) -> None:
+    """Runs with as few micro-batches a step as memory allows. Each attempt goes on from the last checkpoint of the one before.
+
+    Raises:
+        OutOfMemory: a smaller micro-batch does not help, or there is none.
+    """
+    cfg = cfg.copy()
+    cfg.trainer.accumulate_grad_batches = first(cfg, world)
+    while True:
+        try:
+            return run(cfg, world)
+        except OutOfMemory as e:
+            if e.accumulate is None or signals.received:
+                raise
+            before = batches(cfg, world)["micro_batch"]
+            cfg.trainer.accumulate_grad_batches = e.accumulate
+        newest = next(checkpoints(run_dir(cfg)), None)
+        cfg.resume = str(newest) if newest else cfg.resume
+        if not cfg.resume:
+            begin_anew(cfg)
+        now = batches(cfg, world)
+        words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
+        print(f"a micro-batch of {before} does not fit in memory; going on with {words}", file=sys.stderr, flush=True)
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel has ended because memory ran out, of the machine or of a container; 0 where it does not say."""
+    try:
+        lines = VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def killed(cfg: DictConfig, world: World, *, by_kernel: bool, trains: bool) -> OutOfMemory:
+    """What is to be said of a process that was ended by SIGKILL, which is what becomes of one that takes too much."""
+    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL; where nobody sent it, memory has run out"
+    fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
+    if not trains:
+        return OutOfMemory(f"a process of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
+    now, batch = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
+    more = next((k for k in accumulations(batch, world.size) if k > now), None)
+    smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
+    return OutOfMemory(f"a process of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)

@@ -1,0 +1,1 @@
+"""What runs the training: devices, processes, signals. Free of torch."""

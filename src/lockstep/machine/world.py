@@ -1,0 +1,123 @@
+"""Who takes part in a run: devices and processes, found out without importing torch."""
+
+import ctypes
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from omegaconf import DictConfig
+
+from lockstep.machine.hardware import cuda
+
+ONE_PROCESS = ("single", "dp")
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run and their devices."""
+
+    accelerator: str  # cpu | cuda | mps
+    devices: int  # per node
+    nodes: int
+    strategy: str
+    rank: int = 0
+    external: str | None = None  # what started the processes, where Lockstep did not: torchrun, slurm
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return 1 if self.strategy in ONE_PROCESS else self.devices * self.nodes
+
+
+@cache
+def gpu_count() -> int:
+    """CUDA GPUs that this process may use."""
+    driver, count = cuda(), ctypes.c_int(0)
+    return count.value if driver and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def cores() -> int:
+    """Cores that this process may use: SLURM and containers give out some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads(world: "World", env: Mapping[str, str] = os.environ) -> int | None:
+    """Of each process on a CPU where something else started them: they share its cores. None: as it is.
+
+    torchrun gives each process one thread where nobody says otherwise, however many cores there are.
+    """
+    if world.external == "torchrun" and world.devices > 1 and env.get("OMP_NUM_THREADS") == "1":
+        return max(1, cores() // world.devices)
+    if world.external == "slurm" and "OMP_NUM_THREADS" not in env:
+        own = env.get("SLURM_CPUS_PER_TASK")
+        job = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+        bound = cores() < job  # to cores of its own; otherwise a task sees those of all
+        return int(own) if own else cores() if bound else max(1, min(cores(), job) // world.devices)
+    return None
+
+
+def visible_gpus() -> list[str]:
+    """The names by which CUDA_VISIBLE_DEVICES chooses the GPUs that this process may use."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",")[: gpu_count()] if given else [str(i) for i in range(gpu_count())]
+
+
+def accelerator_of(given: str) -> str:
+    """`trainer.accelerator` with `auto` and `gpu` made plain: cuda, mps or cpu."""
+    apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+    if given in ("auto", "gpu"):
+        return "cuda" if gpu_count() else "mps" if apple else "cuda" if given == "gpu" else "cpu"
+    return given
+
+
+def available(accelerator: str) -> int | None:
+    """Devices of this machine; None where there is no limit (processes on a CPU)."""
+    return {"cuda": gpu_count(), "mps": 1}.get(accelerator)
+
+
+def external_launcher(env: Mapping[str, str]) -> str | None:
+    """What started this process as one of several, if anything but Lockstep did."""
+    if "TORCHELASTIC_RUN_ID" in env:
+        return "torchrun"
+    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))  # of the step: in an interactive one, 1
+    if int(tasks) > 1 and "SLURM_STEP_ID" in env:  # absent in the batch script itself, beside srun
+        return "slurm"
+    return None
+
+
+def rank_of(env: Mapping[str, str] = os.environ) -> int:
+    """This process's rank, before anything else is known of the world; 0 where it is the only one."""
+    return int(env["SLURM_PROCID"] if external_launcher(env) == "slurm" else env.get("RANK", "0"))
+
+
+def device_count(devices: int | str | list[int], accelerator: str, strategy: str) -> int:
+    """`trainer.devices` as a number: auto, -1, a number, or a list of device ids."""
+    if devices == "auto":
+        return 1 if strategy == "single" else available(accelerator) or 1
+    if isinstance(devices, str):
+        ids = [part for part in devices.split(",") if part.strip()]
+        devices = int(devices) if len(ids) == 1 and "," not in devices else [int(part) for part in ids]
+    if isinstance(devices, int):
+        return available(accelerator) or 1 if devices == -1 else devices
+    return len(devices)
+
+
+def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
+    """The world that a config asks for; under torchrun and SLURM, the one that was started."""
+    strategy = str(cfg.strategy.name)
+    accelerator = accelerator_of(str(cfg.trainer.accelerator))
+    devices = device_count(cfg.trainer.devices, accelerator, strategy)
+    nodes = int(cfg.trainer.num_nodes)
+    external = external_launcher(env)
+    if external == "torchrun":
+        local, size = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
+        return World(accelerator, local, size // local, strategy, int(env["RANK"]), external)
+    if external == "slurm":
+        nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", "1")))
+        return World(
+            accelerator, int(env["SLURM_NTASKS"]) // nodes, nodes, strategy, int(env["SLURM_PROCID"]), external
+        )
+    node_rank = int(env.get("NODE_RANK", "0"))
+    return World(accelerator, devices, nodes, strategy, node_rank * devices)

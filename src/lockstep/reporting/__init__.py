@@ -1,0 +1,1 @@
+"""What a run says and leaves: console, loggers, report.json, report.html."""

@@ -1,0 +1,188 @@
+"""Where two runs differ: config, data, rows of the log, figures, weights and the rest of their state."""
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+TIMES = ("train/images_per_s",)  # differ between any two runs
+FIGURES = ("test/acc", "test/loss", "test/count", "val/acc", "val/loss", "train/steps", "train/epochs")
+OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
+FORGOTTEN = ".current_score"  # the last validation's; ModelCheckpoint saves it for people and does not load it
+DATA = ("data/name", "data/source", "data/sha256", "data/train", "data/val", "data/test")
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    config: dict[str, Any]
+    report: dict[str, Any]
+    rows: list[dict[str, str]]
+    columns: list[str]
+
+
+def flat(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a tree of dicts and lists with their places."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if items is None:
+        yield place, tree
+        return
+    for key, value in items:
+        yield from flat(value, f"{place}.{key}" if place else str(key))
+
+
+def find(given: str, runs_dir: Path) -> Run:
+    """The run in a folder, or the one of that name. Raises FileNotFoundError."""
+    folder = next((path for path in (Path(given), runs_dir / given) if (path / "config.yaml").is_file()), None)
+    if folder is None:
+        raise FileNotFoundError(
+            f"{given} is not a run: neither {given}/config.yaml nor {runs_dir / given}/config.yaml is there"
+        )
+    path = folder / "report.json"
+    report = json.loads(path.read_text()) if path.is_file() else {}
+    rows, columns = [], []
+    if (folder / "metrics.csv").is_file():
+        with (folder / "metrics.csv").open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows, columns = list(reader), list(reader.fieldnames or [])
+    config = dict(flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
+    return Run(folder, config, report, rows, columns)
+
+
+def relative(a: float, b: float) -> float:
+    """The difference over the first value; 0 for equal ones, NaN with NaN included."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / abs(a) if a and not math.isnan(a - b) else math.inf
+
+
+def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+    for key in dict.fromkeys([*a, *b]):
+        if a.get(key, "absent") != b.get(key, "absent"):
+            yield f"{key}: {a.get(key, 'absent')} | {b.get(key, 'absent')}"
+
+
+def config_differences(a: Run, b: Run) -> list[str]:
+    own = [{key: value for key, value in run.config.items() if key not in OWN} for run in (a, b)]
+    return list(mapping_differences(*own))
+
+
+def data_differences(a: Run, b: Run) -> list[str]:
+    return list(mapping_differences(*({key: run.report.get(key) for key in DATA} for run in (a, b))))
+
+
+def series(run: Run) -> dict[str, list[tuple[str, str]]]:
+    """Each column's (step, value) as they are written."""
+    names = [name for name in run.columns if name != "step" and name not in TIMES]
+    return {name: [(row["step"], row[name]) for row in run.rows if row[name]] for name in names}
+
+
+def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
+    """One line for each metric that differs, with the first step at which it does."""
+    ours, theirs = series(a), series(b)
+    for name in dict.fromkeys([*ours, *theirs]):
+        one, other = ours.get(name, []), theirs.get(name, [])
+        steps = [step for step, _ in one], [step for step, _ in other]
+        if steps[0] != steps[1]:
+            only = [sorted(set(x) - set(y), key=int)[:5] for x, y in (steps, steps[::-1])]
+            yield f"{name}: {len(one)} rows | {len(other)} rows; only in the first at steps {only[0]}, only in the second at {only[1]}"
+            continue
+        pairs = [(step, float(x), float(y)) for (step, x), (_, y) in zip(one, other, strict=True)]
+        differing = [(step, x, y) for step, x, y in pairs if relative(x, y) > tolerance]
+        if differing:
+            step, x, y = differing[0]
+            worst = max(relative(x, y) for _, x, y in differing)
+            yield f"{name}: {len(differing)} of {len(pairs)} rows differ, the first at step {step} ({x} | {y}), by {worst:.2g} at most"
+
+
+def figure_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
+    for key in FIGURES:
+        x, y = a.report.get(key), b.report.get(key)
+        if x is None or y is None:
+            if x is not y:
+                yield f"{key}: {x} | {y}"
+        elif relative(float(x), float(y)) > tolerance:
+            yield f"{key}: {x} | {y}"
+
+
+def tensor_difference(x: Any, y: Any) -> float:
+    """Norm of the difference over the norm, in float64; 0 only for equal bits."""
+    import torch
+
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return math.inf
+    if torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (x, y))):
+        return 0.0
+    x, y = x.double(), y.double()
+    difference = float((x - y).norm() / x.norm().clamp(min=1e-300))
+    return max(difference, 5e-324) if math.isfinite(difference) else math.inf  # -0.0 is not 0.0 bit by bit
+
+
+def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str, ...]) -> Iterator[str]:
+    """Of two checkpoints: the tensor that differs most, and values that differ, in each of `parts`."""
+    from torch import Tensor
+
+    from lockstep.checkpoints.content import read
+
+    def values(path: Path, part: str) -> dict[str, Any]:
+        here = str(path.resolve().parents[1])  # best checkpoints are remembered with their whole paths
+        leaves = flat(contents[path].get(part, {}))
+        return {key.replace(here, ""): v.replace(here, "") if isinstance(v, str) else v for key, v in leaves}
+
+    contents = {path: read(path) for path in (one, other)}
+    for part in parts:
+        a, b = values(one, part), values(other, part)
+        if a.keys() != b.keys():
+            yield f"{part}: only in the first {sorted(a.keys() - b.keys())[:5]}, only in the second {sorted(b.keys() - a.keys())[:5]}"
+        both = [key for key in a if key in b]
+        tensors = [key for key in both if isinstance(a[key], Tensor) and isinstance(b[key], Tensor)]
+        apart = {key: tensor_difference(a[key], b[key]) for key in tensors}
+        over = [key for key in tensors if apart[key] > tolerance]
+        if over:
+            worst = max(over, key=apart.__getitem__)
+            yield f"{part}: {len(over)} of {len(tensors)} tensors differ, most of all {worst} (by {apart[worst]:.2g})"
+        for key in both:
+            if key not in apart and not key.endswith(FORGOTTEN) and (type(a[key]), a[key]) != (type(b[key]), b[key]):
+                yield f"{part}: {key}: {a[key]} | {b[key]}"
+
+
+def checkpoints(run: Run) -> dict[str, Path]:
+    """last.ckpt, and the one that was tested."""
+    found = {"last": run.folder / "checkpoints" / "last.ckpt"}
+    if run.report.get("checkpoint"):
+        found["tested"] = run.folder / run.report["checkpoint"]
+    return {name: path for name, path in found.items() if path.exists()}
+
+
+def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
+    """Differences by section; those of `config` and `data` are for information."""
+    allowed = 0.0 if exact else tolerance
+    parts: tuple[str, ...] = ("state_dict", "current_model_state")
+    parts += ("optimizer_states", "lr_schedulers", "callbacks", "loops") if exact else ()
+    found = {
+        "config": config_differences(a, b),
+        "data": data_differences(a, b),
+        "log": list(log_differences(a, b, allowed)),
+        "figures": list(figure_differences(a, b, allowed)),
+        "weights": [],
+    }
+    ours, theirs = checkpoints(a), checkpoints(b)
+    if not ours and not theirs:
+        found["weights"].append("neither has a checkpoint to compare")
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in ours or name not in theirs:
+            found["weights"].append(f"{name}: {ours.get(name, 'absent')} | {theirs.get(name, 'absent')}")
+            continue
+        if exact and ours[name].name != theirs[name].name:
+            found["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
+        found["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
+    return found
+
+
+def agree(found: dict[str, list[str]]) -> bool:
+    return not any(found[section] for section in ("log", "figures", "weights"))

@@ -1,0 +1,66 @@
+"""report.html: the figures, the curves and the config on one page that needs nothing else."""
+
+import html
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.reporting.console import number
+
+PLOTS = (
+    ("Loss", "cross-entropy", ("train/loss", "val/loss")),
+    ("Accuracy", "share of images", ("val/acc",)),
+    ("Speed", "images/s", ("train/images_per_s",)),
+)
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; background: #fff }}
+table {{ border-collapse: collapse; margin: 1rem 0 }} td {{ padding: .2rem 1.5rem .2rem 0; border-bottom: 1px solid #ddd; vertical-align: top; overflow-wrap: anywhere }}
+.big {{ font-size: 2.5rem; font-weight: 600; margin: 0 }} svg {{ max-width: 100%; height: auto }} pre {{ overflow-x: auto; background: #f5f5f5; padding: 1rem }}
+</style>
+<h1>{title}</h1><p class="big">{headline}</p><p>{subline}</p>
+{plots}
+<h2>Figures</h2><table>{rows}</table>
+<h2>Config</h2><pre>{config}</pre></html>
+"""
+
+
+def curve(title: str, unit: str, names: tuple[str, ...], metrics: list[dict[str, float]]) -> str:
+    """An SVG of the named columns over optimizer steps; nothing where none was logged."""
+    from matplotlib.figure import Figure  # not pyplot: no window, no global state
+
+    series = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
+    if not any(series.values()):
+        return ""
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    axes = figure.subplots()
+    for name, points in series.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None)
+    axes.set(title=title, xlabel="optimizer step", ylabel=unit)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
+
+
+def write_html(folder: Path, report: dict[str, Any], metrics: list[dict[str, float]], cfg: DictConfig) -> None:
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(number(value))}</td></tr>" for name, value in report.items()
+    )
+    page = PAGE.format(
+        title=html.escape(str(report["run"])),
+        headline=f"{report['test/acc']:.2%} test accuracy",
+        subline=html.escape(
+            f"{report['model']} on {report['data/name']} ({report['data/source']}), {report['strategy']} with "
+            f"{report['world_size']} process(es), {report['precision']}, {report['train/steps']:,} steps in {report['wall_s']:.0f} s"
+        ),
+        plots="\n".join(curve(title, unit, names, metrics) for title, unit, names in PLOTS),
+        rows=rows,
+        config=html.escape(OmegaConf.to_yaml(cfg, resolve=True)),
+    )
+    (folder / "report.html").write_text(page, encoding="utf-8")

@@ -1,0 +1,249 @@
+"""What a run leaves: config.yaml, train.log, report.json and report.html, written by rank 0."""
+
+import csv
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.config.identity import evaluation_file, run_dir
+from lockstep.errors import UserError
+from lockstep.machine.world import World
+from lockstep.reporting.provenance import git_sha, peak_memory_bytes, versions
+from lockstep.training.micro_batches import batches
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lockstep.data.datamodule import DataModule
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in content.items()
+    }
+    part.write_text(json.dumps(finite, indent=1) + "\n")
+    part.replace(path)
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv, without their empty cells."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
+
+
+class Recorder:
+    """Makes the run directory and keeps its report true: running, then done, failed or interrupted.
+
+    Raises:
+        UserError: the directory belongs to another run.
+    """
+
+    def __init__(self, cfg: DictConfig, world: World, data: "DataModule", trainer: "pl.Trainer") -> None:
+        self.trainer, self.data = trainer, data
+        self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
+        self.began_s = time.perf_counter()
+        self.handlers: list[logging.Handler] = []
+        self.before: dict[Path, str] = {}  # of a run that is resumed: put back when the resume is refused
+        self.made = False
+        self.was_validated = True
+        self.report: dict[str, Any] = {
+            "status": "running",
+            "run": cfg.run,
+            "model": cfg.model.name,
+            "strategy": cfg.strategy.name,
+            "world_size": world.size,
+            "accelerator": world.accelerator,
+            "devices": world.devices,
+            "nodes": world.nodes,
+            "precision": str(cfg.trainer.precision),
+            **batches(cfg, world),
+            "seed": cfg.seed,
+            "data/name": cfg.data.name,
+            "data/source": data.prepared.source,
+            "data/sha256": data.prepared.sha256,
+            "data/train": data.train_split.count,
+            "data/val": data.val_split.count,
+            "data/test": data.test_split.count,
+            "resumed_from": cfg.resume,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "git_sha": git_sha(),
+            "versions": versions(),
+        }
+
+    def __enter__(self) -> "Recorder":
+        if self.rank == 0:
+            self.open()
+        return self
+
+    def open(self) -> None:
+        self.made = not self.dir.exists()
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        config = self.dir / "config.yaml"
+        kept = [config, self.dir / "report.json"]
+        self.before = {path: path.read_text() for path in kept if path.is_file()}
+        if self.cfg.resume and kept[1] in self.before:  # a run begins once, however often it is started
+            self.report["started"] = json.loads(self.before[kept[1]])["started"]
+        saved = {key: value for key, value in self.cfg.items() if key != "resume"}
+        text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
+        if self.cfg.resume:
+            part = config.with_suffix(".part")
+            part.write_text(text)
+            part.replace(config)  # a kill in between must not lose the one that was there
+        else:
+            try:
+                with config.open("x") as file:
+                    file.write(text)
+            except FileExistsError:
+                raise UserError(
+                    f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
+                ) from None
+        to_file, to_screen = logging.FileHandler(self.dir / "train.log"), logging.StreamHandler()
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        to_screen.setLevel(logging.WARNING)
+        logging.captureWarnings(True)  # warnings go to both
+        self.handlers = [to_file, to_screen]
+        for name in ("lockstep", "py.warnings"):
+            logging.getLogger(name).addHandler(to_screen)
+        for name in LOGGED:
+            logging.getLogger(name).addHandler(to_file)
+        logging.getLogger("lockstep").setLevel(logging.INFO)
+        write_json(self.dir / "report.json", self.report)
+
+    def add(self, **figures: Any) -> None:
+        """Figures of an evaluation, for the report and for the loggers."""
+        self.report |= figures
+        for logger in self.trainer.loggers if self.rank == 0 else ():
+            logger.log_metrics(figures, self.trainer.global_step)
+
+    def trained(self, checkpoint: str | None) -> None:
+        """Figures of the training itself; every rank takes part."""
+        from lockstep.callbacks import Throughput
+        from lockstep.reporting.flops import flops_per_s
+        from lockstep.reporting.loggers import MetricsCsv
+
+        trainer = self.trainer
+        speed = Throughput.of(trainer)
+        rank_0s = speed["train/images_per_s"] if self.rank == 0 else None
+        self.report |= {
+            "train/steps": trainer.global_step,
+            "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
+            **speed,
+            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, rank_0s),
+            "peak_memory_bytes": peak_memory_bytes(trainer),
+            "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
+            "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
+            **self.validated(),
+        }
+        self.was_validated = trainer.strategy.broadcast("val/acc" in self.report)
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCsv):
+                logger.cut(trainer.global_step)  # the test row of a run that had ended before
+
+    def validated(self) -> dict[str, float]:
+        """The validation figures of the checkpoint that is tested: the best by `checkpoint.monitor`."""
+        rows = [row for row in read_metrics(self.dir / "metrics.csv") if "val/acc" in row] if self.rank == 0 else []
+        monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
+        best = max(rows, key=lambda row: sign * row.get(monitor, 0.0), default={})
+        return {name: value for name, value in best.items() if name.startswith("val/") and name != "val/count"}
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        ended = "interrupted" if kind and not issubclass(kind, Exception) else "failed"
+        self.report["status"] = "done" if kind is None else getattr(kind, "status", ended)
+        self.report["wall_s"] = time.perf_counter() - self.began_s
+        if error is not None:
+            self.report["error"] = f"{type(error).__name__}: {error}"
+        if self.rank != 0 or not self.handlers:
+            return
+        if error is not None:
+            logging.getLogger("lockstep").info("%s", self.report["error"])
+        from lockstep.reporting.loggers import finish
+
+        finish(self.trainer.loggers, self.report["status"])
+        for handler in self.handlers:
+            for name in LOGGED:
+                logging.getLogger(name).removeHandler(handler)
+            handler.close()
+        logging.captureWarnings(False)
+        if isinstance(error, UserError):  # a mistake found late: leave everything as it was
+            return self.undo()
+        write_json(self.dir / "report.json", self.report)
+        if error is None:
+            self.show()
+
+    def undo(self) -> None:
+        """Nothing is left of a run that could not start, and nothing is lost of what was there."""
+        if self.made:
+            shutil.rmtree(self.dir)
+            return
+        for name in ("config.yaml", "report.json"):
+            path = self.dir / name
+            if path in self.before:
+                path.write_text(self.before[path])
+            else:
+                path.unlink(missing_ok=True)
+
+    def show(self) -> None:
+        """The page and the table at the end of a run."""
+        from lockstep.reporting.console import figures_table, number, say, size, speed
+        from lockstep.reporting.loggers import wandb_sync_line
+        from lockstep.reporting.page import write_html
+
+        write_html(self.dir, self.report, read_metrics(self.dir / "metrics.csv"), self.cfg)
+        report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
+        compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if self.cfg.compile else ""
+        rows = [
+            ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
+            ("test loss", number(report["test/loss"])),
+            ("speed", speed(report)),
+            ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
+            ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
+            ("checkpoint", str(self.dir / report["checkpoint"]) if report["checkpoint"] else "none"),
+            ("report", str(self.dir / "report.html")),
+        ]
+        sync = wandb_sync_line(self.dir)
+        figures_table(str(run), rows)
+        say(f"evaluate it: python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
+        if sync:
+            say(f"send it to W&B: {sync}")
+
+
+def mark_ended(folder: Path, error: BaseException) -> None:
+    """For a run whose processes could not say so themselves. At Ctrl-C one may fail because another is gone already."""
+    path = folder / "report.json"
+    if path.is_file() and getattr(error, "exit_code", 1) != 2 and not isinstance(error, UserError):  # else it has none
+        report = json.loads(path.read_text())
+        if report["status"] in ("running", "failed" if isinstance(error, KeyboardInterrupt) else "running"):
+            status = "failed" if isinstance(error, Exception) else "interrupted"
+            write_json(path, report | {"status": status, "error": str(error) or type(error).__name__})
+
+
+def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:
+    """Prints the figures and writes them to eval.json in the run's directory."""
+    from lockstep.reporting.console import figures_table, number
+
+    report = {
+        "run": cfg.run,
+        "checkpoint": cfg.init_from,
+        "strategy": cfg.strategy.name,
+        "world_size": world.size,
+        **figures,
+    }
+    write_json(evaluation_file(cfg), report)
+    figures_table(
+        str(cfg.init_from), [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()]
+    )

@@ -1,0 +1,1 @@
+"""Multiruns: their table, and the sweeper that Optuna steers."""

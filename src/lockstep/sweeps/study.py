@@ -1,0 +1,209 @@
+"""A sweep that Optuna steers: Hydra's sweeper, with what it lacks.
+
+A study belongs to a storage, and may be worked on by several machines; a trial belongs to the sweep that began it. Trials
+take their values from the reports that their runs leave, so that every launcher serves.
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+from filelock import FileLock, Timeout
+from hydra.core.utils import JobStatus
+from hydra.types import HydraContext, TaskFunction
+from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl, create_params_from_overrides
+from omegaconf import DictConfig
+from optuna.distributions import BaseDistribution
+from optuna.samplers import GridSampler
+from optuna.trial import Trial, TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from lockstep.errors import RunFailed, UserError
+from lockstep.sweeps import study_files
+
+WAYS = {
+    "val/acc": "maximize",
+    "val/loss": "minimize",
+    "train/images_per_s": "maximize",
+    "peak_memory_bytes": "minimize",
+    "parameters": "minimize",
+    "wall_s": "minimize",
+}
+SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
+TRIES = 5
+STORAGE = "LOCKSTEP_STORAGE"
+OWNER = "sweep"  # the attribute of a trial that says which sweep began it
+
+
+def objectives_of(given: Any) -> list[str]:
+    """Raises UserError for a figure that nothing should be chosen by."""
+    names = [given] if isinstance(given, str) else list(given)
+    unknown = [name for name in names if name not in WAYS]
+    if unknown or not names:
+        why = (
+            " Choosing by the test set would make its figures worthless." if any("test/" in n for n in unknown) else ""
+        )
+        raise UserError(f"hydra.sweeper.objective={given}: it takes one or several of {', '.join(WAYS)}.{why}")
+    return names
+
+
+def storage_of(url: Any) -> Any:
+    """The storage at `url`. Machines that begin at the same moment get into each other's way when its tables are made."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(SQLAlchemyError):
+            return optuna.storages.get_storage(url)
+        time.sleep(1)
+    return optuna.storages.get_storage(url)
+
+
+class StudySweeper(OptunaSweeperImpl):
+    """Runs what is missing of `n_trials`: first the trials of this sweep that were interrupted, with `resume=auto`, then new ones."""
+
+    def __init__(self, objective: Any, pruner: DictConfig | None, sampler: Any, **options: Any) -> None:
+        from hydra.utils import instantiate
+
+        self.objectives = objectives_of(objective)
+        self.pruner = {str(key): pruner[key] for key in pruner} if pruner else {}
+        if self.pruner and (len(self.objectives) > 1 or not self.objectives[0].startswith("val/")):
+            raise UserError(
+                f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one figure of "
+                "their validations. Type hydra/sweeper/pruner=none."
+            )
+        if not options["n_jobs"] > 0:
+            raise UserError(
+                f"hydra.sweeper.n_jobs={options['n_jobs']} is not possible; it takes a number of at least 1."
+            )
+        self.unfinished: set[int] = set()  # the system has ended them; they are for the next call
+        super().__init__(
+            sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
+            direction=[WAYS[name] for name in self.objectives],
+            max_failure_rate=1.0,
+            **options,
+        )
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.folder = Path(str(config.hydra.sweep.dir))
+        self.name = str(self.folder.relative_to(str(config.runs_dir)))
+        self.storage = self.storage or f"sqlite:///{self.folder.resolve() / 'study.db'}"
+        os.environ[STORAGE] = self.storage  # for callbacks/pruning.py
+        self.study_name = self.study_name or self.name
+
+    def sweep(self, arguments: list[str]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(self.folder / ".lock", timeout=0):
+                self.search(arguments)
+        except Timeout:
+            raise UserError(
+                f"run={self.name}: this sweep is running already. Type another name to start a second one."
+            ) from None
+
+    def search(self, arguments: list[str]) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        space, fixed, removed = create_params_from_overrides([*self._parse_sweeper_params_config(), *arguments])
+        for own in ("run", "resume"):
+            fixed.pop(own, None)
+        if not space and not self.custom_search_space_extender:
+            raise UserError("nothing to search over. Type for example 'optim.lr=tag(log,interval(1e-4,1e-2))'.")
+        self.study = self.open(space)
+        while batch := self.batch():
+            overrides = self._configure_trials(batch, space, fixed, removed)
+            returns = self.launcher.launch(overrides, initial_job_idx=self.job_idx)
+            self.job_idx += len(returns)
+            for trial, job in zip(batch, returns, strict=True):
+                try:
+                    self.tell(trial, done=job.status is JobStatus.COMPLETED)
+                except RuntimeError as e:
+                    if "Study.stop" not in str(e):  # the grid sampler's, when nothing is left: it expects `optimize`
+                        raise
+        study_files.write(self.study, self.objectives, self.folder)
+        if not any(t.state is TrialState.COMPLETE for t in self.study.trials):
+            raise RunFailed(f"no trial of {self.name} ended with a value")
+
+    def open(self, space: dict[str, BaseDistribution]) -> optuna.Study:
+        if isinstance(self.sampler, GridSampler) or getattr(self.sampler, "func", None) is GridSampler:
+            grid = {name: self._to_grid_sampler_choices(distribution) for name, distribution in space.items()}
+            self.sampler = self.sampler(grid)
+            self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
+        study = optuna.create_study(
+            study_name=self.study_name,
+            storage=storage_of(self.storage),
+            sampler=self.sampler,
+            directions=self.direction,
+            load_if_exists=True,
+        )
+        objectives = study.user_attrs.get("objectives", self.objectives)
+        if objectives != self.objectives:
+            raise UserError(
+                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} is about {objectives}. Type another run=<name>."
+            )
+        study.set_user_attr("objectives", self.objectives)
+        own = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
+        others = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in own]
+        if others:
+            raise UserError(
+                f"run={self.name}: {self.folder} has runs of another study ({', '.join(others[:5])}). Type another name."
+            )
+        if study.trials:
+            study.sampler.reseed_rng()  # the same seed would suggest the first trials again
+        return study
+
+    def batch(self) -> list[Trial]:
+        """The next trials to run at once: those that were interrupted, or else new ones; none when all are there."""
+        trials = self.study.get_trials(deepcopy=False)
+        own = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
+        left = [t for t in own if t.number not in self.unfinished]
+        if left:
+            return [Trial(self.study, t._trial_id) for t in left[: self.n_jobs]]
+        new: list[Trial] = []
+        for _ in range(min(self.n_jobs, self.n_trials - len(trials))):
+            new.append(self.study.ask())
+            new[-1].set_user_attr(OWNER, self.name)
+        return new
+
+    def run_of(self, trial: Trial) -> str:
+        return f"{self.name}/{trial.number}"
+
+    def _configure_trials(
+        self, trials: list[Trial], space: dict[str, BaseDistribution], fixed: dict[str, Any], removed: list[str]
+    ) -> list[tuple[str, ...]]:
+        """Each trial's overrides: its values, its place, and where it reports its validations."""
+        own = super()._configure_trials(trials, space, fixed, removed)
+        return [
+            (*overrides, f"run={self.run_of(trial)}", "resume=auto", *self.pruning(trial))
+            for trial, overrides in zip(trials, own, strict=True)
+        ]
+
+    def pruning(self, trial: Trial) -> list[str]:
+        if not self.pruner:
+            return []
+        values = {
+            "_target_": "lockstep.callbacks.Pruning",
+            "study": self.study_name,
+            "trial": trial.number,
+            "monitor": self.objectives[0],
+            **{f"pruner.{key}": value for key, value in self.pruner.items()},
+        }
+        return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
+
+    def tell(self, trial: Trial, done: bool) -> None:
+        """Records how a trial ended: with values, pruned, or failed. One that the system has ended goes on another time."""
+        path = self.folder / str(trial.number) / "report.json"
+        report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
+        values: list[Any] = [report.get(name) for name in self.objectives]
+        if report["status"] in ("preempted", "interrupted"):
+            self.unfinished.add(trial.number)
+        elif report["status"] == "pruned":
+            self.study.tell(trial, state=TrialState.PRUNED)
+        elif not done or None in values:  # a value that is no number is null in a report
+            why = report.get("error", f"{report['status']}, without {' or '.join(self.objectives)}")
+            trial.set_user_attr("error", str(why))
+            self.study.tell(trial, state=TrialState.FAIL)
+        else:
+            self.study.tell(trial, values)

@@ -1,0 +1,112 @@
+"""What a sweep of Optuna leaves beside its runs: a table, the best config, and Optuna's own plots."""
+
+import csv
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+from omegaconf import DictConfig, OmegaConf
+from optuna.trial import FrozenTrial, TrialState
+
+from lockstep import CONFIGS
+from lockstep.checkpoints.resuming import RECIPES
+
+HEADER = """# @package _global_
+# The best of {count} trials of the study {study}: {values}.
+#   python train.py --config-dir {folder} experiment=best
+"""
+
+
+def write(study: optuna.Study, objectives: list[str], folder: Path) -> None:
+    """trials.csv, experiment/best.yaml (several objectives: best-0.yaml and so on, the Pareto front), study.html and plots/."""
+    write_table(study, objectives, folder / "trials.csv")
+    if not any(t.state is TrialState.COMPLETE for t in study.get_trials(deepcopy=False)):
+        return
+    best = study.best_trials
+    (folder / "experiment").mkdir(exist_ok=True)
+    for old in (folder / "experiment").glob("best*.yaml"):
+        old.unlink()
+    for number, trial in enumerate(best if len(objectives) > 1 else best[:1]):
+        name = f"best-{number}" if len(objectives) > 1 else "best"
+        (folder / "experiment" / f"{name}.yaml").write_text(recipe(study, trial, objectives, folder, name))
+    write_plots(study, objectives, folder)
+
+
+def write_table(study: optuna.Study, objectives: list[str], path: Path) -> None:
+    trials = study.get_trials(deepcopy=False)
+    names = sorted({name for trial in trials for name in trial.params})
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["trial", "state", *objectives, *names, "steps", "error"])
+        for trial in trials:
+            values = trial.values or [""] * len(objectives)
+            own = [trial.params.get(name, "") for name in names]
+            steps = max(trial.intermediate_values, default="")
+            writer.writerow(
+                [trial.number, trial.state.name.lower(), *values, *own, steps, trial.user_attrs.get("error", "")]
+            )
+
+
+def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folder: Path, name: str) -> str:
+    """An experiment with the trial's values, and with what was the same for all trials."""
+    skipped = ("sweep", "error", "resume", "runs_dir")
+    chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
+    chosen = {
+        key: OmegaConf.create(f"it: {value}").it if isinstance(value, str) else value for key, value in chosen.items()
+    }
+    body: Any = OmegaConf.create()
+    groups: dict[str, Any] = {}
+    for recipe_group in RECIPES:  # there can be one experiment only, so the one that was searched in is written out
+        if chosen.get(recipe_group):
+            of = OmegaConf.load(CONFIGS / recipe_group / f"{chosen.pop(recipe_group)}.yaml")
+            assert isinstance(of, DictConfig)
+            for override in of.pop("defaults", []):
+                groups |= {str(key).removeprefix("override /"): value for key, value in override.items()}
+            body.merge_with(of)
+    groups |= {key: chosen.pop(key) for key in list(chosen) if (CONFIGS / key).is_dir()}
+    for key, value in chosen.items():
+        OmegaConf.update(body, key.lstrip("+"), value)
+    defaults = {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}
+    body = OmegaConf.merge(OmegaConf.create(defaults), body)
+    values = ", ".join(f"{objective}={value:.6g}" for objective, value in zip(objectives, trial.values, strict=True))
+    header = HEADER.format(count=len(study.trials), study=study.study_name, values=values, folder=folder)
+    return header.replace("experiment=best", f"experiment={name}") + OmegaConf.to_yaml(body)
+
+
+def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
+    """study.html, and plots/*.png with the same by matplotlib. A plot that Optuna cannot make of so few trials is left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from optuna import visualization
+    from optuna.visualization import matplotlib as drawn
+
+    one = len(objectives) == 1
+    kinds = ["optimization_history", "param_importances", "parallel_coordinate", "slice", "intermediate_values"]
+    plots = kinds if one else ["pareto_front"]
+    options = {} if one else {"target_names": objectives}
+    pages: list[str] = []
+    (folder / "plots").mkdir(exist_ok=True)
+    for kind in plots:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that these functions are experimental
+            figure = tried(getattr(visualization, f"plot_{kind}"), study, **options)
+            if figure is None:
+                continue
+            pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages))
+            if tried(getattr(drawn, f"plot_{kind}"), study, **options) is not None:
+                pyplot.savefig(folder / "plots" / f"{kind}.png", dpi=120, bbox_inches="tight")
+            pyplot.close("all")
+    title = f"{study.study_name}: {len(study.trials)} trials"
+    page = f"<!doctype html><html><head><meta charset='utf-8'><title>{title}</title></head><body><h1>{title}</h1>{''.join(pages)}</body></html>"
+    (folder / "study.html").write_text(page)
+
+
+def tried(plot: Callable[..., Any], study: optuna.Study, **options: Any) -> Any:
+    try:
+        return plot(study, **options)
+    except (ValueError, RuntimeError):
+        return None

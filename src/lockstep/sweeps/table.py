@@ -1,0 +1,59 @@
+"""A multirun's table of results, read from the reports that its jobs left."""
+
+import csv
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from lockstep.reporting.recorder import write_json
+
+INNER = ("+callbacks.pruning.", "run=", "resume=")  # what a job is given beside what was typed for it
+COLUMNS = ("status", "test/acc", "test/loss", "val/acc", "train/steps", "train/images_per_s", "wall_s")
+
+
+def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
+    """The config of a multirun's job, which lives in the multirun's directory, unless the names themselves are swept over."""
+    sweep_dir = Path(hydra_cfg.sweep.dir)
+    name = str(sweep_dir.relative_to(cfg.runs_dir))
+    if cfg.run is None or str(cfg.run) == name:
+        cfg.run = f"{name}/{hydra_cfg.job.num}"
+    return cfg
+
+
+def typed(overrides: list[str]) -> list[str]:
+    return [o for o in overrides if not o.startswith(INNER)]
+
+
+def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
+    """Adds to a job's report what was typed for it; a job that failed before it had a report gets one."""
+    path = folder / "report.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
+    if failed and report["status"] in ("done", "running"):
+        return  # of another run, in whose place this one was refused
+    write_json(path, report | {"overrides": shlex.join(typed(overrides))})
+
+
+class SweepTable(Callback):
+    """Prints and saves a multirun's table at the end."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        sweep_dir = Path(config.hydra.sweep.dir)
+        reports = sorted(
+            sweep_dir.glob("*/report.json"),
+            key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else -1,
+        )
+        rows = [{"run": f"{sweep_dir.name}/{path.parent.name}", **json.loads(path.read_text())} for path in reports]
+        if not rows:
+            return
+        with (sweep_dir / "results.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["run", "overrides", *COLUMNS], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        from lockstep.reporting.console import sweep_table
+
+        sweep_table(rows, COLUMNS, sweep_dir / "results.csv")

@@ -1,0 +1,115 @@
+"""When memory runs out: one message, with a micro-batch that fits. The global batch stays what it is."""
+
+import copy
+import gc
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from omegaconf import DictConfig
+from torch.nn import functional as F
+
+from lockstep.data.datamodule import DataModule
+from lockstep.errors import OutOfMemory
+from lockstep.training.micro_batches import accumulations
+from lockstep.training.module import Classification
+
+log = logging.getLogger(__name__)
+
+# Of torch's allocators that have no exception of their own (CPU on Linux and on Windows, MPS), and of cuBLAS.
+SIGNS = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+ONEDNN = "could not create a primitive"  # all that it says; of a layer that it does not have, "a primitive descriptor"
+OTHERWISE = "Try trainer.precision=bf16-mixed, a smaller data.image_size or model, or strategy=fsdp on several GPUs."
+
+
+def ran_out(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and (str(error) == ONEDNN or any(sign in str(error) for sign in SIGNS))
+
+
+@contextmanager
+def explained(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> Iterator[None]:
+    """Raises OutOfMemory in place of what torch raises when memory runs out."""
+    try:
+        yield
+    except Exception as e:
+        if not ran_out(e):
+            raise
+        log.info("%s: %s", type(e).__name__, e)
+        traceback.clear_frames(e.__traceback__)  # they hold the activations
+        raise told(cfg, trainer, task, data) from None
+
+
+def told(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> OutOfMemory:
+    loop, world = trainer.fit_loop.epoch_loop, trainer.world_size
+    validation = loop.val_loop.batch_progress.current
+    if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
+        split = data.test_split if trainer.state.fn == TrainerFn.TESTING else data.val_split
+        batch = min(data.eval_batch_size, split.count)
+        smaller = f"Try data.eval_batch_size={batch // 2}; the figures stay the same." if batch > 1 else OTHERWISE
+        return OutOfMemory(f"an evaluation's batch of {-(-batch // world)} does not fit in memory. {smaller}")
+    if not loop.batch_progress.total.ready:
+        return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
+    batch, now = data.batch_size, trainer.accumulate_grad_batches
+    said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
+    more = [k for k in accumulations(batch, world) if k > now]
+    # A network whose processes talk in forward cannot be tried by one of them.
+    alone = cfg.strategy.name != "fsdp" and not (cfg.trainer.sync_batchnorm and world > 1)
+    found = next((k for k in more if not alone or fits(trainer, task, data, batch // (world * k))), None)
+    if found is None:
+        return OutOfMemory(f"{said} {'No smaller one does' if more else 'There is no smaller one'}. {OTHERWISE}")
+    of = batch // (world * found)
+    which = f"One of {of} does, tried without the rest of the run" if alone else f"One of {of} was not tried"
+    key = f"trainer.accumulate_grad_batches={found}"
+    return OutOfMemory(f"{said} {which}: type {key}; the global batch stays {batch}.", found)
+
+
+def fits(trainer: pl.Trainer, task: Classification, data: DataModule, micro_batch: int) -> bool:
+    """Whether this process alone can train in micro-batches of that size. The weights are of no use afterwards."""
+    try:
+        free(trainer, task)
+        two_steps(trainer, task, data, micro_batch)
+    except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
+        traceback.clear_frames(e.__traceback__)
+        return False
+    return True
+
+
+def free(trainer: pl.Trainer, task: Classification) -> None:
+    trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
+    task.zero_grad(set_to_none=True)
+    gc.collect()
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def two_steps(trainer: pl.Trainer, task: Classification, data: DataModule, micro_batch: int) -> None:
+    """The second one has gradients and the optimizer's state beside its activations, as all but the first of a run; and on a
+    CPU the copy that a checkpoint is written from."""
+    device = trainer.strategy.root_device
+    task.to(device).train()
+    shape = data.prepared.array("train_images").shape[1:]
+    pixels_BCHW = torch.zeros((micro_batch, *shape), dtype=torch.uint8, device=device)
+    labels_B = torch.zeros(micro_batch, dtype=torch.long, device=device)
+    optimizer = task.make_optimizer(task.parameters())
+    copies: Any = None
+    for _ in range(2):
+        image_BCHW, _ = data.on_after_batch_transfer((pixels_BCHW, labels_B, labels_B), 0)
+        with trainer.precision_plugin.train_step_context():
+            loss = F.cross_entropy(task(image_BCHW), labels_B)
+        loss.backward()
+        optimizer.step()
+        if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "queue", None):
+            copies = copies or copy.deepcopy((task.state_dict(), optimizer.state_dict()))

@@ -1,0 +1,17 @@
+"""How a global batch is divided into micro-batches. Free of torch."""
+
+from omegaconf import DictConfig
+
+from lockstep.machine.world import World
+
+
+def accumulations(batch: int, world: int) -> list[int]:
+    """Into how many micro-batches for each of `world` processes a global batch can be divided, the fewest first."""
+    return [count for count in range(1, batch // world + 1) if batch % (world * count) == 0]
+
+
+def batches(cfg: DictConfig, world: World) -> dict[str, int]:
+    """For the report: the global batch, and what is made of it."""
+    batch, accumulate = int(cfg.data.batch_size), int(cfg.trainer.accumulate_grad_batches)
+    micro_batch = batch // (world.size * accumulate)  # of a process
+    return {"batch_size": batch, "accumulate_grad_batches": accumulate, "micro_batch": micro_batch}

@@ -1,0 +1,123 @@
+"""The arithmetic of benchmarks/benchmark.py against figures worked out by hand, and a whole benchmark of a few steps."""
+
+import subprocess
+import sys
+
+import benchmark
+import pytest
+from benchmark_table import Figures, Turn, accuracy_problems, flops_share, ratio, table, too_slow, waiting, waits_long
+
+from lockstep import ROOT
+from lockstep.errors import UserError
+
+
+def figures(*rates: float, accuracy: float | None = None, **about: object) -> Figures:
+    """One turn of two seconds for each rate in images/s."""
+    return Figures([Turn(round(2 * rate), 2.0, 0.5) for rate in rates], dict(about), accuracy)
+
+
+def test_ratios_are_taken_within_a_round():
+    """The machine is four times slower in the second round: medians of the rates would say 200/100 = 2, or less."""
+    contenders = {"plain": figures(400, 100, 100), "lockstep": figures(600, 150, 200)}
+    assert ratio(contenders, "lockstep", "plain") == 1.5
+    assert ratio(contenders, "lockstep", "upper bound") is None
+    assert ratio(contenders, "lockstep", None) is None
+
+
+def test_a_contender_that_missed_a_round_is_not_compared():
+    with pytest.raises(ValueError, match="longer"):
+        ratio({"plain": figures(100, 100), "lockstep": figures(100)}, "lockstep", "plain")
+
+
+def test_waiting_is_the_share_of_all_seconds_or_unknown():
+    assert waiting([Turn(1, 2.0, 0.5), Turn(1, 6.0, 1.5)]) == 0.25
+    assert waiting([Turn(1, 2.0, 0.5), Turn(1, 6.0, None)]) is None
+
+
+def test_flops_are_compared_with_the_matmul_rate_of_the_same_precision():
+    contenders = {
+        "plain": figures(100, 300, 200),
+        "lockstep": figures(400, precision="bf16-mixed"),
+        "16 bits": figures(400, precision="16-mixed"),
+        "upper bound": figures(1, precision="bf16-mixed", flops_per_image=1e9, matmul_flops_per_s=8e11),
+        "upper bound equal precision": figures(1, precision="32-true", flops_per_image=1e9, matmul_flops_per_s=4e11),
+    }
+    assert flops_share(contenders, "plain") == 0.5
+    assert flops_share(contenders, "lockstep") == 0.5
+    assert flops_share(contenders, "16 bits") is None
+
+
+def test_limits_hold_for_those_that_ran():
+    contenders = {"plain": figures(100, 100), "lockstep": figures(119, 121)}
+    assert list(too_slow(contenders, {("lockstep", "plain"): 1.2, ("lockstep", "upper bound"): 0.9})) == []
+    (problem,) = too_slow(contenders, {("lockstep", "plain"): 1.21})
+    assert problem == "lockstep is 1.20 times as fast as plain; at least 1.21 is expected"
+
+
+def test_a_slow_input_is_told_of_ours_alone():
+    contenders = {name: figures(1) for name in ("plain", "lockstep", "upper bound")}  # 0.5 of 2 seconds
+    assert list(waits_long(contenders, 0.25)) == []
+    (problem,) = waits_long(contenders, 0.24)
+    assert problem == "lockstep waits for data for 25.0% of its time; at most 24% is expected"
+
+
+def test_accuracies_may_differ_by_a_percentage_point():
+    near = {"plain": figures(1, accuracy=0.98), "lockstep": figures(1, accuracy=0.985), "upper bound": figures(1)}
+    assert list(accuracy_problems(near)) == []
+    (problem,) = accuracy_problems({**near, "accelerate": figures(1, accuracy=0.96)})
+    assert "accelerate reached 96.00%" in problem and "98.00%" in problem
+
+
+def test_the_table_has_an_empty_cell_for_what_is_not_known():
+    lines = table(
+        {
+            "plain": figures(100, 300, 200, accuracy=0.5, peak_bytes=2**30, peak_device_bytes=None),
+            "lockstep": Figures([Turn(3, 2.0)] * 3, {"precision": "bf16-mixed", "peak_bytes": 2**30, "peak_device_bytes": 2**20}),
+        }
+    ).splitlines()  # fmt: skip
+    assert lines[2] == "| plain | 32-true | 200 (100 to 300, 3) | 1.00 |  | 25.0% | 1,024 |  | 50.00% |"
+    assert lines[3] == "| lockstep | bf16-mixed | 1.5 (1.5 to 1.5, 3) | 0.01 |  |  | 1,024 + 1 |  |  |"
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_says_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
+    found = benchmark.chosen("plain,accelerate,transformers", world=1)
+    assert list(found) == ["plain", "transformers", *benchmark.OURS]
+    assert "accelerate is left out" in (said := capsys.readouterr().err) and "uv run --group peers" in said
+    assert not any("upper bound" in name for name in benchmark.chosen("plain", world=2))
+    assert benchmark.chosen("plain", 1, ["compile=true tf32=true"])["lockstep compile=true tf32=true"] == (
+        "lockstep",
+        ["compile=true", "tf32=true"],
+    )
+    with pytest.raises(UserError, match=r"jax is unknown; use some of plain,accelerate,transformers"):
+        benchmark.chosen("plain,jax", world=1)
+
+
+def test_the_page_has_the_command_without_folders():
+    given = ["--data-root", "/mine", "--world", "2", "--quick", "--no-accuracy", "--out", "/mine/page.md"]
+    assert benchmark.command(benchmark.arguments(given)) == (
+        "python benchmarks/benchmark.py --world 2 --quick --no-accuracy"
+    )
+    assert benchmark.command(benchmark.arguments([])) == "python benchmarks/benchmark.py"
+
+
+@pytest.mark.slow  # five processes with torch, three of them with Lightning: half a minute on two cores
+def test_a_whole_benchmark(tmp_path):
+    """All contenders of --quick take turns, learn for as long as the plain loop does, and are told to end."""
+    out = tmp_path / "page.md"
+    command = [sys.executable, str(ROOT / "benchmarks/benchmark.py"), "--quick", "--device", "cpu", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--segment", "2", "--rounds", "2", "--accuracy"],
+        capture_output=True, text=True, timeout=600, cwd=tmp_path,
+    )  # fmt: skip
+    assert out.is_file(), done.stderr
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in out.read_text().splitlines() if "|" in line}
+    names = ["plain", "lockstep", "lockstep equal precision", "upper bound", "upper bound equal precision"]
+    assert [name for name in rows if name in names] == names
+    assert rows["lockstep equal precision"][1] == "32-true"
+    for name in names:
+        assert ", 2)" in rows[name][2] and float(rows[name][3]) > 0
+        assert 0 < float(rows[name][7].rstrip("%")) < 200 or name == "plain"
+    for name in names[:3]:
+        assert 0.5 < float(rows[name][8].strip("|% ")) / 100 <= 1, rows[name]
+    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]

@@ -1,0 +1,91 @@
+"""How benchmarks/growth.py measures: memory of processes against what they are known to hold, and the order of samples."""
+
+import mmap
+import subprocess
+import sys
+
+import growth
+import growth_sampler
+import pytest
+import watch
+
+SMAPS = """7f00-7f10 r--s 00000000 fd:00 12  /cache/cifar10-1/train_images.npy
+Size:               1024 kB
+Rss:                 800 kB
+Pss:                 200 kB
+Private_Clean:         0 kB
+VmFlags: rd sh
+7f10-7f20 r-xp 00000000 fd:00 13  /cache-of-others/lib.so
+Rss:                4000 kB
+Pss:                4000 kB
+7f20-7f30 r--s 00000000 fd:00 14  /cache/cifar10-1/train_labels.npy
+Rss:                   8 kB
+Pss:                   2 kB
+"""
+HOLD = """
+import mmap, sys
+own = bytearray(int(sys.argv[2]))
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    total = sum(mapped[i] for i in range(0, len(mapped), mmap.PAGESIZE))
+print(total, flush=True)
+sys.stdin.read()
+"""
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+def test_only_the_mappings_of_a_folder_count(tmp_path):
+    from pathlib import Path
+
+    assert watch.mapped(SMAPS, Path("/cache")) == (808 * 1024, 202 * 1024)
+    assert watch.mapped(SMAPS, tmp_path) == (0, 0)
+
+
+@linux
+def test_shared_pages_count_once_and_own_ones_for_each(tmp_path):
+    size, own, count = 1024 * mmap.PAGESIZE, 16 * 2**20, 3
+    (tmp_path / "data.npy").write_bytes(bytes(size))
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "data.npy"), str(own)]
+    holders = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for holder in holders:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"0\n"
+        each = [watch.memory(holder.pid, tmp_path) for holder in holders]
+        together = sum(each, watch.Memory())
+        assert {holder.pid for holder in holders} <= set(watch.children())
+    finally:
+        for holder in holders:
+            holder.communicate()
+    assert [one.mapped for one in each] == [size] * count
+    assert abs(together.mapped_pss - size) < count * 2**16  # smaps rounds to KiB
+    assert all(own < one.own < own + 2**24 for one in each)
+    assert watch.memory(holders[0].pid, tmp_path) == watch.Memory()  # it has ended
+
+
+def test_the_order_of_samples_is_measured_at_any_place():
+    batches = growth_sampler.ours(10**8, 16, 1024)
+    assert growth_sampler.first_s(batches, len(batches) - 1) > 0
+    assert growth_sampler.traced_bytes(batches) < 10**7
+    assert (growth_sampler.duration(2.5e-5), growth_sampler.duration(1.5), growth_sampler.size(3.2e9)) == (
+        "25 us",
+        "1.5 s",
+        "3.2 GB",
+    )
+
+
+@linux
+def test_a_permutation_of_all_samples_shows_in_the_memory():
+    count = 10**6
+    assert growth_sampler.torch_sampler(count, 4)[1] > 8 * count
+    batches = growth_sampler.ours(count, 4, 64)
+    assert growth_sampler.grown_bytes(lambda: growth_sampler.pass_through(batches)) < 8 * count
+
+
+def test_a_section_is_drawn(tmp_path):
+    lines = {"ddp": [(1, 2.0), (2, 2.0)], "fsdp, in theory": [(1, 2.0), (2, 1.0)]}
+    growth.plot(growth.Section("Memory", "", {"GiB": lines}), tmp_path / "plot.png")
+    growth.plot(growth.Section("Order", "", {"s": lines, "bytes": lines}, x="samples", log=True), tmp_path / "two.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("plot.png", "two.png"))
+    assert growth.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    assert growth.spread([1000.0, 3000.0, 2000.0]) == "2,000 (1,000 to 3,000)"

@@ -1,0 +1,121 @@
+"""What `auto` becomes, on machines of all kinds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import auto
+from lockstep.config.compose import compose_config
+from lockstep.data.prepare import Prepared
+from lockstep.machine import hardware
+from lockstep.machine.world import World, threads, world_of
+
+WORLD = World("cpu", 1, 1, "single")
+
+
+class Stored(Prepared):
+    images_bytes = 54_880_000
+
+
+PREPARED = Stored(Path("absent"), "disk", "0", 60_000, 10_000)
+
+
+@pytest.fixture
+def bf16(monkeypatch):
+    return lambda has: monkeypatch.setattr(auto, "multiplies_bf16", lambda _: has)
+
+
+def decided(*overrides: str):
+    cfg = compose_config("train", ["trainer.accelerator=cpu", *overrides])
+    return auto.decided(cfg, world_of(cfg), PREPARED)
+
+
+@pytest.mark.parametrize(("has", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_bf16_is_used_where_there_are_units_for_it(bf16, has, expected):
+    bf16(has)
+    assert decided().trainer.precision == expected
+    assert decided("trainer.precision=64-true").trainer.precision == "64-true"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse", True),
+        ("flags\t\t: fpu amx_bf16 sse", True),
+        ("Features\t: fp asimd bf16", False),  # ARM, not measured
+        ("flags\t\t: fpu avx2 avx512f", False),
+        ("bogus : avx512_bf16", False),
+    ],
+)
+def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
+    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
+    hardware.multiplies_bf16.cache_clear()
+    assert hardware.multiplies_bf16("cpu") is expected
+    hardware.multiplies_bf16.cache_clear()
+
+
+class Driver:
+    def __init__(self, major: int) -> None:
+        self.major = major
+
+    def cuDeviceGetAttribute(self, value, attribute: int, device: int) -> int:  # noqa: N802  # the driver's name
+        assert (attribute, device) == (75, 0)
+        value._obj.value = self.major
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "expected"), [(Driver(7), False), (Driver(8), True), (Driver(9), True), (None, False)]
+)
+def test_a_gpu_is_asked_for_its_generation(monkeypatch, driver, expected):
+    monkeypatch.setattr(hardware, "cuda", lambda: driver)
+    hardware.multiplies_bf16.cache_clear()
+    assert hardware.multiplies_bf16("cuda") is expected
+    hardware.multiplies_bf16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("size", "cores", "devices", "expected"),
+    [(10, 16, 4, 0), (60, 16, 4, 3), (60, 2, 1, 1), (60, 2, 4, 1), (60, 128, 2, 8)],
+)
+def test_workers_load_what_does_not_fit_into_memory(monkeypatch, size, cores, devices, expected):
+    monkeypatch.setattr(auto, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(auto, "cores", lambda: cores)
+    assert auto.workers(size, replace(WORLD, devices=devices, strategy="ddp")) == expected
+
+
+@pytest.mark.parametrize(("on_device", "expected"), [("auto", 3), ("true", 0)])
+def test_what_is_kept_on_a_gpu_needs_no_workers(monkeypatch, on_device, expected):
+    monkeypatch.setattr(auto, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(auto, "cores", lambda: 4)
+    assert decided(f"data.on_device={on_device}").data.num_workers == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("max", None), ("1048576", 1048576), ("9223372036854771712", None)])
+def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path, limit, expected):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", [])
+    machine = hardware.memory_bytes()
+    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", [tmp_path / "memory.max", tmp_path / "absent"])
+    assert hardware.memory_bytes() == (expected or machine)
+
+
+@pytest.mark.parametrize(
+    ("external", "env", "expected"),
+    [
+        (None, {"OMP_NUM_THREADS": "1"}, None),
+        ("torchrun", {"OMP_NUM_THREADS": "1"}, 4),  # what torchrun sets by itself
+        ("torchrun", {"OMP_NUM_THREADS": "3"}, None),
+        ("slurm", {}, 4),
+        ("slurm", {"SLURM_CPUS_ON_NODE": "4"}, 2),  # of the node's 8
+        ("slurm", {"SLURM_CPUS_ON_NODE": "16"}, 8),  # bound to these
+        ("slurm", {"SLURM_CPUS_PER_TASK": "6"}, 6),
+        ("slurm", {"OMP_NUM_THREADS": "2"}, None),
+    ],
+)
+def test_processes_of_a_node_share_its_cores(monkeypatch, external, env, expected):
+    monkeypatch.setattr("lockstep.machine.world.cores", lambda: 8)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert threads(replace(WORLD, devices=2, external=external), env) == expected

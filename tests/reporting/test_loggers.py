@@ -1,0 +1,223 @@
+"""Where metrics go: metrics.csv loses no row; TensorBoard and offline W&B leave files that hold the figures."""
+
+import csv
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.utilities import rank_zero_only
+
+from lockstep.reporting import loggers
+from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
+
+NAMES = st.sampled_from(["train/loss", "val/acc", "val/loss", "lr", "a,b", 'c"d'])
+ROWS = st.lists(st.dictionaries(NAMES, st.floats(allow_nan=False), min_size=1), min_size=1, max_size=8)
+
+
+def read(folder: Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv, without their empty places."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def header(folder: Path) -> list[str]:
+    return (folder / "metrics.csv").read_text().splitlines()[0].split(",")
+
+
+# --- metrics.csv -----------------------------------------------------------------------------------------------------
+
+
+def test_a_new_metric_is_a_new_column_and_no_row_is_lost(tmp_path):
+    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger.log_metrics({"train/loss": 2.5}, step=0)
+    logger.log_metrics({"train/loss": 1.5, "lr": 0.1}, step=1)
+    logger.log_metrics({"val/acc": 0.75}, step=1)
+    assert header(tmp_path) == ["step", "train/loss", "lr", "val/acc"]
+    assert read(tmp_path) == [
+        {"step": 0, "train/loss": 2.5},
+        {"step": 1, "train/loss": 1.5, "lr": 0.1},
+        {"step": 1, "val/acc": 0.75},
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, restarts=st.sets(st.integers(0, 8)))
+def test_all_that_was_logged_is_read_back_however_often_the_run_was_restarted(tmp_path_factory, rows, restarts):
+    folder = tmp_path_factory.mktemp("run")
+    logger = MetricsCsv(run_dir=folder, run="r")
+    for step, row in enumerate(rows):
+        if step in restarts:
+            logger = MetricsCsv(run_dir=folder, run="r")
+        logger.log_metrics(row, step=step)
+    assert read(folder) == [{"step": step, **row} for step, row in enumerate(rows)]
+
+
+def test_a_resumed_run_continues_its_file(tmp_path):
+    MetricsCsv(run_dir=tmp_path, run="r").log_metrics({"train/loss": 2.0}, step=0)
+    MetricsCsv(run_dir=tmp_path, run="r").log_metrics({"val/acc": 0.5, "train/loss": 1.0}, step=1)
+    assert header(tmp_path) == ["step", "train/loss", "val/acc"]
+    assert read(tmp_path) == [{"step": 0, "train/loss": 2}, {"step": 1, "train/loss": 1, "val/acc": 0.5}]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5, 9])
+@pytest.mark.parametrize("anew", [False, True])
+def test_rows_that_a_resumed_run_writes_again_are_dropped(tmp_path, steps, anew):
+    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    for step in range(5):
+        logger.log_metrics({"train/loss": 10.0 - step}, step=step)
+    if anew:
+        logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger.cut(steps)
+    kept = [{"step": step, "train/loss": 10.0 - step} for step in range(min(steps, 5))]
+    assert read(tmp_path) == kept
+    logger.log_metrics({"train/loss": 0.5, "lr": 0.25}, step=steps)
+    assert read(tmp_path) == [*kept, {"step": steps, "train/loss": 0.5, "lr": 0.25}]
+
+
+def test_cutting_before_anything_was_logged_makes_no_file(tmp_path):
+    MetricsCsv(run_dir=tmp_path, run="r").cut(3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_and_figures_that_are_no_numbers_are_written(tmp_path):
+    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger.log_metrics({"train/loss": torch.tensor(0.5), "val/loss": float("nan")}, step=0)
+    (row,) = read(tmp_path)
+    assert row["train/loss"] == 0.5
+    assert row["val/loss"] != row["val/loss"]
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger.log_metrics({"train/loss": 1.0}, step=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_but_the_file_is_left(tmp_path):
+    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger.log_hyperparams({"seed": 0})
+    logger.log_metrics({"train/loss": 1.0}, step=0)
+    logger.log_metrics({"val/acc": 1.0}, step=0)
+    logger.cut(1)
+    logger.finalize("success")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+# --- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_writes_figures_that_it_reads_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = loggers.tensorboard(run_dir=tmp_path, run="r")
+    for step in range(3):
+        logger.log_metrics({"val/acc": 0.25 * step}, step=step)
+    logger.finalize("success")
+    assert Path(logger.log_dir) == tmp_path / "tensorboard"
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("val/acc")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+
+
+# --- W&B -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_key(tmp_path, monkeypatch):
+    """No key, and folders of the client's own below `tmp_path`."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    for name in ("CONFIG", "CACHE", "DATA", "ARTIFACT"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb-client"))
+    yield
+    wandb.teardown()  # it keeps a process and the settings of its first use
+
+
+def wandb_logger(run_dir: Path, mode: str = "auto", id: str = "abc123"):
+    run_dir.mkdir(exist_ok=True)
+    place = {"run_dir": run_dir, "run": "a-run", "project": "lockstep", "entity": None, "group": None}
+    return loggers.wandb(**place, tags=["one"], id=id, mode=mode)
+
+
+def test_without_a_key_and_a_network_wandb_leaves_a_run_on_disk(tmp_path, no_key):
+    logger = wandb_logger(tmp_path / "run")
+    logger.log_metrics({"val/acc": 0.5}, step=0)
+    run = logger.experiment
+    assert (run.id, run.name, run.offline) == ("abc123", "a-run", True)
+    run.finish()
+    (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*-abc123")
+    assert b"val/acc" in (folder / "run-abc123.wandb").read_bytes()
+    assert shlex.split(wandb_sync_line(tmp_path / "run")) == ["wandb", "sync", str(folder)]
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "key", "expected"),
+    [
+        ("auto", None, False, "offline"),
+        ("auto", None, True, "online"),
+        ("auto", "disabled", True, "disabled"),
+        ("auto", "online", False, "online"),
+        ("offline", None, True, "offline"),
+        ("online", None, False, "online"),
+    ],
+)
+def test_the_mode_is_what_was_said_or_follows_from_the_key(
+    tmp_path, no_key, monkeypatch, given, variable, key, expected
+):
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert wandb_logger(tmp_path / "run", given)._wandb_init["mode"] == expected
+
+
+def test_a_key_in_the_environment_is_found(no_key, monkeypatch):
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    assert not has_wandb_key()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (f"machine api.wandb.ai\n  login user\n  password {'0' * 40}\n", True),
+        (f"machine github.com\n  login user\n  password {'0' * 40}\n", False),
+        ("machine api.wandb.ai\n  login user\n", False),
+        ("", False),
+        ("this is no netrc file", False),
+    ],
+)
+def test_a_key_in_the_netrc_file_is_found(tmp_path, no_key, content, expected):
+    (tmp_path / "netrc").write_text(content)
+    (tmp_path / "netrc").chmod(0o600)
+    assert has_wandb_key() == expected
+
+
+def test_the_key_of_the_server_that_is_used_is_looked_for(tmp_path, no_key, monkeypatch):
+    (tmp_path / "netrc").write_text(f"machine wandb.example.org\n  login user\n  password {'0' * 40}\n")
+    (tmp_path / "netrc").chmod(0o600)
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert has_wandb_key()
+
+
+def test_without_an_offline_run_there_is_nothing_to_sync(tmp_path):
+    assert wandb_sync_line(tmp_path) is None
+    (tmp_path / "wandb" / "run-20250101_000000-abc123").mkdir(parents=True)
+    assert wandb_sync_line(tmp_path) is None
+
+
+@pytest.mark.parametrize("folder", ["runs/a", "my runs/a"])
+def test_every_part_of_an_offline_run_that_was_resumed_is_synced(tmp_path, folder):
+    parts = [tmp_path / folder / "wandb" / f"offline-run-2025010{day}_000000-abc123" for day in (1, 2, 3)]
+    for part in reversed(parts):
+        part.mkdir(parents=True)
+    assert shlex.split(wandb_sync_line(tmp_path / folder)) == ["wandb", "sync", *map(str, parts)]

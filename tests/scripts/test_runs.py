@@ -1,0 +1,431 @@
+"""The ledger of runs, over folders as runs, sweeps and crashes leave them."""
+
+import csv
+import functools
+import importlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import ROOT
+from lockstep.checkpoints import resuming, shards
+from lockstep.config.compose import compose_config
+from lockstep.errors import UserError
+from lockstep.launch.cli import reported
+from lockstep.sweeps import table
+
+ledger = importlib.import_module("runs")  # an import statement is sorted by whether there is a folder runs/
+DAY_S = 86400
+
+
+def iso(ago_s: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - ago_s))
+
+
+@functools.cache
+def config_yaml(run: str, *overrides: str) -> str:
+    return OmegaConf.to_yaml(compose_config("train", [f"run={run}", *overrides]), resolve=True)
+
+
+def write(folder: Path, report: dict[str, Any] | str | None, *overrides: str, config: bool = True) -> Path:
+    """A run's folder as report.Recorder leaves it: the config resolved, the report flat."""
+    folder.mkdir(parents=True)
+    if config:
+        (folder / "checkpoints").mkdir()
+        (folder / "config.yaml").write_text(config_yaml(folder.name, *overrides))
+    if report is not None:
+        (folder / "report.json").write_text(report if isinstance(report, str) else json.dumps(report))
+    return folder
+
+
+def written(folder: Path, ago_s: float) -> None:
+    for path in folder.rglob("*"):
+        os.utime(path, (time.time() - ago_s,) * 2)
+
+
+def report(status: str, ago_s: float, **more: Any) -> dict[str, Any]:
+    world = {"model": "basic_net", "strategy": "single", "world_size": 1, "data/name": "mnist"}
+    return {"status": status, "started": iso(ago_s), **world, **more}
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch) -> Path:
+    """Runs of every kind, from the oldest to the newest."""
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "runs"
+    figures = {"train/steps": 1200, "val/acc": 0.97, "test/acc": 0.96, "train/images_per_s": 1655.18}
+    write(root / "old", report("done", 5 * DAY_S, resumed_from=None, **figures), "optim.lr=1e-2")
+    many = {"strategy": "ddp", "world_size": 4, "test/acc": 0.91, "train/images_per_s": None}
+    write(root / "several", report("done", 3 * DAY_S, **many), "strategy=ddp", "optim.lr=1e-5")
+    write(root / "sweep" / "0", report("failed", 7200, error="ValueError: [bold]no[/bold]"))
+    write(root / "sweep" / "1", {"status": "failed", "overrides": "optim.lr=0.1 seed=3"}, config=False)
+    write(root / "half", '{"status": "do')
+    written(root / "sweep" / "1", 3600)
+    written(root / "half", 1200)
+    write(root / "here", report("running", 180))
+    (root / "here" / "report.part").write_text("{")
+    (root / "here" / "wandb" / "run-1" / "files").mkdir(parents=True)
+    (root / "here" / "wandb" / "run-1" / "files" / "config.yaml").write_text("wandb_version: 1")
+    (root / "exported").mkdir()
+    (root / "exported" / "config.yaml").write_text(config_yaml("several"))
+    (root / "begun.part").mkdir()
+    (root / "begun.part" / "report.part").write_text("{")
+    return root
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs the command and returns its exit code, output and errors."""
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["runs.py", *args])
+        code = reported(ledger.main)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def listed(call, *args: str) -> list[str]:
+    code, out, err = call(*args, "--format", "json")
+    assert (code, err) == (0, "")
+    return [row["run"] for row in json.loads(out)]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_every_run_is_in_the_table_the_newest_last(runs, call):
+    code, out, err = call()
+    assert (code, err) == (0, "")
+    rows = [cells(line) for line in out.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["old", "done", "basic_net", "mnist", "single", "1,200", "0.9700", "0.9600", "1,655.2", "5 d"],
+        ["several", "done", "basic_net", "mnist", "ddp x4", "", "", "0.9100", "", "3 d"],
+        ["sweep/0", "failed", "basic_net", "mnist", "single", "", "", "", "", "2 h"],
+        ["sweep/1", "failed", *[""] * 7, "1 h"],
+        ["half", "damaged", "basic_net", "", "single", "", "", "", "", "20 min"],
+        ["here", "running", "basic_net", "mnist", "single", "", "", "", "", "3 min"],
+    ]
+
+
+def test_a_pipe_gets_whole_names_and_values_as_they_are(runs, call):
+    name = "a-long-sweep-of-many-things-" + "x" * 150 + "/0"
+    write(runs / name, report("failed", 0, error="[bold]no[/bold] :smile:"))
+    _, out, _ = call("--where", f"run={name}", "--where", "error!=x")
+    assert name in out
+    assert "[bold]no[/bold] :smile:" in out
+
+
+@pytest.mark.parametrize(
+    ("condition", "names"),
+    [
+        ("status=done", ["old", "several"]),
+        ("status!=done", ["sweep/0", "sweep/1", "half", "here"]),
+        ("strategy=ddp", ["several"]),
+        ("test/acc>0.91", ["old"]),
+        ("test/acc>=0.91", ["old", "several"]),
+        ("test/acc<0.96", ["several"]),
+        ("test/acc<=.96", ["old", "several"]),
+        ("test/acc = 0.910", ["several"]),
+        ("test/acc!=0.91", ["old"]),  # a run without the key is in no result
+        ("test/acc<high", []),
+        ("world_size=4.0", ["several"]),
+        ("train/images_per_s=null", ["several"]),
+        ("train/images_per_s>1", ["old"]),  # null has no place among numbers
+        ("optim.lr=0.01", ["old"]),
+        ("optim.lr<1e-2", ["several", "sweep/0", "half", "here"]),
+        ("optim.betas=[0.9, 0.999]", ["old", "several", "sweep/0", "half", "here"]),
+        ("compile=false", ["old", "several", "sweep/0", "half", "here"]),
+        ("compile>a", []),
+        ("compile=0", []),
+        ("strategy.bucket_cap_mb>1", ["several"]),
+        (f"started>{iso(4 * DAY_S)[:10]}", ["several", "sweep/0", "here"]),
+    ],
+)
+def test_conditions_choose_runs(runs, call, condition, names):
+    assert listed(call, "--where", condition) == names
+
+
+def test_all_conditions_must_hold(runs, call):
+    assert listed(call, "--where", "status=done", "--where", "optim.lr<1", "--where", "test/acc>0.95") == ["old"]
+
+
+def test_runs_without_the_key_are_sorted_last_both_ways(runs, call):
+    rest = ["sweep/0", "sweep/1", "half", "here"]
+    assert listed(call, "--sort", "test/acc") == ["several", "old", *rest]
+    assert listed(call, "--sort", "-test/acc") == ["old", "several", *rest]
+    assert listed(call, "--sort", "-train/images_per_s")[0] == "old"  # null is no value
+    assert listed(call, "--sort=optim.lr") == ["several", "sweep/0", "half", "here", "old", "sweep/1"]
+    assert listed(call, "--sort", "-strategy")[-2:] == ["several", "sweep/1"]
+
+
+def test_csv_and_json_parse_back(runs, call):
+    _, out, _ = call("--format", "json", "--sort", "optim.lr")
+    rows = {row["run"]: row for row in json.loads(out)}
+    stored = json.loads((runs / "several" / "report.json").read_text())
+    assert rows["several"] == stored | {"run": "several", "optim.lr": 1e-5}
+    assert rows["sweep/1"] == {"status": "failed", "overrides": "optim.lr=0.1 seed=3", "run": "sweep/1"}
+    _, out, _ = call("--format", "csv", "--sort", "optim.lr")
+    table = list(csv.DictReader(io.StringIO(out)))
+    assert [row["run"] for row in table] == list(rows)
+    assert table[0] == dict.fromkeys(table[0], "") | {
+        key: "" if value is None else str(value) for key, value in rows["several"].items()
+    }
+
+
+def test_what_was_asked_for_is_shown_with_its_digits(runs, call):
+    _, out, _ = call("--sort", "optim.lr")
+    assert cells(next(line for line in out.splitlines() if "several" in line))[-2] == "1e-05"
+
+
+@pytest.mark.parametrize("content", ["", "null", "[1]", '{"status": "done"', "\x00\x01", "{}"])
+def test_a_damaged_report_hides_no_run(runs, call, content):
+    (runs / "several" / "report.json").write_text(content)
+    (runs / "several" / "report.part").write_text("{")
+    rows = {row["run"]: row["status"] for row in json.loads(call("--format", "json")[1])}
+    assert rows["several"] == "damaged"
+    assert len(rows) == 6
+
+
+def test_a_damaged_config_hides_no_run(runs, call):
+    (runs / "several" / "config.yaml").write_bytes(b"optim: {lr: [\xff")
+    (runs / "here" / "config.yaml").write_text("")
+    assert listed(call, "--where", "optim.lr>0") == ["old", "sweep/0", "half"]
+    assert "config, beside the defaults:\n  unknown" in call("show", "several")[1]
+
+
+def test_a_run_without_a_report_says_so(runs, call):
+    (runs / "several" / "report.json").unlink()
+    assert listed(call, "--where", "status=no report") == ["several"]
+
+
+def test_runs_within_a_runs_folder(runs, call):
+    """A sweep may live in the folder of a run; what W&B and exports leave there are no runs."""
+    write(runs / "old" / "3", report("done", 0))
+    (runs / "old" / "export").mkdir()
+    (runs / "old" / "export" / "config.yaml").write_text(config_yaml("old"))
+    assert [name for name in listed(call) if name.startswith("old")] == ["old", "old/3"]
+
+
+def test_show_tells_the_report_the_config_and_the_files(runs, call):
+    code, out, _ = call("show", "several")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == "several:"
+    assert {"  status: done", "  world_size: 4", "  test/acc: 0.91", "  train/images_per_s: null"} <= set(lines)
+    config = lines[lines.index("config, beside the defaults:") + 1 : lines.index("files:")]
+    assert config == ["  strategy=ddp", "  optim.lr=1e-05"]
+    write(
+        runs / "stops", None, "callbacks=[default,early_stopping]"
+    )  # its monitor is a reference, in config.yaml a value
+    config = [line.strip() for line in call("show", "stops")[1].splitlines()]
+    assert config[3:5] == ["callbacks=[default,early_stopping]", "files:"]
+    assert lines[lines.index("files:") + 1 :] == ["  config.yaml", "  report.json"]
+    assert call("show", "runs/several/") == (0, out, "")  # as a shell completes it
+    assert [line for line in call("show", "sweep")[1].splitlines() if not line.startswith(" ")][::3] == [
+        "sweep/0:",
+        "sweep/1:",
+    ]
+
+
+def test_what_is_unknown_is_told_with_what_is_near(runs, call):
+    for args, told in (
+        (["show", "sevral"], "error: sevral: there is no such run in runs/ (did you mean several?). Runs there: "),
+        (["failed", "swep"], "error: swep: there is no such run in runs/ (did you mean sweep?). Runs there: "),
+        (["--where", "tets/acc>1"], "error: tets/acc is a key of no run (did you mean test/acc?).\n"),
+        (["--where", "optim.rl=1"], "error: optim.rl is a key of no run (did you mean optim.lr?).\n"),
+        (["--sort", "-staretd"], "error: staretd is a key of no run (did you mean started?).\n"),
+        (["--where", "test/acc"], "error: --where test/acc compares nothing. Type it in quotes"),
+        (["--runs-dir", "rnus"], "error: rnus/ does not exist."),
+        (["--sort", "run", "show", "old"], "error: --where, --sort and --format have no effect on show."),
+    ):
+        code, out, err = call(*args)
+        assert (code, out, err.startswith(told)) == (2, "", True), err
+    assert call("--where", "a=1", "--sort", "b")[2].count("error: ") == 2  # all at once
+
+
+def test_a_folder_without_runs_is_no_error(tmp_path, call):
+    assert listed(call, "--runs-dir", str(tmp_path), "--sort", "run") == []
+    code, _, err = call("show", "first", "--runs-dir", str(tmp_path))
+    assert (code, "There are no runs." in err) == (2, True)
+
+
+# --- what to run again
+
+
+def checkpoint(folder: Path, *, whole: bool = True) -> None:
+    path = folder / "checkpoints" / "last.ckpt"
+    shards.write({"global_step": 3, "state_dict": {}}, path)
+    if not whole:
+        path.write_bytes(path.read_bytes()[:-30])
+
+
+def commands(call, *args: str) -> dict[str, list[str]]:
+    """The overrides of each command that was printed, by the run's name; each must be one that composes."""
+    code, out, _ = call("failed", *args)
+    assert code == 0
+    found = {}
+    for line in out.splitlines():
+        python, script, *overrides = shlex.split(line)
+        assert (python, script) == ("python", "train.py")
+        found[str(compose_config("train", overrides).run)] = overrides
+    return found
+
+
+def started(overrides: list[str]) -> DictConfig:
+    """The config with which train.py would begin: what launch/recall.py makes of the command."""
+    cfg = resuming.for_training(compose_config("train", overrides), overrides)
+    OmegaConf.resolve(cfg)
+    return cfg
+
+
+def without(cfg: Any, *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in OmegaConf.to_container(cfg).items() if key not in ("resume", "run", *keys)}
+
+
+def test_only_what_failed_is_run_again(runs, call):
+    write(runs / "stopped", report("interrupted", 0))
+    for status in ("preempted", "pruned", "running", "done"):
+        write(runs / status, report(status, 0))
+    assert list(commands(call)) == ["sweep/0", "sweep/1", "stopped"]
+    assert list(commands(call, "sweep")) == ["sweep/0", "sweep/1"]
+    assert list(commands(call, "sweep/1")) == ["sweep/1"]
+    assert commands(call, "old") == {}
+
+
+def test_a_run_that_wrote_nothing_for_long_has_failed(runs, call):
+    for status in ("preempted", "pruned", "running", "done"):
+        written(write(runs / status, report(status, 0)), 31 * 60)
+    (runs / "here" / "metrics.csv").write_text("")
+    written(runs / "half", 29 * 60)
+    written(runs / "here", 31 * 60)
+    assert sorted(commands(call)) == ["here", "preempted", "running", "sweep/0", "sweep/1"]
+    assert "half" in commands(call, "--stale-min", "28")
+    os.utime(runs / "here" / "metrics.csv")
+    assert "here" not in commands(call)
+
+
+def test_a_job_that_never_began_gets_its_overrides(runs, call):
+    typed = ["model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput"]
+    table.record(runs / "sweep" / "2", ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
+    assert commands(call)["sweep/2"] == ["run=sweep/2", *typed]
+
+
+def test_a_run_with_a_checkpoint_needs_nothing_else(runs, call):
+    folder = write(runs / "ended", report("failed", 0), "optim.lr=0.5", "strategy=ddp", "trainer.max_epochs=7")
+    checkpoint(folder)
+    assert commands(call)["ended"] == ["run=ended", "resume=auto"]
+    cfg = started(["run=ended", "resume=auto"])
+    assert cfg.resume == "runs/ended/checkpoints/last.ckpt"
+    assert without(cfg) == without(OmegaConf.load(folder / "config.yaml"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=resnet50d", "data=cifar10", "optim=sgd", "schedule=step", "strategy=fsdp", "strategy.blocks=[A,B]"],
+        ["model=timm", "model.name=vit_tiny.augreg", "model.pretrained=true", "++model.drop_rate=0.1", "++model.img.size=3"],
+        ["callbacks=[default,early_stopping,ema]", "callbacks.ema.decay=0.5", "logger=[csv,wandb]", "logger.wandb.tags=[a b,'1',c]"],
+        ["++trainer.max_time.minutes=5", "trainer.devices=[0,1]", "trainer.precision='16'", "optim.eps=1e-12", "optim.lr=1.0"],
+        ["data.root='/with space/and=more'", "data.cache_dir='it\\'s \"quoted\"'", "seed=null", "compile=true", "~callbacks.throughput"],
+        ["experiment=mnist_basic_net", "debug=overfit"],
+        ["callbacks=[]", "logger=[]"],
+        ["init_from=runs/old/checkpoints/last.ckpt", "trainer.max_epochs=3"],
+    ],
+    ids=lambda overrides: " ".join(overrides) or "defaults",
+)  # fmt: skip
+def test_a_run_without_a_checkpoint_begins_anew_with_its_own_config(runs, call, overrides):
+    checkpoint(runs / "old")
+    folder = write(runs / "early", report("failed", 0), *overrides)
+    checkpoint(folder, whole=False)
+    command = commands(call)["early"]
+    assert command[:2] == ["run=early", "resume=auto"]
+    cfg = started(command)
+    assert cfg.resume is None
+    assert without(cfg) == without(OmegaConf.load(folder / "config.yaml"))
+
+
+def test_the_overrides_of_a_report_are_preferred(runs, call):
+    write(runs / "sweep" / "2", report("failed", 0, overrides="optim.lr=0.1 seed=3"), "optim.lr=0.1", "seed=3")
+    assert commands(call)["sweep/2"] == ["run=sweep/2", "resume=auto", "optim.lr=0.1", "seed=3"]
+
+
+def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
+    """launch/recall.py refuses resume=<other> in a folder that is taken."""
+    checkpoint(runs / "old")
+    other = "runs/old/checkpoints/last.ckpt"
+    typed = ["optim.lr=1e-2", "trainer.max_epochs=9", "init_from=what/old/began/from.ckpt"]
+    write(runs / "on", report("failed", 0, resumed_from=other), *typed)
+    write(runs / "own", report("failed", 0, resumed_from="runs/own/checkpoints/last.ckpt"))
+    found = commands(call)
+    assert found["on-again"] == ["run=on-again", f"resume={other}", "trainer.max_epochs=9", "optim.lr=0.01"]
+    cfg = started(found["on-again"])
+    assert (cfg.resume, cfg.optim.lr, cfg.trainer.max_epochs) == (other, 0.01, 9)
+    assert found["own"] == ["run=own", "resume=auto"]
+    with pytest.raises(UserError, match="is another run"):
+        started(["run=on", *found["on-again"][1:]])
+
+
+def test_a_run_that_says_too_little_is_a_comment(runs, call):
+    write(runs / "lost", {"status": "failed"}, config=False)
+    (write(runs / "broken", report("failed", 0)) / "config.yaml").write_text("optim: {")
+    out = call("failed")[1].splitlines()
+    assert [line for line in out if line.startswith("#")] == [
+        "# broken: its files do not say how to run it again", "# lost: its files do not say how to run it again",
+    ]  # fmt: skip
+    assert len(out) == 4
+
+
+def test_another_runs_dir_is_typed_as_well(runs, call):
+    place = runs.parent / "other place"
+    runs.rename(place)
+    for args in (["failed", "--runs-dir", str(place)], ["--runs-dir", str(place), "failed"]):
+        lines = call(*args)[1].splitlines()
+        assert len(lines) == 2
+        for line in lines:
+            assert compose_config("train", shlex.split(line)[2:]).runs_dir == str(place)
+
+
+@example("null")
+@example("True")
+@example("inf")
+@example("1e5")
+@example("it's \\")
+@given(
+    st.one_of(
+        st.text(st.characters(codec="utf-8", exclude_characters="\0")),
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.booleans(),
+        st.none(),
+    )
+)
+def test_hydra_reads_a_value_back(value):
+    typed = ledger.typed([value])
+    (back,) = OverridesParser.create().parse_override(f"key={typed}").value()
+    back = getattr(back, "text", back)
+    assert (type(back), back) == (type(value), value)
+
+
+def test_from_a_shell_without_torch(runs):
+    code = "import runpy, sys; sys.argv[0] = 'runs.py'; sys.modules['torch'] = sys.modules['lightning'] = None\n"
+    code += f"runpy.run_path({str(ROOT / 'scripts' / 'runs.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, "failed"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "python train.py run=sweep/0 resume=auto", "python train.py run=sweep/1 optim.lr=0.1 seed=3",
+    ]  # fmt: skip

@@ -1,0 +1,233 @@
+"""What is done with runs after they ended: models loaded and exported, runs compared, agreement measured."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import compare_runs
+import consolidate
+import export as export_script
+import numpy as np
+import parity
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lockstep
+from lockstep.checkpoints import finding
+from lockstep.errors import UserError
+from lockstep.export.folder import export
+from lockstep.launch.cli import reported
+
+# Nothing of this may be imported by those who only use a model.
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, mnist, cache) -> Path:
+    """Two runs that differ by their seed, one more like the first, and one of a network of timm with an average."""
+    runs = tmp_path_factory.mktemp("scripts") / "runs"
+    base = [
+        f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu",
+        "trainer.max_steps=6", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "checkpoint.every_n_steps=3",
+    ]  # fmt: skip
+    for run, more in {
+        "a": [],
+        "b": ["seed=1", "checkpoint.save_top_k=2"],
+        "again": [],
+        "timm": ["model=timm", "model.name=test_resnet", "callbacks=[default,ema]"],
+    }.items():
+        lockstep.train([*base, f"run={run}", *more])
+    return runs
+
+
+def images(count: int = 6) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(3).integers(0, 256, (count, 1, 28, 28)).astype(np.uint8))
+
+
+def run_python(code: str, blocked: set[str], folder: Path) -> str:
+    whole = BLOCKED.replace("{names}", repr(blocked)) + code
+    done = subprocess.run([sys.executable, "-c", whole], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("run", ["a", "timm"])
+def test_a_model_is_loaded_as_it_was_tested(runs, run):
+    net = lockstep.load_model(runs / run)
+    report = json.loads((runs / run / "report.json").read_text())
+    assert type(net).__module__.split(".")[0] in ("lockstep", "timm")
+    assert not net.training
+    tested = torch.load(runs / run / report["checkpoint"], weights_only=True)["state_dict"]
+    assert {f"net.{key}" for key in net.state_dict()} == {key for key in tested if key.startswith("net.")}
+    assert all(torch.equal(value, tested[f"net.{key}"]) for key, value in net.state_dict().items())
+
+
+def test_loading_a_model_imports_no_lightning(runs):
+    code = "import lockstep; print(type(lockstep.load_model('runs/a')).__name__)"
+    assert run_python(code, {"lightning", "wandb", "matplotlib"}, runs.parent) == "BasicNet\n"
+
+
+def test_a_model_is_found_by_name_directory_or_checkpoint(runs, monkeypatch, tmp_path):
+    monkeypatch.chdir(runs.parent)
+    moved = tmp_path / "moved.ckpt"
+    shutil.copyfile(runs / "a" / json.loads((runs / "a" / "report.json").read_text())["checkpoint"], moved)
+    states = [lockstep.load_model(what).state_dict() for what in ("a", "runs/a", str(runs / "a"), moved)]
+    assert all(torch.equal(state[key], states[0][key]) for state in states for key in state)
+    with pytest.raises(UserError, match=r"load_model=nothing: neither a checkpoint nor a run .* Runs there: .*"):
+        lockstep.load_model("nothing")
+    moved.write_bytes(moved.read_bytes()[:1000])
+    with pytest.raises(UserError, match="not a whole checkpoint"):
+        lockstep.load_model(moved)
+
+
+def test_a_checkpoint_cannot_name_code_to_run(runs, tmp_path):
+    content = torch.load(runs / "a" / "checkpoints" / "last.ckpt", weights_only=True)
+    content["hyper_parameters"]["model"] = {"_target_": "os.system", "command": f"touch {tmp_path}/ran"}
+    torch.save(content, tmp_path / "bad.ckpt")
+    with pytest.raises(UserError, match=r"os\.system"):
+        lockstep.load_model(tmp_path / "bad.ckpt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("run", ["a", "timm"])
+def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
+    folder = export(finding.tested_checkpoint(str(runs / run), "export"), tmp_path / "exports" / run)
+    assert {path.name for path in folder.iterdir()} == {
+        "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py", "load.py",
+        *(["network.py"] if run == "a" else []),
+    }  # fmt: skip
+    assert json.loads((folder / "classes.json").read_text()) == list("0123456789")
+    image_BCHW = images()
+    torch.save(image_BCHW, tmp_path / "images.pt")
+    code = (
+        "import torch; from load import load; m = load(); torch.save(m.probabilities(torch.load('../../images.pt')), 'made.pt');"
+        "print(m.classify(torch.load('../../images.pt'))[0][0])"
+    )
+    blocked = {"lockstep", "lightning", "hydra", "omegaconf", "pytorch_lightning"} | ({"timm"} if run == "a" else set())
+    name = run_python(code, blocked, folder).strip()
+    net = lockstep.load_model(runs / run)
+    mean, std = (json.loads((folder / "preprocessing.json").read_text())[key][0] for key in ("mean", "std"))
+    with torch.inference_mode():
+        expected = net((image_BCHW / 255 - mean) / std).softmax(1)
+    torch.testing.assert_close(torch.load(folder / "made.pt"), expected, atol=1e-5, rtol=1e-4)
+    assert name == str(int(expected[0].argmax()))
+    assert load_file(folder / "model.safetensors").keys() == net.state_dict().keys()
+
+
+def test_an_exported_folder_classifies_files(runs, tmp_path):
+    from torchvision.io import write_png
+
+    folder = export(runs / "a" / "checkpoints" / "last.ckpt", tmp_path / "export")
+    write_png(images(1)[0], str(tmp_path / "digit.png"))
+    done = subprocess.run(
+        [sys.executable, str(folder / "load.py"), str(tmp_path / "digit.png")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{tmp_path}/digit.png: ")
+    assert done.stdout.strip().endswith("%)")
+
+
+def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeypatch):
+    from lockstep.export import folder as module
+
+    monkeypatch.setattr(module, "imported", lambda _: {"torch", "lockstep", "einops"})
+    with pytest.raises(UserError, match=r"basic_net.py imports einops, lockstep"):
+        export(runs / "a" / "checkpoints" / "last.ckpt", tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_main(monkeypatch, capsys, module, *args: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, args)])
+    returned: list[int | None] = []
+    code = reported(lambda: returned.append(module.main()))
+    code = code if code else returned[0] or 0
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(runs.parent)
+    (tmp_path / "there").mkdir()
+    for module, args, told in (
+        (export_script, ("nothing",), "export=nothing: neither a checkpoint nor a run"),
+        (export_script, ("a", tmp_path / "there"), "exists. Type another folder"),
+        (consolidate, ("runs/a/checkpoints/last.ckpt",), "is not a whole checkpoint of shards"),
+        (compare_runs, ("a", "nothing"), "nothing is not a run"),
+    ):
+        code, _, err = run_main(monkeypatch, capsys, module, *args)
+        assert (code, err.startswith("error: "), told in err) == (2, True, True), err
+
+
+def test_two_runs_of_one_command_are_identical(runs, monkeypatch, capsys):
+    code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "again", "--exact")
+    assert code == 0, out
+    assert out.splitlines()[-1] == "the results are identical, bit by bit"
+    assert out.count("no difference") == 5
+
+
+def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):
+    code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", runs / "b")
+    assert code == 1
+    assert "  seed: 0 | 1" in out
+    assert "  checkpoint.save_top_k: 1 | 2" in out
+    assert "data: no difference" in out
+    assert "train/loss: 6 of 6 rows differ, the first at step 0" in out
+    assert "last: state_dict:" in out
+    assert "the results differ" in out
+
+
+def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, capsys):
+    shutil.copytree(runs / "a", tmp_path / "bit")
+    path = tmp_path / "bit" / "checkpoints" / "last.ckpt"
+    content = torch.load(path, weights_only=True)
+    weight = content["state_dict"]["net.classifier.1.weight"]
+    weight.view(-1)[7] = torch.nextafter(weight.view(-1)[7], torch.tensor(1.0))
+    torch.save(content, path)
+    assert run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")[0] == 0
+    code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit", "--exact")
+    assert code == 1
+    assert "1 of 8 tensors differ, most of all net.classifier.1.weight" in out
+    lines = (tmp_path / "bit" / "metrics.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "bit" / "metrics.csv").write_text("".join(lines[:3] + lines[4:]))
+    code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")
+    assert code == 1
+    assert "train/loss: 6 rows | 5 rows; only in the first at steps ['2']" in out
+
+
+@pytest.mark.slow
+def test_the_table_of_agreement(tmp_path, cache, forked, monkeypatch, capsys):
+    """benchmarks/parity.py with some of its setups; docs/parity.md has them all."""
+    monkeypatch.setattr(
+        parity,
+        "SETUPS",
+        [
+            parity.Setup("single", accumulate=2),
+            parity.Setup("ddp", 2),
+            parity.Setup("fsdp", 2, 2),
+            parity.Setup("fsdp", 2),
+        ],
+    )
+    monkeypatch.setattr(parity, "COMMON", [*parity.COMMON, f"data.cache_dir={cache}"])
+    code, out, _ = run_main(monkeypatch, capsys, parity, "--out", tmp_path / "page.md")
+    assert code == 0, out
+    assert out.strip() in (tmp_path / "page.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines()[2:]]
+    assert [row[1:4] for row in rows if row[0] == "BasicNet"] == [
+        [s.strategy, str(s.world), str(s.accumulate)] for s in parity.SETUPS
+    ]
+    assert all(max(map(float, row[4:6])) <= 1e-6 for row in rows)
+    assert max(float(row[6]) for row in rows if row[0] == "BasicNet") <= 1e-6
+    assert len(rows) == len(parity.SETUPS) + 2

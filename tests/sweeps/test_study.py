@@ -1,0 +1,66 @@
+"""What a sweep of Optuna leaves: its best config can be typed, whatever was searched in."""
+
+import optuna
+import pytest
+from omegaconf import OmegaConf
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+from lockstep.config import compose
+from lockstep.config.identity import sweep_name
+from lockstep.errors import UserError
+from lockstep.sweeps import study, study_files
+
+
+def composed_best(tmp_path, monkeypatch, fixed: dict, params: dict, distributions: dict):
+    """The config of `--config-dir <folder> experiment=best` for a study whose best trial had these values."""
+    found = optuna.create_study(direction="maximize", study_name="s")
+    for value, attrs in ((0.9, fixed), (0.1, {})):
+        trial = optuna.trial.create_trial(
+            params=params, distributions=distributions, value=value, user_attrs={**attrs, "sweep": "s"}
+        )
+        found.add_trial(trial)
+    study_files.write(found, ["val/acc"], tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "experiment=best"])
+    return compose.compose_config("train", ["experiment=best"])
+
+
+def test_the_best_config_has_groups_and_values_of_the_trial(tmp_path, monkeypatch):
+    cfg = composed_best(
+        tmp_path, monkeypatch, {"callbacks": "[default,ema]", "trainer.max_epochs": "3"}, {"optim": "sgd", "optim.lr": 0.02},
+        {"optim": CategoricalDistribution(["adamw", "sgd"]), "optim.lr": FloatDistribution(0.01, 0.1)},
+    )  # fmt: skip
+    assert cfg.optim == compose.compose_config("train", ["optim=sgd", "optim.lr=0.02"]).optim
+    assert (cfg.trainer.max_epochs, "ema" in cfg.callbacks) == (3, True)
+
+
+def test_the_best_config_of_a_search_within_a_recipe_is_that_recipe_s(tmp_path, monkeypatch):
+    cfg = composed_best(
+        tmp_path, monkeypatch, {"experiment": "cifar10_resnet50d", "seed": "5"}, {"optim.lr": 0.02}, {"optim.lr": FloatDistribution(0.01, 0.1)}
+    )  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    expected = compose.compose_config("train", ["experiment=cifar10_resnet50d", "optim.lr=0.02", "seed=5"])
+    assert OmegaConf.to_container(cfg) == OmegaConf.to_container(expected)
+    assert cfg.model.name == "resnet50d"
+
+
+@pytest.mark.parametrize("given", ["test/acc", ["val/acc", "test/loss"], "speed", []])
+def test_only_figures_that_may_be_chosen_by_are_objectives(given):
+    with pytest.raises(UserError, match="val/acc, val/loss"):
+        study.objectives_of(given)
+
+
+@pytest.mark.parametrize(
+    ("run", "env", "name"),
+    [
+        (7, {}, "7"),
+        (None, {"TORCHELASTIC_RUN_ID": "job7"}, "sweep-job7"),
+        (None, {"SLURM_JOB_ID": "99", "SLURM_STEP_ID": "0"}, "sweep-99"),
+        ("mine", {"SLURM_JOB_ID": "99", "SLURM_STEP_ID": "0"}, "mine"),
+    ],
+)
+def test_all_processes_of_a_sweep_find_its_name(run, env, name):
+    assert [sweep_name(run, dict(env)) for _ in range(2)] == [name, name]
+
+
+def test_sweeps_of_one_second_have_different_names():
+    assert sweep_name(None, {}) != sweep_name(None, {})
