@@ -18,15 +18,17 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     build.quiet(world)
     build.process(cfg, world)
     build.seed(cfg)
-    data = build.data(cfg)
-    task = build.task(cfg, data, weights=None if cfg.resume else cfg.init_from)
-    trainer = build.trainer(cfg, world, data)
-    with Recorder(cfg, world, data, trainer) as run:
-        best = build.fit(cfg, trainer, task, data)
+    cfg = build.with_numbers(cfg)
+    with Recorder(cfg, world) as run:
+        data = build.data(cfg)
+        module = build.module(cfg, data, weights=None if cfg.resume else cfg.init_from)
+        trainer = build.trainer(cfg, world, data)
+        run.begin(trainer, data, module)
+        best = build.fit(cfg, trainer, module, data)
         run.trained(best)
         if not run.was_validated:
-            run.add(**build.validate(cfg, world, data, task))
-        run.add(**build.evaluate(cfg, world, data, best or task))
+            run.add(**build.validate(cfg, world, data, module))
+        run.add(**build.evaluate(cfg, world, data, best or module))
 
 
 JOB = train

@@ -13,26 +13,27 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from torchmetrics import Metric
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_weights
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.overhead import NoProfiler, without_sigterm_broadcast
-from lockstep.config.checks import fused_problem
+from lockstep.config.checks import fused_problem, nearest
 from lockstep.config.identity import run_dir
-from lockstep.config.instantiate import create, network
+from lockstep.config.instantiate import ENGINE_DATA, accepted, create, create_data, locate, to_plain
 from lockstep.data.datamodule import DataModule
-from lockstep.data.prepare import FORMATS, prepare
-from lockstep.errors import UserError
+from lockstep.errors import UserError, of_users_code
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads
-from lockstep.models.from_timm import normalisation
+from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
+from lockstep.tasks import Task
 from lockstep.training import memory
-from lockstep.training.module import Classification
+from lockstep.training.module import TaskModule
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -41,17 +42,15 @@ PROFILERS: dict[str, type[Profiler]] = {
 }
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
-    """A node as plain values, its references resolved."""
-    content = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(content, dict)
-    return {str(key): value for key, value in content.items()}
+REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
 def process(cfg: DictConfig, world: World) -> None:
     """What holds for this process as a whole: memory, threads, arithmetic."""
     if world.accelerator == "cpu":
-        if world.strategy != "fsdp":  # whoever shards wants to save memory, and what is gathered leaves it in pieces
+        if (
+            not cfg.strategy.traits.shards
+        ):  # whoever shards wants to save memory, and what is gathered leaves it in pieces
             keep_freed_memory()
         if number := threads(world):
             torch.set_num_threads(number)
@@ -59,7 +58,7 @@ def process(cfg: DictConfig, world: World) -> None:
         # Lightning lets torch ask the driver whether there are GPUs, which optimizers want to know at each step: 0.1 ms
         # where there is no driver.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.get("tf32"))
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
 
 
 def seed(cfg: DictConfig) -> None:
@@ -67,64 +66,90 @@ def seed(cfg: DictConfig) -> None:
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
 
 
+def with_numbers(cfg: DictConfig) -> DictConfig:
+    """`cfg` with numbers for a mean and std of `model`, so that a newer timm cannot change a run that resumes."""
+    cfg = cfg.copy()
+    wanted = [key for key in ("mean", "std") if cfg.data.get(key) == "model"]
+    if not wanted:
+        return cfg
+    dataset = locate(cfg.data._target_)
+    of_network = getattr(locate(cfg.model._target_), "normalisation", lambda _: None)(cfg.model.get("name"))
+    if of_network and len(of_network[0]) != len(dataset.mean):  # pretrained on colours, used on grey
+        of_network = None
+    numbers = dict(zip(("mean", "std"), of_network or (dataset.mean, dataset.std), strict=True))
+    for key in wanted:
+        cfg.data[key] = list(numbers[key])
+    return cfg
+
+
 def data(cfg: DictConfig) -> DataModule:
-    form, own = FORMATS[cfg.data.name], None
-    if "model" in (cfg.data.mean, cfg.data.std):
-        own = normalisation(cfg.model.name)
-    if own and len(own[0]) != len(form.mean):  # pretrained on colours, used on grey
-        own = None
-    mean, std = own or (form.mean, form.std)
-    return DataModule(
-        prepare(cfg.data),
-        batch_size=cfg.data.batch_size,
-        eval_batch_size=cfg.data.eval_batch_size,
-        val_fraction=cfg.data.val_fraction,
-        limit_train=cfg.data.limit_train,
-        num_workers=cfg.data.num_workers,
-        prefetch_factor=cfg.data.get("prefetch_factor"),
-        persistent_workers=cfg.data.get("persistent_workers"),
-        on_device=cfg.data.get("on_device", False),  # runs of before this key have none
-        seed=cfg.seed,
-        image_size=cfg.data.image_size,
-        mean=mean if cfg.data.mean == "model" else list(cfg.data.mean),
-        std=std if cfg.data.std == "model" else list(cfg.data.std),
-        classes=form.classes,
-        channels_last=cfg.channels_last,
-        random_shift=cfg.data.random_shift,
-        random_flip=cfg.data.random_flip,
-    )
+    node, dataset = to_plain(cfg.data), create_data(cfg)
+    dataset.prepare()
+    return DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
 
 
 def optimizer(cfg: DictConfig) -> Any:
     """What makes the optimizer of a network's parameters. `fused: auto` is decided here, for the strategy of this process."""
-    if cfg.optim.get("fused") != "auto":
-        return create(cfg.optim)
-    return create(cfg.optim, fused=fused_problem(cfg) is None)
+    node = to_plain(cfg.optim)
+    if node.get("fused") == "auto":
+        node["fused"] = fused_problem(cfg) is None
+    return create(node, "optim")
 
 
-def task(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Classification:
-    """The task with a new network, or with the weights of the checkpoint `weights`."""
-    net = network(plain(cfg.model), data.about, with_weights=weights is None)
+def module(cfg: DictConfig, data: DataModule, weights: str | None = None) -> TaskModule:
+    """The task's LightningModule with a new network, or with the weights of the checkpoint `weights`.
+
+    Raises:
+        UserError: network, task and data do not fit together.
+    """
+    goal: Task = create(cfg.task, "task")
+    goal.bind(data.about)
+    if any(True for _ in goal.parameters()) and cfg.strategy.traits.shards:
+        raise UserError(
+            f"task={type(goal).__name__} has parameters of its own, which strategy={cfg.strategy.name} does not shard. Type strategy=ddp."
+        )
+    offered = {**data.dataset.network_arguments(), **goal.network_arguments()}
+    net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
         load_weights(net, Path(weights))
-    return Classification(
+    return TaskModule(
         net,
+        goal,
         optimizer=optimizer(cfg),
-        schedule=create(cfg.schedule),
+        schedule=create(cfg.schedule, "schedule"),
         parallelize=partial(
             strategies.parallelize,
             sync_batchnorm=cfg.trainer.sync_batchnorm,
             channels_last=cfg.channels_last,
             compile=cfg.compile,
         ),
-        config=plain(cfg),
+        metrics=metrics(cfg, goal),
+        network_arguments=offered,
     )
+
+
+def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
+    """The task's own figures and those of the config. Raises UserError where the monitored one is not among them."""
+    found = goal.metrics()
+    for name, node in cfg.task.metrics.items():
+        more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
+        found[str(name)] = create(node, f"task.metrics.{name}", **more)
+    figures = ["val/loss", *(f"val/{name}" for name in found)]
+    monitor = str(cfg.checkpoint.monitor)
+    if not any(f"{monitor}/".startswith(f"{figure}/") for figure in figures):
+        raise UserError(
+            f"checkpoint.monitor={monitor}: the validation logs {', '.join(figures)}{nearest(monitor, figures)}. Name one of them, or add it to task.metrics."
+        )
+    return found
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
     """metrics.csv first, whatever else is chosen."""
     place = {"run_dir": run_dir(cfg), "run": cfg.run}
-    return [MetricsCsv(**place), *(create(node, **place) for name, node in cfg.logger.items() if name != "csv")]
+    return [
+        MetricsCsv(**place),
+        *(create(node, f"logger.{name}", **place) for name, node in cfg.logger.items() if name != "csv"),
+    ]
 
 
 def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
@@ -133,9 +158,14 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
     Raises:
         UserError: Lightning refuses a combination of arguments.
     """
-    own: list[pl.Callback] = [callbacks.StepSeed(cfg.seed), callbacks.Plan(cfg, data), CutAtResume(), saving.Position()]
+    own: list[pl.Callback] = [
+        callbacks.StepSeed(cfg.seed),
+        callbacks.Plan(cfg, data),
+        CutAtResume(),
+        saving.Position(to_plain(cfg)),
+    ]
     if cfg.trainer.enable_progress_bar:
-        own.append(callbacks.Progress())
+        own.append(callbacks.Progress(cfg.checkpoint.monitor))
     save = None
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
@@ -144,7 +174,8 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
         own.append(last := saving.last_checkpoint(cfg, folder))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
-    return lightning_trainer(cfg, world, callbacks=[*map(create, cfg.callbacks.values()), *own], logger=loggers(cfg))
+    chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
+    return lightning_trainer(cfg, world, callbacks=[*chosen, *own], logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
@@ -155,7 +186,7 @@ def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
 
 
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
-    given = plain(cfg.trainer)
+    given = to_plain(cfg.trainer)
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which ones; otherwise, how many
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
@@ -167,8 +198,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     # Under SLURM, resuming is ours: Lightning's own checkpoint of a requeued job lies elsewhere and is taken first.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
-    strategy = create(cfg.strategy, environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
-    plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.get("background", True))]
+    strategy = create(cfg.strategy, "strategy", environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
+    plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
     try:
@@ -189,7 +220,7 @@ def quiet(world: World) -> None:
     console.quiet(world.rank)
 
 
-def fit(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> str | None:
+def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> str | None:
     """Trains; returns the checkpoint to test.
 
     Raises:
@@ -197,31 +228,29 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataMo
         OutOfMemory: memory ran out, in training or in a validation.
     """
     try:
-        with memory.explained(cfg, trainer, task, data):
-            trainer.fit(task, data, ckpt_path=cfg.resume, weights_only=True)
-    except UserError:
-        raise
-    except (ValueError, TypeError, InstantiationException, MisconfigurationException) as e:
-        if trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+        with memory.explained(cfg, trainer, module, data):
+            trainer.fit(module, data, ckpt_path=cfg.resume, weights_only=True)
+    except REFUSALS as e:
+        if trainer.fit_loop.epoch_loop.batch_progress.total.ready or of_users_code(e):
             raise
-        raise UserError(" ".join(str(e).split())) from e
+        raise e if isinstance(e, UserError) else UserError(" ".join(str(e).split())) from e
     return saving.best_checkpoint(trainer)
 
 
-def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | Classification) -> dict[str, float]:
-    """Figures of a checkpoint, or of a task as it is. The same code after training and in eval.py."""
-    subject = task(cfg, data, weights=tested) if isinstance(tested, str) else tested
+def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | pl.LightningModule) -> dict[str, float]:
+    """Figures of a checkpoint, or of a module as it is. The same code after training and in eval.py."""
+    subject = module(cfg, data, weights=tested) if isinstance(tested, str) else tested
     trainer = evaluator(cfg, world)
     with memory.explained(cfg, trainer, subject, data):
         (figures,) = trainer.test(subject, data, verbose=False, weights_only=True)
-    return {**figures, "test/count": int(figures["test/count"])}
+    return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
 
 
-def validate(cfg: DictConfig, world: World, data: DataModule, task: Classification) -> dict[str, float]:
+def validate(cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule) -> dict[str, float]:
     """Validation figures for a run that ended before its first validation; none where validation is turned off."""
     if cfg.trainer.limit_val_batches == 0:
         return {}
     trainer = evaluator(cfg, world)
-    with memory.explained(cfg, trainer, task, data):
-        (figures,) = trainer.validate(task, data, verbose=False, weights_only=True)
+    with memory.explained(cfg, trainer, module, data):
+        (figures,) = trainer.validate(module, data, verbose=False, weights_only=True)
     return {name: value for name, value in figures.items() if name != "val/count"}

@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lockstep.data.prepare import Prepared
 
 from lockstep.config import auto
 from lockstep.config.compose import compose_config
-from lockstep.data.prepare import Prepared
 from lockstep.machine import hardware
 from lockstep.machine.world import World, threads, world_of
 

@@ -19,7 +19,9 @@ class FiniteLoss(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.loss = outputs["loss"]
+        self.loss = (
+            outputs.get("loss") if isinstance(outputs, dict) else None
+        )  # manual optimization returns what it likes
         if completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step):
             self.look(trainer)
 

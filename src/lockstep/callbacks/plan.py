@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import lightning.pytorch as pl
 from omegaconf import DictConfig
 
+from lockstep.config.identity import title
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
 
@@ -26,7 +27,7 @@ class Plan(pl.Callback):
         words = "nodes of one job differ in what they compute fast. Type trainer.precision=32-true, or bf16-mixed."
         self.agree(trainer, "computes in precision", self.cfg.trainer.precision, words)
         self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
-        self.agree(trainer, "has data with SHA-256", self.data.prepared.sha256)
+        self.agree(trainer, "has data with SHA-256", self.data.dataset.fingerprint)
 
     def agree(self, trainer: pl.Trainer, what: str, own: object, words: str = FILES) -> None:
         """Each process has looked for itself. Raises TrainingFailed where one found something else than rank 0."""
@@ -40,7 +41,7 @@ class Plan(pl.Callback):
         parameters = sum(p.numel() for p in pl_module.parameters())
         device = trainer.strategy.root_device.type
         replicas = f"{world} process{'es' if world > 1 else ''} on {device}"
-        if cfg.strategy.name == "dp":
+        if cfg.strategy.traits.splits_batches:
             gpus = trainer.num_devices if device == "cuda" else 1
             replicas = (
                 f"1 process on {gpus} GPUs"
@@ -50,7 +51,7 @@ class Plan(pl.Callback):
         accumulate = trainer.accumulate_grad_batches
         share = cfg.data.batch_size // (world * accumulate)
         say(
-            f"{cfg.run}: {cfg.model.name} ({parameters:,} parameters) · {cfg.data.name} from {data.prepared.source}"
+            f"{cfg.run}: {title(cfg.model)} ({parameters:,} parameters) · {title(cfg.data)} from {data.dataset.source}"
             f" ({data.train_split.count:,} train, {data.val_split.count:,} val, {data.test_split.count:,} test) · "
             f"{cfg.strategy.name}, {replicas} · batch {cfg.data.batch_size} = {world} x {share}"
             + (f" x {accumulate} accumulated" if accumulate > 1 else "")

@@ -29,7 +29,8 @@ def time_left(elapsed_s: float, done: int, to_do: int) -> str:
 class Progress(pl.Callback):
     """Follows the whole run, in optimizer steps. Figures are those of the last row of the log: no step waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, monitor: str | None = None) -> None:
+        self.monitor = monitor  # shown beside the loss
         self.bar: Bar | None = None
         self.total: int | None = None  # without an end, as with max_epochs=-1
         self.began_s = self.shown_s = 0.0
@@ -53,11 +54,9 @@ class Progress(pl.Callback):
 
     def figures(self, trainer: pl.Trainer) -> str:
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
-        shown = (
-            ("loss", "train/loss", ".4f"),
-            ("images/s", "train/images_per_s", ",.0f"),
-            ("val/acc", "val/acc", ".4f"),
-        )
+        unit = getattr(trainer.datamodule, "unit", "samples")  # type: ignore[attr-defined]
+        shown = [("loss", "train/loss", ".4f"), (f"{unit}/s", f"train/{unit}_per_s", ",.0f")]
+        shown += [(name, name, ".4f") for name in (self.monitor,) if name]
         return " · ".join(f"{name} {float(metrics[key]):{form}}" for name, key, form in shown if key in metrics)
 
     def on_train_batch_end(

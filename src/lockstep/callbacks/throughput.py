@@ -1,4 +1,4 @@
-"""Training speed in images per second, over all processes, and the share of it that went to waiting for data; validation
+"""Training speed in samples per second, over all processes, and the share of it that went to waiting for data; validation
 is left out."""
 
 import time
@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.data import extract_batch_size
 
 from lockstep.training.steps import completes_step, has_row
 
@@ -14,18 +15,27 @@ def waited_s(trainer: pl.Trainer) -> float:
     return float(getattr(trainer.datamodule, "waited_s", 0.0))  # type: ignore[attr-defined]
 
 
+def size_of(batch: Any) -> int:
+    """Samples of a batch: of Lockstep's data it is known, of another dataloader's the first dimension tells."""
+    if isinstance(batch, dict) and "count" in batch:
+        return int(batch["count"])
+    return int(extract_batch_size(batch))
+
+
 class Throughput(pl.Callback):
     """Measures windows of `log_every_n_steps` steps. The first window, which holds warm-up and compiling, counts alone
     only when there is no other."""
 
-    FIGURES = ("train/images_per_s", "train/data_wait_share", "train/first_step_s")
-
     def __init__(self) -> None:
-        self.windows: list[tuple[int, float, float]] = []  # images, seconds, seconds of them waiting for data
+        self.unit = "samples"
+        self.windows: list[tuple[int, float, float]] = []  # samples, seconds, seconds of them waiting for data
         self.waited_s = 0.0
         self.first_step_s: float | None = None  # with compiling, where the network is compiled
-        self.images = 0
+        self.samples = 0
         self.began_s: float | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.unit = getattr(trainer.datamodule, "unit", self.unit)  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -36,23 +46,23 @@ class Throughput(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.images += len(batch[1]) * trainer.world_size
+        self.samples += size_of(batch) * trainer.world_size
         if self.first_step_s is None and self.began_s is not None:
             self.first_step_s = time.perf_counter() - self.began_s
         if completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step):
             self.close(trainer)
             self.began_s = time.perf_counter()  # waiting for the next batch counts
-            images, seconds, _ = self.windows[-1]
-            pl_module.log("train/images_per_s", images / seconds, prog_bar=True)
+            samples, seconds, _ = self.windows[-1]
+            pl_module.log(f"train/{self.unit}_per_s", samples / seconds, prog_bar=True)
 
     def close(self, trainer: pl.Trainer) -> None:
-        if self.began_s is not None and self.images:
+        if self.began_s is not None and self.samples:
             if trainer.strategy.root_device.type == "cuda":
                 torch.cuda.synchronize()  # SYNC: once every log_every_n_steps
             waited = waited_s(trainer)
-            self.windows.append((self.images, time.perf_counter() - self.began_s, waited - self.waited_s))
+            self.windows.append((self.samples, time.perf_counter() - self.began_s, waited - self.waited_s))
             self.waited_s = waited
-        self.images, self.began_s = 0, None
+        self.samples, self.began_s = 0, None
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close(trainer)
@@ -60,16 +70,11 @@ class Throughput(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close(trainer)
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> dict[str, float | None]:
-        """The figures of a run; nothing is known without this callback."""
-        own = [callback for callback in trainer.callbacks if isinstance(callback, cls)]  # type: ignore[attr-defined]
-        return own[0].figures() if own else dict.fromkeys(cls.FIGURES)
-
-    def figures(self) -> dict[str, float | None]:
+    def report_figures(self) -> dict[str, float | None]:
         """Over the whole run, for its report."""
-        images, seconds, waited = (
+        samples, seconds, waited = (
             sum(column) for column in zip(*(self.windows[1:] or self.windows or [(0, 0, 0)]), strict=True)
         )
-        shares = (images / seconds, waited / seconds) if seconds else (None, None)
-        return dict(zip(self.FIGURES, (*shares, self.first_step_s), strict=True))
+        shares = (samples / seconds, waited / seconds) if seconds else (None, None)
+        names = (f"train/{self.unit}_per_s", "train/data_wait_share", "train/first_step_s")
+        return dict(zip(names, (*shares, self.first_step_s), strict=True))

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.checkpoints import shards
-from lockstep.config.instantiate import network
 from lockstep.errors import UserError
+from lockstep.models.network import network
 
 DATA = "DataModule"  # where Lightning keeps the datamodule's state
 
@@ -52,6 +52,6 @@ def fill(net: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
 def load_network(path: Path) -> nn.Module:
     """The network of a checkpoint with its weights, for evaluation."""
     content = read(path)
-    net = network({**content["hyper_parameters"]["model"]}, content[DATA], with_weights=False)
+    net = network(content["config"]["model"], content["network"], with_weights=False)
     fill(net, network_of(content), path)
     return net.eval()

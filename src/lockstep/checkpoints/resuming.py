@@ -15,8 +15,10 @@ MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_no
 # A resumed run cannot change these: another network does not fit the checkpoint, another split would validate on images
 # that were trained on, other batches would repeat samples and leave out others, and the optimizer's state has its own rates.
 FIXED = (
+    "task._target_",
+    "model._target_",
     "model.name",
-    "data.name",
+    "data._target_",
     "data.val_fraction",
     "data.limit_train",
     "data.batch_size",
@@ -163,7 +165,7 @@ def config_inside(checkpoint: Path) -> DictConfig:
     import torch  # 3 s; only here is it needed before a run starts
 
     file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
-    cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["hyper_parameters"])
+    cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["config"])
     assert isinstance(cfg, DictConfig)
     return cfg
 

@@ -29,9 +29,13 @@ class Position(pl.Callback):
     of these states loses a validation or an epoch (NOTEBOOK.md). Both ends are put right here, in the public hooks.
     """
 
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config  # plain values, kept in every checkpoint
+
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        checkpoint["config"] = self.config
         loop = checkpoint["loops"]["fit_loop"]
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         done, begun = batches["current"]["processed"], epochs["current"]["ready"]
@@ -55,7 +59,7 @@ class Position(pl.Callback):
         """Counters of micro-batches, in those of this run: it may accumulate more or fewer to the same global batch."""
         now, then = (
             trainer.accumulate_grad_batches,
-            checkpoint["hyper_parameters"]["trainer"]["accumulate_grad_batches"],
+            checkpoint["config"]["trainer"]["accumulate_grad_batches"],
         )
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):

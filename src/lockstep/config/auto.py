@@ -12,7 +12,7 @@ from lockstep.machine.hardware import memory_bytes, multiplies_bf16
 from lockstep.machine.world import World, cores
 
 if TYPE_CHECKING:
-    from lockstep.data.prepare import Prepared
+    from lockstep.data.dataset import DataSet
 
 MOST_WORKERS = 8  # for each process
 
@@ -21,20 +21,20 @@ def precision(accelerator: str) -> str:
     return "bf16-mixed" if multiplies_bf16(accelerator) else "32-true"
 
 
-def workers(images_bytes: int, world: World) -> int:
+def workers(bytes_in_memory: int | None, world: World) -> int:
     """None for what stays in memory; otherwise the cores of a process without the one that trains."""
-    if images_bytes < memory_bytes() / 2:
+    if bytes_in_memory is not None and bytes_in_memory < memory_bytes() / 2:
         return 0
     return max(1, min(MOST_WORKERS, cores() // (world.size // world.nodes) - 1))
 
 
-def decided(cfg: DictConfig, world: World, prepared: "Prepared") -> DictConfig:
+def decided(cfg: DictConfig, world: World, data: "DataSet") -> DictConfig:
     """`cfg` with a value in the place of each `auto` that depends on the machine."""
     cfg = cfg.copy()
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
             cfg.trainer.precision = precision(world.accelerator)
         if cfg.data.num_workers == "auto":
-            on_device = cfg.data.get("on_device") is True
-            cfg.data.num_workers = 0 if on_device else workers(prepared.images_bytes, world)
+            on_device = cfg.data.on_device is True
+            cfg.data.num_workers = 0 if on_device else workers(data.bytes_in_memory, world)
     return cfg

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
-from lockstep.machine.world import ONE_PROCESS, World, available, world_of
+from lockstep.machine.world import World, available, world_of
 
 # Arguments of Lightning's Trainer that another key of Lockstep decides.
 OWNED = {
@@ -80,15 +80,15 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
     if world.external and there is not None and there < world.devices:
         yield f"{world.external} started {world.devices} processes on this node, and this one sees {there} {world.accelerator} devices. Give each process all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
-    if world.strategy == "dp" and world.external and world.devices * world.nodes > 1:
-        yield f"strategy=dp is one process with all its GPUs; {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
-    if world.strategy == "single" and world.devices > 1:
-        yield f"strategy=single uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
-    if world.strategy == "dp" and world.accelerator == "cpu" and world.devices > 1:
-        yield f"strategy=dp splits batches over GPUs; there is nothing to split over with trainer.devices={given} on a CPU. Type strategy=ddp, or trainer.devices=1."
-    if world.strategy in ONE_PROCESS and world.nodes > 1:
+    if world.one_process and cfg.strategy.traits.splits_batches and world.external and world.devices * world.nodes > 1:
+        yield f"strategy={world.strategy} is one process with all its GPUs; {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
+    if world.one_process and not cfg.strategy.traits.splits_batches and world.devices > 1:
+        yield f"strategy={world.strategy} uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
+    if cfg.strategy.traits.splits_batches and world.accelerator == "cpu" and world.devices > 1:
+        yield f"strategy={world.strategy} splits batches over GPUs; there is nothing to split over with trainer.devices={given} on a CPU. Type strategy=ddp, or trainer.devices=1."
+    if world.one_process and world.nodes > 1:
         yield f"strategy={world.strategy} is one process; trainer.num_nodes={world.nodes} needs several. Type strategy=ddp, or trainer.num_nodes=1."
-    if world.nodes > 1 and not world.external and world.strategy not in ONE_PROCESS:
+    if world.nodes > 1 and not world.external and not world.one_process:
         absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
         if absent or not cfg.run:
             yield (
@@ -141,52 +141,50 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             )
 
 
-def image_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    for key in ("mean", "std"):
-        channels = 1 if cfg.data.name == "mnist" else 3
-        value = plain(cfg.data[key])
-        if isinstance(value, list) and len(value) != channels:
-            yield f"data.{key}={value} has {len(value)} numbers; {cfg.data.name} images have {channels} channels. Give one number for each."
-    if isinstance(plain(cfg.data.std), list) and not all(s > 0 for s in cfg.data.std):
-        yield f"data.std={plain(cfg.data.std)} must be above 0."
-    if cfg.data.get("on_device") is True and world.accelerator == "cpu":
-        yield "data.on_device=true has no effect on a CPU: images are in its memory. Type data.on_device=auto."
-    if cfg.data.get("on_device") is True and cfg.data.num_workers not in (0, "auto"):
+def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    if cfg.data.on_device is True and world.accelerator == "cpu":
+        yield "data.on_device=true has no effect on a CPU: samples are in its memory. Type data.on_device=auto."
+    if cfg.data.on_device is True and cfg.data.num_workers not in (0, "auto"):
         yield f"data.on_device=true leaves nothing for data.num_workers={cfg.data.num_workers} to load. Leave one of them out."
     for key in ("prefetch_factor", "persistent_workers"):
-        if cfg.data.get(key) is not None and cfg.data.num_workers in (0, "auto"):
+        if cfg.data[key] is not None and cfg.data.num_workers in (0, "auto"):
             yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
-    if cfg.data.source == "embedded" and cfg.data.name != "mnist":
-        yield f"data.source=embedded exists for mnist only; {cfg.data.name} needs its files. Type data.root=<folder>, or data.source=download."
 
 
 def fused_problem(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot run as one kernel, in words that go on after `optim.fused=true`."""
     if str(cfg.trainer.precision) in ("16-mixed", "16") and cfg.trainer.gradient_clip_val:
         return f"unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision={cfg.trainer.precision}"
-    if cfg.strategy.name == "fsdp" and str(cfg.optim.get("_target_")).endswith("SGD"):
-        return "has no kernel for SGD on the shards of strategy=fsdp (torch 2.13)"
+    if cfg.strategy.traits.shards and str(cfg.optim.get("_target_")).endswith("SGD"):
+        return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
     return None
 
 
 def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    precision, name = str(cfg.trainer.precision), world.strategy
+    precision, name, traits = str(cfg.trainer.precision), world.strategy, cfg.strategy.traits
     if precision in ("16-mixed", "16-true", "16") and world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
-    if name == "fsdp" and precision not in ("auto", "32-true", "32", "bf16-mixed", "bf16-true", "16-true"):
-        yield f"strategy=fsdp does not support trainer.precision={precision}; it takes one of 32-true, bf16-mixed, bf16-true, 16-true. Type trainer.precision=bf16-mixed."
+    if traits.precisions and precision not in ("auto", "32", *traits.precisions):
+        yield f"strategy={name} does not support trainer.precision={precision}; it takes one of {', '.join(traits.precisions)}. Type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
-    if cfg.get("tf32") and world.accelerator != "cuda":
+    if cfg.tf32 and world.accelerator != "cuda":
         yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
-    if cfg.trainer.sync_batchnorm and name == "dp":
-        yield "trainer.sync_batchnorm=true has no effect under strategy=dp: each replica normalises its own part. Type strategy=ddp."
-    if cfg.compile and name == "dp":
-        yield "compile=true has no effect under strategy=dp: the replicas would all run on the first device. Type strategy=ddp."
-    if cfg.checkpoint.sharded and name != "fsdp":
+    if cfg.trainer.sync_batchnorm and traits.splits_batches:
+        yield f"trainer.sync_batchnorm=true has no effect under strategy={name}: each replica normalises its own part. Type strategy=ddp."
+    if cfg.compile and traits.splits_batches:
+        yield f"compile=true has no effect under strategy={name}: the replicas would all run on the first device. Type strategy=ddp."
+    if cfg.checkpoint.sharded and not traits.shards:
         yield f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false."
     if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
         yield f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null."
+
+
+def wrong_mode(cfg: DictConfig) -> str | None:
+    """The checkpoint.mode that a known figure needs, where another is given."""
+    known = {str(cfg.task.monitor): str(cfg.task.mode), "val/loss": "min"}
+    good = known.get(str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode))
+    return None if good == cfg.checkpoint.mode else good
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
@@ -205,8 +203,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
             f"trainer.val_check_interval={every} counts micro-batches and must be whole steps of {accumulate}. "
             f"Type trainer.val_check_interval={accumulate * max(1, every // accumulate)}."
         )
-    if (cfg.checkpoint.monitor == "val/loss") != (cfg.checkpoint.mode == "min"):
-        good = "min" if cfg.checkpoint.monitor == "val/loss" else "max"
+    if good := wrong_mode(cfg):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst. Type checkpoint.mode={good}."
     if "early_stopping" in cfg.callbacks and trainer.limit_val_batches == 0:
         yield "callbacks=[early_stopping] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
@@ -214,7 +211,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
     if not trainer.enable_checkpointing and cfg.checkpoint.every_n_steps:
         yield "checkpoint.every_n_steps has no effect with trainer.enable_checkpointing=false. Leave one of them out."
-    if not trainer.enable_checkpointing and not cfg.checkpoint.get("background", True):
+    if not trainer.enable_checkpointing and not cfg.checkpoint.background:
         yield "checkpoint.background=false has no effect with trainer.enable_checkpointing=false. Leave one of them out."
     if cfg.model.get("pretrained") and cfg.model.get("checkpoint_path"):
         yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."
@@ -231,8 +228,17 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
-EVALUATION = (device_problems, image_problems, strategy_problems)
-TRAINING = (device_problems, image_problems, batch_problems, auto_problems, strategy_problems, training_problems)
+EVALUATION = (device_problems, data_problems, strategy_problems)
+TRAINING = (device_problems, data_problems, batch_problems, auto_problems, strategy_problems, training_problems)
+
+
+def component_problems(cfg: DictConfig) -> Iterator[str]:
+    """Of a data set that can be asked without importing torch, which are all of Lockstep's own."""
+    target = cfg.data.get("_target_")
+    if isinstance(target, str) and target.startswith("lockstep.data."):
+        from lockstep.config.instantiate import locate
+
+        yield from locate(target).problems(plain(cfg.data))
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:

@@ -1,6 +1,7 @@
 """What a run is called and where it lives: decided once, before any process starts."""
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Mapping, MutableMapping
@@ -25,8 +26,14 @@ def sweep_name(run: object, env: MutableMapping[str, str] = os.environ) -> str:
     return env.setdefault(SWEEP, str(run or f"sweep-{ours or stamp()}"))
 
 
+def title(node: DictConfig) -> str:
+    """What a node is called where people read: its `name`, or that of its class in the same form."""
+    target = str(node.get("_target_") or "none").rpartition(".")[2]
+    return str(node.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target).lower())
+
+
 def model_and_data(cfg: DictConfig) -> str:
-    return f"{str(cfg.model.name).replace('/', '-')}-{cfg.data.name}"
+    return f"{title(cfg.model).replace('/', '-')}-{title(cfg.data)}"
 
 
 def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | None:
@@ -54,7 +61,8 @@ def identify(cfg: DictConfig, data_source: str) -> DictConfig:
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
-    cfg.data.source = data_source
+    if "source" in cfg.data:
+        cfg.data.source = data_source
     if cfg.seed is None:
         cfg.seed = secrets.randbelow(2**31)
     if "wandb" in cfg.logger and cfg.logger.wandb.get("id") is None:

@@ -1,43 +1,193 @@
-"""Objects from the nodes of a config: what may be made is listed, so that a config or a checkpoint cannot run any code."""
+"""Objects from the nodes of a config. Keys are checked against the signature of the class or function that gets them.
 
-from functools import partial
+What may be made is listed, so that a config or a checkpoint cannot run any code.
+"""
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from torch import nn
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lockstep.errors import UserError
+from lockstep.config.checks import nearest, shown
+from lockstep.config.schema import KEYS
+from lockstep.errors import UserError, raise_problems
 
-# What configs may name, and what those may return. A fork adds its own package.
-TRUSTED = [
+# What configs may name, and what those may return. A project adds its own packages: see config/project.py.
+TRUSTED = (
     "lockstep.*",
     "torch.nn.*",
     "torch.optim.*",
     "torchvision.*",
+    "torchmetrics.*",
     "timm.*",
     "lightning.pytorch.*",
     "optuna.pruners.*",
-]
+)
+# Keys of a node that the engine reads itself. They are passed on only where the signature names them.
+ENGINE = ("name", "monitor", "mode", "metrics", "traits", "_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
+ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
-create = partial(instantiate, _execution_whitelist_=TRUSTED, _convert_="all")
 
-
-def network(model: dict[str, Any], about: dict[str, Any], *, with_weights: bool = True) -> nn.Module:
-    """The network of a `model` node for data with the channels, classes and image size that `about` tells.
-
-    Without weights, those that the node starts from (`pretrained`, `checkpoint_path`) are not fetched: a checkpoint has all.
+def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
+    """The object of a `_target_` node; `given` are arguments of the engine's. `key` is where the node stands.
 
     Raises:
-        UserError: the network cannot be made.
+        UserError: a key is unknown, missing or of a wrong type, or the target may not be named.
+        Exception: what the class itself raises.
     """
-    shape = {"in_channels": about["channels"], "num_classes": len(about["classes"]), "image_size": about["image_size"]}
-    fetched = {"pretrained": False, "checkpoint_path": None}
-    skipped = {} if with_weights else {key: value for key, value in fetched.items() if key in model}
+    plain = to_plain(node)
+    raise_problems(problems(plain, key, given=given))
+    named = parameters(plain["_target_"])
+    kept = {k: v for k, v in plain.items() if k in SPECIAL or k not in ENGINE or (named is not None and k in named)}
     try:
-        net: nn.Module = create({**model, **skipped}, **shape)
-    except UserError:
-        raise
-    except Exception as e:
-        cause = e.__cause__ or e  # Hydra wraps what the class raised
-        raise cause if isinstance(cause, UserError) else UserError(f"model: {cause}") from None
-    return net
+        return instantiate(kept, **given, _execution_whitelist_=list(TRUSTED), _convert_="all")
+    except InstantiationException as e:
+        raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
+
+
+# Keys of a `data` node that the engine reads; the class gets the others.
+ENGINE_DATA = (
+    "batch_size",
+    "eval_batch_size",
+    "val_fraction",
+    "limit_train",
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "on_device",
+)
+
+
+def create_data(cfg: DictConfig) -> Any:
+    """The data set of a config, without its batches."""
+    return create({key: value for key, value in to_plain(cfg.data).items() if key not in ENGINE_DATA}, "data")
+
+
+def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(node, DictConfig):
+        content: Any = OmegaConf.to_container(node, resolve=True)
+        return {str(key): value for key, value in content.items()}
+    return dict(node)
+
+
+def target_of(path: str, key: str) -> Callable[..., Any]:
+    """What a `_target_` names. Raises UserError that says what may be named, or what is not there."""
+    if not any(path.startswith(pattern.removesuffix("*")) for pattern in TRUSTED):
+        mine = ", ".join(pattern.removesuffix(".*") for pattern in TRUSTED)
+        raise UserError(f"{key}._target_={path} may not be named by a config; packages that may: {mine}.")
+    try:
+        return locate(path)
+    except LookupError as e:
+        raise UserError(f"{key}._target_={path} is not there: {e}.") from None
+
+
+def locate(path: str) -> Any:
+    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        module = ".".join(parts[:end])
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as e:
+            if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+                raise  # a module that this one imports
+            continue
+        for place in range(end, len(parts)):
+            if not hasattr(found, parts[place]):
+                near = nearest(parts[place], dir(found))
+                raise LookupError(f"{'.'.join(parts[:place])} has no {parts[place]}{near}")
+            found = getattr(found, parts[place])
+        return found
+    raise LookupError(f"there is no package {parts[0]}")
+
+
+def parameters(path: str) -> dict[str, inspect.Parameter] | None:
+    """The arguments of a target by name; None where Python does not know them."""
+    target = locate(path)
+    try:
+        found = dict(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return found
+
+
+def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `offered` arguments that the signature of a target names."""
+    named = parameters(path)
+    return {name: value for name, value in offered.items() if named is not None and name in named}
+
+
+def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """What is wrong with the keys of a node. Without `given`, arguments that the engine adds are not missed."""
+    target = node.get("_target_")
+    if not isinstance(target, str):
+        yield f"{key}._target_ is missing; it names the class, as in {key}._target_=my_package.my_module.MyClass."
+        return
+    try:
+        target_of(target, key)
+    except UserError as e:
+        yield from e.problems
+        return
+    named = parameters(target)
+    if named is None:
+        return
+    kinds = {parameter.kind for parameter in named.values()}
+    own = [name for name in node if name not in ENGINE]
+    known = [name for name, p in named.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in own:
+        if name in known:
+            yield from type_problem(target, named[name], f"{key}.{name}", node[name])
+        elif inspect.Parameter.VAR_KEYWORD not in kinds:
+            yield f"{key}.{name} is not an argument of {target}{nearest(name, known)}; it takes {', '.join(known) or 'none'}."
+    if given is not None and not node.get("_partial_"):
+        for name in known:
+            if named[name].default is inspect.Parameter.empty and name not in node and name not in given:
+                offered = f" The data and the task offer {', '.join(given)}." if given else ""
+                yield f"{key}.{name} is missing: {target} needs it. Type +{key}.{name}=<value>.{offered}"
+
+
+def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
+    """Whether the annotation of an argument admits a value; what has no annotation admits all."""
+    if key in KEYS or parameter.annotation is inspect.Parameter.empty or has_target(value):
+        return  # keys of Lockstep's own have words of their own
+    try:
+        annotation = hints(target).get(parameter.name, parameter.annotation)
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=None if is_model(annotation) else ANY_TYPE)
+    except Exception:  # annotations that only the author's type checker understands
+        return
+    try:
+        found = adapter.validate_python(value)
+        wrong = isinstance(value, str | bool) and isinstance(found, int | float) and type(found) is not type(value)
+    except ValidationError:
+        wrong = True
+    except Exception:
+        return
+    if wrong:
+        name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
+        yield f"{key}={shown(value)} is not possible; it takes {name or str(annotation).replace('typing.', '')}."
+
+
+def is_model(annotation: Any) -> bool:
+    """Types that bring pydantic's settings of their own take none."""
+    return isinstance(annotation, type) and (
+        hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
+    )
+
+
+def has_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(has_target, value.values()))
+    return isinstance(value, list) and any(map(has_target, value))
+
+
+def hints(target: str) -> dict[str, Any]:
+    """Annotations as types, also where they are written as texts."""
+    found: Any = locate(target)
+    return typing.get_type_hints(found.__init__ if isinstance(found, type) else found)

@@ -63,7 +63,9 @@ def is_channels(v: Any) -> bool:
 FLAG = one_of(True, False, example="true")
 TEXT = Kind(lambda v: isinstance(v, str) and v != "", "a text", "name")
 BATCHES = Kind(is_batches, "a number of batches (an integer) or a share of them (0.0 to 1.0)", "10").or_null()
-ANY = Kind(lambda _: True, "anything", "")
+MONITOR = Kind(
+    lambda v: isinstance(v, str) and v.startswith("val/"), "a figure of the validation, val/<name>", "val/loss"
+)
 
 # The keys of the nodes that Lockstep reads itself. A node with a `_target_` passes unknown keys on to its class.
 KEYS: dict[str, Kind] = {
@@ -79,13 +81,14 @@ KEYS: dict[str, Kind] = {
     "compile": FLAG,
     "channels_last": FLAG,
     "tf32": FLAG,
-    "checkpoint.monitor": one_of("val/acc", "val/loss"),
+    "task.monitor": MONITOR,
+    "task.mode": one_of("max", "min"),
+    "checkpoint.monitor": MONITOR,
     "checkpoint.mode": one_of("max", "min"),
     "checkpoint.save_top_k": whole(1, 1),
     "checkpoint.every_n_steps": whole(1, 100).or_null(),
     "checkpoint.sharded": FLAG,
     "checkpoint.background": FLAG,
-    "data.name": TEXT,
     "data.root": TEXT,
     "data.source": one_of("auto", "disk", "download", "embedded"),
     "data.cache_dir": TEXT.or_null(),
@@ -171,6 +174,7 @@ KEYS: dict[str, Kind] = {
     ),
 }
 GROUPS = (
+    "task",
     "model",
     "data",
     "strategy",
@@ -183,4 +187,4 @@ GROUPS = (
     "experiment",
     "debug",
 )
-CLOSED = ("data", "trainer", "checkpoint")
+CLOSED = ("trainer", "checkpoint")  # groups that take no other keys; nodes with a `_target_` ask their class

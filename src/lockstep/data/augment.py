@@ -40,11 +40,11 @@ class Augment:
     batch of bytes at once on its device.
     """
 
-    def __init__(self, *, seed: int, shift: int, flip: bool) -> None:
-        self.seed, self.shift, self.flip = seed, shift, flip
+    def __init__(self, *, shift: int, flip: bool) -> None:
+        self.shift, self.flip = shift, flip
 
-    def __call__(self, image_BCHW: Tensor, index_B: Tensor, epoch: int) -> Tensor:
-        bits_B, s = random_bits(index_B, self.seed, epoch), self.shift
+    def __call__(self, image_BCHW: Tensor, index_B: Tensor, seed: int, epoch: int) -> Tensor:
+        bits_B, s = random_bits(index_B, seed, epoch), self.shift
         b, c, h, w = image_BCHW.shape
         down_B, right_B = (shifted_right(bits_B, 16 * i) & 0xFFFF for i in range(2))
         mirrored_B = ((bits_B >> 32) & 1).bool() if self.flip else torch.zeros_like(bits_B, dtype=torch.bool)

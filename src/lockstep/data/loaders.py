@@ -1,26 +1,21 @@
-"""Two ways to batches: indexing images that are in memory, or torch's DataLoader with workers."""
-
-# B batch · C channel · H W pixel · N sample
+"""Two ways to batches: indexing arrays that are in memory, or torch's DataLoader with workers."""
 
 import itertools
-import mmap
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lockstep.data.sampler import FILLER, EvalBatches, Indices, TrainBatches
+from lockstep.data.dataset import Arrays, Batch, Indices, Samples, is_torch
+from lockstep.data.sampler import FILLER, EvalBatches, TrainBatches
 
-Batch = tuple[Tensor, Tensor, Tensor]  # image_BCHW, label_B, index_B in the data set
-AT_ONCE = 2**22  # bytes of images. BasicNet's bf16 step waited 0.9 % of its time so, and 2.0 % one batch at a time
-IGNORED = -100  # the label of a place without a sample: cross_entropy's ignore_index
+AT_ONCE = 2**22  # bytes of samples. BasicNet's bf16 step waited 0.9 % of its time so, and 2.0 % one batch at a time
 
 
 @dataclass
@@ -66,92 +61,106 @@ class Placed:
         """Nothing to load. Having both methods tells Lightning that resuming in mid-epoch is right."""
 
 
-class InMemory:
-    """uint8 images_NCHW and their labels on a device; with None they stay the mapped file, which all processes share."""
+class Items:
+    """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target)."""
 
-    def __init__(
-        self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8], device: torch.device | None
-    ) -> None:
-        self.device = device
-        self.images_NCHW = np.asarray(images_NCHW)
-        self.image_bytes = self.images_NCHW[:1].nbytes
-        self.labels = np.append(labels_N.astype(np.int64), IGNORED)  # at -1, FILLER's place
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
+        samples = [self.dataset[int(place)] for place in indices]
+        named = [s if isinstance(s, Mapping) else dict(zip(("input", "target"), s, strict=True)) for s in samples]
+        collated: dict[str, Any] = default_collate(named)
+        return collated
+
+
+def samples_of(part: Any) -> Samples:
+    """A part of a data set, read several samples at a time."""
+    samples: Samples = Items(part) if is_torch(part) else part
+    return samples
+
+
+def as_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+
+
+def fetch(samples: Samples, indices_B: Indices) -> Batch:
+    """The batch of the samples at `indices_B`; where it says FILLER stands some sample."""
+    places_B = np.where(indices_B == FILLER, 0, indices_B)
+    batch: Batch = {name: as_tensor(value) for name, value in samples[places_B].items()}
+    return complete(batch, torch.from_numpy(indices_B), indices_B)
+
+
+def complete(batch: Batch, index_B: Tensor, indices_B: Indices) -> Batch:
+    return {**batch, "index": index_B, "count": int((indices_B != FILLER).sum())}
+
+
+def pinned(batch: Batch) -> Batch:
+    return {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+class InMemory:
+    """Arrays on a device; with None they stay where they are: a mapped file is shared by all processes."""
+
+    def __init__(self, arrays: Arrays, device: torch.device | None) -> None:
+        self.arrays, self.device, self.sample_bytes = arrays, device, max(1, arrays.sample_bytes)
+        self.on_device: dict[str, Tensor] = {}
         if device is not None:
             with warnings.catch_warnings():  # nobody writes to it
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                self.images_on_device = torch.from_numpy(self.images_NCHW).to(device)
-            self.labels_on_device = torch.from_numpy(self.labels).to(device)
+                self.on_device = {n: torch.from_numpy(np.asarray(a)).to(device) for n, a in arrays.arrays.items()}
 
-    def batch(self, indices_B: Indices) -> Batch:
+    def batch(self, indices_B: Indices) -> dict[str, Tensor]:
+        """With `index`; a filler is some sample."""
         index_B = torch.from_numpy(indices_B)
         if self.device is None:  # NumPy: 0.06 ms a batch between BasicNet's steps, where torch took 0.20
-            image_BCHW = self.images_NCHW.take(indices_B, axis=0, mode="wrap")  # at FILLER, -1, some image
-            return torch.from_numpy(image_BCHW), torch.from_numpy(self.labels.take(indices_B, mode="wrap")), index_B
+            return {name: torch.from_numpy(a) for name, a in self.arrays[indices_B].items()} | {"index": index_B}
         index_B = index_B.to(self.device, non_blocking=True)
-        return self.images_on_device.index_select(0, index_B.clamp(min=0)), self.labels_on_device[index_B], index_B
+        places_B = index_B.clamp(min=0)
+        return {name: a.index_select(0, places_B) for name, a in self.on_device.items()} | {"index": index_B}
 
 
 class MemoryLoader(Placed):
-    """Batches of images in memory. `pin`: for copying to a GPU while it computes."""
+    """Batches of arrays in memory. `pin`: for copying to a GPU while it computes."""
 
     batch_sampler = None  # Lightning 2.6 looks for it in all that has a sampler
 
     def __init__(
-        self,
-        images: InMemory,
-        sampler: TrainBatches | EvalBatches,
-        *,
-        pin: bool = False,
-        place: Place | None = None,
+        self, data: InMemory, sampler: TrainBatches | EvalBatches, *, pin: bool = False, place: Place | None = None
     ) -> None:
-        self.images, self.sampler, self.pin, self.place = images, sampler, pin, place
+        self.data, self.sampler, self.pin, self.place = data, sampler, pin, place
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def batches(self) -> Iterator[Batch]:
-        """Taken from the images some at a time: what an operation costs by itself is more than the copying."""
+        """Taken from the arrays some at a time: what an operation costs by itself is more than the copying."""
         indices = iter(self.sampler)
         for first_B in indices:
-            several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.images.image_bytes))]
-            parts = (part.split(len(first_B)) for part in self.images.batch(np.concatenate(several)))
-            for image_BCHW, label_B, index_B in zip(*parts, strict=True):
-                yield (image_BCHW.pin_memory(), label_B, index_B) if self.pin else (image_BCHW, label_B, index_B)
+            several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.data.sample_bytes))]
+            taken = self.data.batch(np.concatenate(several))
+            parts = zip(*(tensor.split(len(first_B)) for tensor in taken.values()), strict=True)
+            for part, indices_B in zip(parts, several, strict=True):
+                named = dict(zip(taken, part, strict=True))
+                batch = complete(named, named["index"], indices_B)
+                yield pinned(batch) if self.pin else batch
 
 
-def is_whole_file(array: NDArray[Any]) -> TypeGuard[np.memmap]:
-    """A slice of a memory map does not know where in the file it begins."""
-    return isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and array.flags.c_contiguous
+class Indexed(Dataset[Batch]):
+    """Samples as a torch Dataset that is indexed by whole batches of indices."""
 
-
-def place_of(array: np.memmap) -> dict[str, Any]:
-    """The arguments of np.memmap for the same array."""
-    assert array.filename
-    return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
-
-
-class Images(Dataset[Batch]):
-    """uint8 images and their labels, indexed by whole batches of indices."""
-
-    def __init__(self, images_NCHW: NDArray[np.uint8], labels_N: NDArray[np.uint8]) -> None:
-        self.images_NCHW, self.labels_N = images_NCHW, labels_N
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For workers that are spawned: a mapped file by its place, for a memory map is pickled as the bytes that it holds."""
-        return {name: place_of(array) if is_whole_file(array) else array for name, array in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()})
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
 
     def __getitem__(self, indices_B: Indices) -> Batch:
-        present = indices_B != FILLER
-        places = np.where(present, indices_B, 0)
-        labels_B = np.where(present, self.labels_N[places].astype(np.int64), IGNORED)  # in uint8, -100 would be 156
-        return torch.from_numpy(self.images_NCHW[places]), torch.from_numpy(labels_B), torch.from_numpy(indices_B)
+        return fetch(self.samples, indices_B)
 
 
 class WorkerLoader(Placed, DataLoader[Batch]):  # type: ignore[misc]  # torch names its own iterators
-    """torch's DataLoader, for images that have to be read or decoded: workers do that while the device computes."""
+    """torch's DataLoader, for samples that have to be read or decoded: workers do that while the device computes."""
 
     def __init__(self, *args: Any, place: Place | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Indices = NDArray[np.int64]
+from lockstep.data.dataset import Indices
+
 FILLER = -1  # stands where a rank has no sample left in an evaluation's last batch
 ROUNDS = (
     16  # of the Feistel network: with 8, orders of 5 samples are not yet equally frequent (chi2/df 5.8; with 16, 0.9)

@@ -13,10 +13,11 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lockstep.checkpoints.content import DATA, fill, network_of, read
-from lockstep.config.instantiate import network
+from lockstep.config.instantiate import accepted
 from lockstep.data import transforms
 from lockstep.errors import UserError
 from lockstep.export import exported
+from lockstep.models.network import network
 
 TIMM = "lockstep.models.from_timm"
 ALLOWED = {"torch", "torchvision", "timm", "numpy"}  # what an exported network may import, beside Python's own
@@ -31,14 +32,15 @@ def export(path: Path, folder: Path) -> Path:
     if folder.exists():
         raise UserError(f"{folder} exists. Type another folder, or remove it.")
     content = read(path)
-    model, about = dict(content["hyper_parameters"]["model"]), content[DATA]
+    model, about = dict(content["config"]["model"]), content[DATA]["about"]
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
-    net = network(model, about, with_weights=False)
+    offered = content["network"]
+    net = network(model, offered, with_weights=False)
     fill(net, weights, path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        write_all(part, content, model, about, net, weights)
+        write_all(part, content, about, net, weights)
         part.chmod(0o755)
         part.rename(folder)
     finally:
@@ -49,18 +51,17 @@ def export(path: Path, folder: Path) -> Path:
 def write_all(
     part: Path,
     content: dict[str, Any],
-    model: dict[str, Any],
     about: dict[str, Any],
     net: nn.Module,
     weights: dict[str, Tensor],
 ) -> None:
     from safetensors.torch import save_file
 
-    write_network(part, model, about, net)
+    write_network(part, dict(content["config"]["model"]), content["network"], net)
     save_file({name: tensor.clone() for name, tensor in weights.items()}, part / "model.safetensors")
     write(part / "classes.json", about["classes"])
     write(part / "preprocessing.json", {key: about[key] for key in ("image_size", "mean", "std", "channels")})
-    (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["hyper_parameters"]))))
+    (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["config"]))))
     shutil.copyfile(inspect.getfile(transforms), part / "preprocess.py")
     shutil.copyfile(inspect.getfile(exported), part / "load.py")
 
@@ -69,15 +70,15 @@ def write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_network(folder: Path, model: dict[str, Any], about: dict[str, Any], net: nn.Module) -> None:
+def write_network(folder: Path, model: dict[str, Any], offered: dict[str, Any], net: nn.Module) -> None:
     """model.json says how the network is made; network.py is the file of its class, where that is not timm's."""
     target = model.pop("_target_")
     if target == TIMM:
         name = model.pop("name")
         arguments = {key: value for key, value in model.items() if key not in ("pretrained", "checkpoint_path")}
-        arguments |= {"in_chans": about["channels"], "num_classes": len(about["classes"])}
+        arguments |= {"in_chans": offered["in_channels"], "num_classes": offered["num_classes"]}
         if vars(net)["pretrained_cfg"].get("fixed_input_size"):
-            arguments.setdefault("img_size", about["image_size"])
+            arguments.setdefault("img_size", offered["image_size"])
         write(folder / "model.json", {"timm": name, "class": None, "arguments": arguments})
         return
     source = Path(inspect.getfile(type(net)))
@@ -87,8 +88,11 @@ def write_network(folder: Path, model: dict[str, Any], about: dict[str, Any], ne
             f"{source.name} imports {', '.join(sorted(foreign))}: an exported network's file may import torch, torchvision, timm and "
             "numpy. Put what it needs into the file itself."
         )
-    shape = {"in_channels": about["channels"], "num_classes": len(about["classes"]), "image_size": about["image_size"]}
-    write(folder / "model.json", {"timm": None, "class": type(net).__name__, "arguments": {**model, **shape}})
+    own = {key: value for key, value in model.items() if key != "name"}
+    write(
+        folder / "model.json",
+        {"timm": None, "class": type(net).__name__, "arguments": {**accepted(target, offered), **own}},
+    )
     shutil.copyfile(source, folder / "network.py")
 
 

@@ -18,18 +18,18 @@ from omegaconf import DictConfig
 from lockstep import CONFIGS, ROOT
 from lockstep.checkpoints import resuming
 from lockstep.config.auto import decided
-from lockstep.config.checks import check
+from lockstep.config.checks import check, component_problems
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError, raise_problems
 from lockstep.launch import local, out_of_memory, slots
 from lockstep.machine import signals
-from lockstep.machine.world import ONE_PROCESS, World, rank_of, world_of
+from lockstep.machine.world import World, rank_of, world_of
 from lockstep.reporting.recorder import mark_ended
 from lockstep.sweeps import table
 
 if TYPE_CHECKING:
-    from lockstep.data.prepare import Prepared
+    from lockstep.data.dataset import DataSet
 
 Job = Callable[[DictConfig, World], Any]  # `train` of train.py, `evaluate` of eval.py: one process's part
 INTERRUPTED = 130
@@ -149,18 +149,20 @@ def call(name: str, overrides: list[str]) -> dict[str, Any]:
     return start(script.JOB, name, cfg, overrides)
 
 
-def found_data(cfg: DictConfig) -> "Prepared":
-    """Prepares the data and says loudly when it is not the whole set."""
-    from lockstep.data.prepare import prepare  # numpy and filelock, 0.2 s: not for --help or a mistake
+def found_data(cfg: DictConfig) -> "DataSet":
+    """Prepares the data, once for all processes, and says loudly when it is not the whole set."""
+    from lockstep.config.instantiate import create_data
 
-    found = prepare(cfg.data)
-    if found.source == "embedded" and cfg.data.source == "auto" and rank_of() == 0:
-        print(
-            f"WARNING: no MNIST in data.root={cfg.data.root}, and no mirror answers: using the EMBEDDED SUBSET of 5,000 "
-            "images (4,000 to train and validate, 1,000 to test). Type data.root=<folder> for the whole set.",
-            file=sys.stderr,
-        )
+    found = create_data(cfg)
+    found.prepare()
+    if found.notice and rank_of() == 0:
+        print(f"WARNING: {found.notice}", file=sys.stderr)
     return found
+
+
+def runs_here(world: World) -> bool:
+    """Whether this process is the one that trains, or one of those that do."""
+    return world.external is not None or world.one_process
 
 
 def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
@@ -178,7 +180,7 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
     if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
         raise_problems(check(cfg))
     cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
-    raise_problems(check(cfg, evaluating=evaluating))
+    raise_problems([*check(cfg, evaluating=evaluating), *component_problems(cfg)])
     world = world_of(cfg)
     data = found_data(cfg)
     cfg = identify(decided(cfg, world, data), data.source)
@@ -189,7 +191,7 @@ def start(job: Job, name: str, cfg: DictConfig, overrides: list[str]) -> dict[st
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":
                 out_of_memory.until_it_fits(in_processes, cfg, world)
-            elif world.external or world.strategy in ONE_PROCESS:
+            elif runs_here(world):
                 job(cfg, world)
             else:
                 in_processes(cfg, world)

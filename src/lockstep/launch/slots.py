@@ -15,7 +15,7 @@ from lockstep import ROOT
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
-from lockstep.machine.world import accelerator_of, cores, device_count, visible_gpus
+from lockstep.machine.world import accelerator_of, cores, visible_gpus, world_of
 from lockstep.reporting.recorder import mark_ended
 from lockstep.sweeps import table
 
@@ -37,7 +37,7 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
             f"trainer.devices={cfg.trainer.devices}: hydra/launcher=slots deals out the GPUs. Type how many each job has."
         )
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
-    each = device_count(cfg.trainer.devices, accelerator, str(cfg.strategy.name))
+    each = world_of(cfg).devices
     if accelerator == "cuda":
         gpus = visible_gpus()
         count = len(gpus) // each if jobs == "auto" else int(jobs)

@@ -11,8 +11,6 @@ from omegaconf import DictConfig
 
 from lockstep.machine.hardware import cuda
 
-ONE_PROCESS = ("single", "dp")
-
 
 @dataclass(frozen=True)
 class World:
@@ -24,11 +22,12 @@ class World:
     strategy: str
     rank: int = 0
     external: str | None = None  # what started the processes, where Lockstep did not: torchrun, slurm
+    one_process: bool = False  # a trait of the strategy
 
     @property
     def size(self) -> int:
         """Number of processes."""
-        return 1 if self.strategy in ONE_PROCESS else self.devices * self.nodes
+        return 1 if self.one_process else self.devices * self.nodes
 
 
 @cache
@@ -92,10 +91,10 @@ def rank_of(env: Mapping[str, str] = os.environ) -> int:
     return int(env["SLURM_PROCID"] if external_launcher(env) == "slurm" else env.get("RANK", "0"))
 
 
-def device_count(devices: int | str | list[int], accelerator: str, strategy: str) -> int:
+def device_count(devices: int | str | list[int], accelerator: str, *, one_device: bool) -> int:
     """`trainer.devices` as a number: auto, -1, a number, or a list of device ids."""
     if devices == "auto":
-        return 1 if strategy == "single" else available(accelerator) or 1
+        return 1 if one_device else available(accelerator) or 1
     if isinstance(devices, str):
         ids = [part for part in devices.split(",") if part.strip()]
         devices = int(devices) if len(ids) == 1 and "," not in devices else [int(part) for part in ids]
@@ -106,18 +105,18 @@ def device_count(devices: int | str | list[int], accelerator: str, strategy: str
 
 def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
     """The world that a config asks for; under torchrun and SLURM, the one that was started."""
-    strategy = str(cfg.strategy.name)
+    strategy, traits = str(cfg.strategy.name), cfg.strategy.traits
+    one_process = not traits.several_processes
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
-    devices = device_count(cfg.trainer.devices, accelerator, strategy)
+    devices = device_count(cfg.trainer.devices, accelerator, one_device=one_process and not traits.splits_batches)
     nodes = int(cfg.trainer.num_nodes)
     external = external_launcher(env)
     if external == "torchrun":
         local, size = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
-        return World(accelerator, local, size // local, strategy, int(env["RANK"]), external)
+        return World(accelerator, local, size // local, strategy, int(env["RANK"]), external, one_process)
     if external == "slurm":
         nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", "1")))
-        return World(
-            accelerator, int(env["SLURM_NTASKS"]) // nodes, nodes, strategy, int(env["SLURM_PROCID"]), external
-        )
+        tasks, rank = int(env["SLURM_NTASKS"]) // nodes, int(env["SLURM_PROCID"])
+        return World(accelerator, tasks, nodes, strategy, rank, external, one_process)
     node_rank = int(env.get("NODE_RANK", "0"))
-    return World(accelerator, devices, nodes, strategy, node_rank * devices)
+    return World(accelerator, devices, nodes, strategy, node_rank * devices, None, one_process)

@@ -39,12 +39,11 @@ class BasicNet(nn.Module):
         image_size: int = 28,
         dropout_conv: float = 0.25,
         dropout_fc: float = 0.5,
-        name: str = "basic_net",
     ) -> None:
         super().__init__()
         side = (image_size - 4) // 2  # two convolutions without padding, then the pool
         if side < 1:
-            raise ValueError(f"{name} needs images of at least 6 pixels; data.image_size={image_size}")
+            raise ValueError(f"BasicNet needs images of at least 6 pixels; data.image_size={image_size}")
         # The rectifier after the pool gives the same numbers as before it, from a quarter of the elements. Both are cheap
         # in channels_last, which convolutions like as well; from `Flatten` on there is one order.
         self.features = nn.Sequential(

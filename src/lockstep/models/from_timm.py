@@ -93,3 +93,6 @@ def normalisation(name: str) -> tuple[list[float], list[float]] | None:
 
     config = timm.get_pretrained_cfg(name) if known(name) else None
     return (list(config.mean), list(config.std)) if config else None
+
+
+from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # build.with_numbers asks for it

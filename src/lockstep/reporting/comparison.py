@@ -10,8 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-TIMES = ("train/images_per_s",)  # differ between any two runs
-FIGURES = ("test/acc", "test/loss", "test/count", "val/acc", "val/loss", "train/steps", "train/epochs")
+RATE = "_per_s"  # how columns end that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
 FORGOTTEN = ".current_score"  # the last validation's; ModelCheckpoint saves it for people and does not load it
 DATA = ("data/name", "data/source", "data/sha256", "data/train", "data/val", "data/test")
@@ -78,7 +77,7 @@ def data_differences(a: Run, b: Run) -> list[str]:
 
 def series(run: Run) -> dict[str, list[tuple[str, str]]]:
     """Each column's (step, value) as they are written."""
-    names = [name for name in run.columns if name != "step" and name not in TIMES]
+    names = [name for name in run.columns if name != "step" and not name.endswith(RATE)]
     return {name: [(row["step"], row[name]) for row in run.rows if row[name]] for name in names}
 
 
@@ -100,8 +99,14 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
             yield f"{name}: {len(differing)} of {len(pairs)} rows differ, the first at step {step} ({x} | {y}), by {worst:.2g} at most"
 
 
+def figures(*runs: Run) -> list[str]:
+    """Figures of the reports: what was tested and validated, and how long the training was."""
+    found = (key for run in runs for key in run.report if key.startswith(("test/", "val/")))
+    return list(dict.fromkeys([*found, "train/steps", "train/epochs"]))
+
+
 def figure_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
-    for key in FIGURES:
+    for key in figures(a, b):
         x, y = a.report.get(key), b.report.get(key)
         if x is None or y is None:
             if x is not y:

@@ -85,11 +85,12 @@ def size(n_bytes: float | None) -> str:
 
 def speed(report: dict[str, Any]) -> str:
     """How fast training was, and how far from the limits: the wait for data, and the arithmetic of the device."""
-    if report["train/images_per_s"] is None:
+    unit = report["unit"]
+    if report[f"train/{unit}_per_s"] is None:
         return "not measured"
     flops = report["train/flops_per_s"]
     return (
-        f"{report['train/images_per_s']:,.0f} images/s, {report['train/data_wait_share']:.1%} of the time waiting for data"
+        f"{report[f'train/{unit}_per_s']:,.0f} {unit}/s, {report['train/data_wait_share']:.1%} of the time waiting for data"
         + (f", {flops / 1e9:,.0f} GFLOP/s" if flops else "")
     )
 

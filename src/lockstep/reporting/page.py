@@ -10,11 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.reporting.console import number
 
-PLOTS = (
-    ("Loss", "cross-entropy", ("train/loss", "val/loss")),
-    ("Accuracy", "share of images", ("val/acc",)),
-    ("Speed", "images/s", ("train/images_per_s",)),
-)
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; background: #fff }}
@@ -48,18 +43,34 @@ def curve(title: str, unit: str, names: tuple[str, ...], metrics: list[dict[str,
     return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
 
 
-def write_html(folder: Path, report: dict[str, Any], metrics: list[dict[str, float]], cfg: DictConfig) -> None:
+def panels(task: Any, report: dict[str, Any]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The curves that the task asks for, and the speed."""
+    unit = report["unit"]
+    own = (
+        task.panels() if task is not None else [("Loss", "loss", ("train/loss", "train_loss", "val/loss", "val_loss"))]
+    )
+    return [*own, ("Speed", f"{unit}/s", (f"train/{unit}_per_s",))]
+
+
+def write_html(
+    folder: Path,
+    report: dict[str, Any],
+    metrics: list[dict[str, float]],
+    cfg: DictConfig,
+    headline: tuple[str, str],
+    task: Any,
+) -> None:
     rows = "".join(
         f"<tr><td>{html.escape(name)}</td><td>{html.escape(number(value))}</td></tr>" for name, value in report.items()
     )
     page = PAGE.format(
         title=html.escape(str(report["run"])),
-        headline=f"{report['test/acc']:.2%} test accuracy",
+        headline=html.escape(f"{headline[1]} {headline[0]}"),
         subline=html.escape(
             f"{report['model']} on {report['data/name']} ({report['data/source']}), {report['strategy']} with "
             f"{report['world_size']} process(es), {report['precision']}, {report['train/steps']:,} steps in {report['wall_s']:.0f} s"
         ),
-        plots="\n".join(curve(title, unit, names, metrics) for title, unit, names in PLOTS),
+        plots="\n".join(curve(title, unit, names, metrics) for title, unit, names in panels(task, report)),
         rows=rows,
         config=html.escape(OmegaConf.to_yaml(cfg, resolve=True)),
     )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.identity import evaluation_file, run_dir
-from lockstep.errors import UserError
+from lockstep.config.identity import evaluation_file, run_dir, title
+from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.world import World
 from lockstep.reporting.provenance import git_sha, peak_memory_bytes, versions
 from lockstep.training.micro_batches import batches
@@ -47,24 +47,28 @@ LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
 
 
 class Recorder:
-    """Makes the run directory and keeps its report true: running, then done, failed or interrupted.
+    """Keeps the run's directory and its report true: running, then done, failed or interrupted.
+
+    The directory is made by `begin`, when everything is built. A user's own class that fails before that leaves a
+    report and a log, but no config.yaml: the same command can be typed again.
 
     Raises:
         UserError: the directory belongs to another run.
     """
 
-    def __init__(self, cfg: DictConfig, world: World, data: "DataModule", trainer: "pl.Trainer") -> None:
-        self.trainer, self.data = trainer, data
+    def __init__(self, cfg: DictConfig, world: World) -> None:
         self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
         self.began_s = time.perf_counter()
         self.handlers: list[logging.Handler] = []
         self.before: dict[Path, str] = {}  # of a run that is resumed: put back when the resume is refused
         self.made = False
         self.was_validated = True
+        self.trainer: pl.Trainer | None = None
         self.report: dict[str, Any] = {
             "status": "running",
             "run": cfg.run,
-            "model": cfg.model.name,
+            "task": title(cfg.task),
+            "model": title(cfg.model),
             "strategy": cfg.strategy.name,
             "world_size": world.size,
             "accelerator": world.accelerator,
@@ -73,12 +77,9 @@ class Recorder:
             "precision": str(cfg.trainer.precision),
             **batches(cfg, world),
             "seed": cfg.seed,
-            "data/name": cfg.data.name,
-            "data/source": data.prepared.source,
-            "data/sha256": data.prepared.sha256,
-            "data/train": data.train_split.count,
-            "data/val": data.val_split.count,
-            "data/test": data.test_split.count,
+            "monitor": cfg.checkpoint.monitor,
+            "monitor_mode": cfg.checkpoint.mode,
+            "data/name": title(cfg.data),
             "resumed_from": cfg.resume,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "git_sha": git_sha(),
@@ -86,15 +87,25 @@ class Recorder:
         }
 
     def __enter__(self) -> "Recorder":
-        if self.rank == 0:
-            self.open()
         return self
 
+    def begin(self, trainer: "pl.Trainer", data: "DataModule", module: "pl.LightningModule") -> None:
+        self.trainer, self.data, self.module = trainer, data, module
+        self.report |= {
+            "unit": data.unit,
+            "data/source": data.dataset.source,
+            "data/sha256": data.dataset.fingerprint,
+            "data/train": data.train_split.count,
+            "data/val": data.val_split.count,
+            "data/test": data.test_split.count,
+        }
+        if self.rank == 0:
+            self.open()
+
     def open(self) -> None:
-        self.made = not self.dir.exists()
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
         config = self.dir / "config.yaml"
         kept = [config, self.dir / "report.json"]
+        self.make_folder()
         self.before = {path: path.read_text() for path in kept if path.is_file()}
         if self.cfg.resume and kept[1] in self.before:  # a run begins once, however often it is started
             self.report["started"] = json.loads(self.before[kept[1]])["started"]
@@ -112,6 +123,14 @@ class Recorder:
                 raise UserError(
                     f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
                 ) from None
+        self.open_logs()
+        write_json(self.dir / "report.json", self.report)
+
+    def make_folder(self) -> None:
+        self.made = not self.dir.exists()
+        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+    def open_logs(self) -> None:
         to_file, to_screen = logging.FileHandler(self.dir / "train.log"), logging.StreamHandler()
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         to_screen.setLevel(logging.WARNING)
@@ -122,43 +141,54 @@ class Recorder:
         for name in LOGGED:
             logging.getLogger(name).addHandler(to_file)
         logging.getLogger("lockstep").setLevel(logging.INFO)
-        write_json(self.dir / "report.json", self.report)
+
+    def close_logs(self) -> None:
+        for handler in self.handlers:
+            for name in LOGGED:
+                logging.getLogger(name).removeHandler(handler)
+            handler.close()
+        logging.captureWarnings(False)
 
     def add(self, **figures: Any) -> None:
         """Figures of an evaluation, for the report and for the loggers."""
+        assert self.trainer is not None
         self.report |= figures
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.trainer.global_step)
 
     def trained(self, checkpoint: str | None) -> None:
         """Figures of the training itself; every rank takes part."""
-        from lockstep.callbacks import Throughput
         from lockstep.reporting.flops import flops_per_s
         from lockstep.reporting.loggers import MetricsCsv
 
-        trainer = self.trainer
-        speed = Throughput.of(trainer)
-        rank_0s = speed["train/images_per_s"] if self.rank == 0 else None
+        trainer, monitor = self.trainer, self.cfg.checkpoint.monitor
+        assert trainer is not None
         self.report |= {
             "train/steps": trainer.global_step,
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
-            **speed,
-            "train/flops_per_s": flops_per_s(self.cfg, self.data.about, rank_0s),
+            **dict.fromkeys((f"train/{self.data.unit}_per_s", "train/data_wait_share", "train/first_step_s")),
+        }
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            self.report |= getattr(callback, "report_figures", dict)()
+        rate = self.report[f"train/{self.data.unit}_per_s"] if self.rank == 0 else None
+        model = OmegaConf.to_container(self.cfg.model, resolve=True)
+        self.report |= {
+            "train/flops_per_s": flops_per_s(self.module, model, self.data, rate),  # type: ignore[arg-type]
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
             **self.validated(),
         }
-        self.was_validated = trainer.strategy.broadcast("val/acc" in self.report)
+        self.was_validated = trainer.strategy.broadcast(monitor in self.report)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
                 logger.cut(trainer.global_step)  # the test row of a run that had ended before
 
     def validated(self) -> dict[str, float]:
         """The validation figures of the checkpoint that is tested: the best by `checkpoint.monitor`."""
-        rows = [row for row in read_metrics(self.dir / "metrics.csv") if "val/acc" in row] if self.rank == 0 else []
         monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
-        best = max(rows, key=lambda row: sign * row.get(monitor, 0.0), default={})
+        rows = [row for row in read_metrics(self.dir / "metrics.csv") if monitor in row] if self.rank == 0 else []
+        best = max(rows, key=lambda row: sign * row[monitor], default={})
         return {name: value for name, value in best.items() if name.startswith("val/") and name != "val/count"}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -167,18 +197,19 @@ class Recorder:
         self.report["wall_s"] = time.perf_counter() - self.began_s
         if error is not None:
             self.report["error"] = f"{type(error).__name__}: {error}"
-        if self.rank != 0 or not self.handlers:
+        if self.rank != 0 or (not self.handlers and (error is None or isinstance(error, UserError))):
             return
+        if not self.handlers:  # a class of the user's failed before the run began
+            self.make_folder()
+            self.open_logs()
         if error is not None:
-            logging.getLogger("lockstep").info("%s", self.report["error"])
+            # What is expected needs no traceback; of anything else, train.log has it all.
+            trace = None if isinstance(error, UserError | TrainingFailed) else error
+            logging.getLogger("lockstep").info("%s", self.report["error"], exc_info=trace)
         from lockstep.reporting.loggers import finish
 
-        finish(self.trainer.loggers, self.report["status"])
-        for handler in self.handlers:
-            for name in LOGGED:
-                logging.getLogger(name).removeHandler(handler)
-            handler.close()
-        logging.captureWarnings(False)
+        finish(self.trainer.loggers if self.trainer else [], self.report["status"])
+        self.close_logs()
         if isinstance(error, UserError):  # a mistake found late: leave everything as it was
             return self.undo()
         write_json(self.dir / "report.json", self.report)
@@ -203,12 +234,14 @@ class Recorder:
         from lockstep.reporting.loggers import wandb_sync_line
         from lockstep.reporting.page import write_html
 
-        write_html(self.dir, self.report, read_metrics(self.dir / "metrics.csv"), self.cfg)
         report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
+        task = getattr(self.module, "task", None)
+        headline = task.headline(report) if task is not None else plain_headline(report)
+        write_html(self.dir, report, read_metrics(self.dir / "metrics.csv"), self.cfg, headline, task)
         compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if self.cfg.compile else ""
         rows = [
-            ("test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} images"),
-            ("test loss", number(report["test/loss"])),
+            headline,
+            *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
             ("speed", speed(report)),
             ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
             ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
@@ -220,6 +253,12 @@ class Recorder:
         say(f"evaluate it: python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
         if sync:
             say(f"send it to W&B: {sync}")
+
+
+def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
+    """For a LightningModule that is not Lockstep's: its first test figure."""
+    found = next(((k, v) for k, v in report.items() if k.startswith("test")), ("test", "nothing was logged"))
+    return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 
 
 def mark_ended(folder: Path, error: BaseException) -> None:

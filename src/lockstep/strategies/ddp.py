@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lockstep.strategies.one_format import OneFormat
@@ -19,14 +20,15 @@ class ReplicatedStrategy(OneFormat, DDPStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        self.resumed = self.lightning_module.trainer.global_step > 0
+        known = getattr(self.lightning_module, "task", None) is not None  # another LightningModule's forward is its own
+        self.resumed = known and self.lightning_module.trainer.global_step > 0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self.resumed:
-            self.settle_buckets(batch[0])
+            self.settle_buckets(batch)
         self.resumed = False
 
-    def settle_buckets(self, image_BCHW: Tensor) -> None:
+    def settle_buckets(self, batch: Any) -> None:
         """Lets DDP arrange its buckets as they were when the run was interrupted.
 
         It does so after its first backward, in the order in which gradients came; the sums of three and more processes depend
@@ -37,12 +39,19 @@ class ReplicatedStrategy(OneFormat, DDPStrategy):
         buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
         gpus = [self.root_device] if self.root_device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), self.precision_plugin.train_step_context():
-            logits_BK = self.model(image_BCHW)
-        logits_BK.sum().backward()
+            output = self.model(batch)
+        total(output).backward()
         for name, buffer in self.lightning_module.named_buffers():
             buffer.copy_(buffers[name])
         for parameter in self.lightning_module.parameters():
             parameter.grad = None
+
+
+def total(output: Any) -> Tensor:
+    """The sum of all that a network returns, to go backward from."""
+    found: list[Tensor] = []
+    apply_to_collection(output, Tensor, lambda tensor: found.append(tensor.sum()) if tensor.requires_grad else None)
+    return torch.stack(found).sum()
 
 
 def communication_hook(name: str | None) -> dict[str, Any]:

@@ -23,17 +23,10 @@ from optuna.samplers import GridSampler
 from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from lockstep.errors import RunFailed, UserError
+from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.sweeps import study_files
 
-WAYS = {
-    "val/acc": "maximize",
-    "val/loss": "minimize",
-    "train/images_per_s": "maximize",
-    "peak_memory_bytes": "minimize",
-    "parameters": "minimize",
-    "wall_s": "minimize",
-}
+LESS_IS_BETTER = ("val/loss", "peak_memory_bytes", "parameters", "wall_s")
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
 TRIES = 5
 STORAGE = "LOCKSTEP_STORAGE"
@@ -43,13 +36,27 @@ OWNER = "sweep"  # the attribute of a trial that says which sweep began it
 def objectives_of(given: Any) -> list[str]:
     """Raises UserError for a figure that nothing should be chosen by."""
     names = [given] if isinstance(given, str) else list(given)
-    unknown = [name for name in names if name not in WAYS]
+    unknown = [n for n in names if not n.startswith("val/") and n not in LESS_IS_BETTER and not n.endswith("_per_s")]
     if unknown or not names:
         why = (
             " Choosing by the test set would make its figures worthless." if any("test/" in n for n in unknown) else ""
         )
-        raise UserError(f"hydra.sweeper.objective={given}: it takes one or several of {', '.join(WAYS)}.{why}")
+        raise UserError(
+            f"hydra.sweeper.objective={given}: it takes one or several figures of the validation (val/...), {', '.join(LESS_IS_BETTER)}, or a speed (train/..._per_s).{why}"
+        )
     return names
+
+
+def directions(objectives: list[str], monitor: str, mode: str) -> list[str]:
+    """Raises UserError for a figure of which it is not known which way is better."""
+    known = {monitor: mode, **dict.fromkeys(LESS_IS_BETTER, "min")}
+    known |= {name: "max" for name in objectives if name.endswith("_per_s")}
+    unknown = [name for name in objectives if name not in known]
+    raise_problems(
+        f"hydra.sweeper.objective={name}: which way is better is known of checkpoint.monitor={monitor} and of {', '.join(LESS_IS_BETTER)}. Type checkpoint.monitor={name} checkpoint.mode=max (or min)."
+        for name in unknown
+    )
+    return [{"min": "minimize", "max": "maximize"}[known[name]] for name in objectives]
 
 
 def storage_of(url: Any) -> Any:
@@ -64,7 +71,9 @@ def storage_of(url: Any) -> Any:
 class StudySweeper(OptunaSweeperImpl):
     """Runs what is missing of `n_trials`: first the trials of this sweep that were interrupted, with `resume=auto`, then new ones."""
 
-    def __init__(self, objective: Any, pruner: DictConfig | None, sampler: Any, **options: Any) -> None:
+    def __init__(
+        self, objective: Any, monitor: str, mode: str, pruner: DictConfig | None, sampler: Any, **options: Any
+    ) -> None:
         from hydra.utils import instantiate
 
         self.objectives = objectives_of(objective)
@@ -81,7 +90,7 @@ class StudySweeper(OptunaSweeperImpl):
         self.unfinished: set[int] = set()  # the system has ended them; they are for the next call
         super().__init__(
             sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
-            direction=[WAYS[name] for name in self.objectives],
+            direction=directions(self.objectives, monitor, mode),
             max_failure_rate=1.0,
             **options,
         )

@@ -3,6 +3,7 @@
 import csv
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from omegaconf import DictConfig
 from lockstep.reporting.recorder import write_json
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # what a job is given beside what was typed for it
-COLUMNS = ("status", "test/acc", "test/loss", "val/acc", "train/steps", "train/images_per_s", "wall_s")
+FIRST, LAST = ("status",), ("train/steps", "wall_s")
 
 
 def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
@@ -22,6 +23,14 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
     if cfg.run is None or str(cfg.run) == name:
         cfg.run = f"{name}/{hydra_cfg.job.num}"
     return cfg
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Status, the test figures, the monitored one, speed and time."""
+    tested = [key for row in rows for key in row if key.startswith("test/") and key != "test/count"]
+    monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
+    rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
+    return list(dict.fromkeys([*FIRST, *sorted(tested), *monitored, LAST[0], *rates, LAST[1]]))
 
 
 def typed(overrides: list[str]) -> list[str]:
@@ -51,9 +60,9 @@ class SweepTable(Callback):
         if not rows:
             return
         with (sweep_dir / "results.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["run", "overrides", *COLUMNS], extrasaction="ignore")
+            writer = csv.DictWriter(file, ["run", "overrides", *columns(rows)], extrasaction="ignore")
             writer.writeheader()
             writer.writerows(rows)
         from lockstep.reporting.console import sweep_table
 
-        sweep_table(rows, COLUMNS, sweep_dir / "results.csv")
+        sweep_table(rows, columns(rows), sweep_dir / "results.csv")

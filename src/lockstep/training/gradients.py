@@ -32,3 +32,10 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], scale.to(grads[0].dtype))
     return norm
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], factor.to(grads[0].dtype))

@@ -12,12 +12,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
-from torch.nn import functional as F
 
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import OutOfMemory
 from lockstep.training.micro_batches import accumulations
-from lockstep.training.module import Classification
+from lockstep.training.module import TaskModule
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> Iterator[None]:
+def explained(cfg: DictConfig, trainer: pl.Trainer, module: TaskModule, data: DataModule) -> Iterator[None]:
     """Raises OutOfMemory in place of what torch raises when memory runs out."""
     try:
         yield
@@ -49,10 +48,10 @@ def explained(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: 
             raise
         log.info("%s: %s", type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)  # they hold the activations
-        raise told(cfg, trainer, task, data) from None
+        raise explanation(cfg, trainer, module, data) from None
 
 
-def told(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> OutOfMemory:
+def explanation(cfg: DictConfig, trainer: pl.Trainer, module: TaskModule, data: DataModule) -> OutOfMemory:
     loop, world = trainer.fit_loop.epoch_loop, trainer.world_size
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
@@ -66,8 +65,8 @@ def told(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataM
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
     more = [k for k in accumulations(batch, world) if k > now]
     # A network whose processes talk in forward cannot be tried by one of them.
-    alone = cfg.strategy.name != "fsdp" and not (cfg.trainer.sync_batchnorm and world > 1)
-    found = next((k for k in more if not alone or fits(trainer, task, data, batch // (world * k))), None)
+    alone = not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
+    found = next((k for k in more if not alone or fits(trainer, module, data, batch // (world * k))), None)
     if found is None:
         return OutOfMemory(f"{said} {'No smaller one does' if more else 'There is no smaller one'}. {OTHERWISE}")
     of = batch // (world * found)
@@ -76,40 +75,37 @@ def told(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataM
     return OutOfMemory(f"{said} {which}: type {key}; the global batch stays {batch}.", found)
 
 
-def fits(trainer: pl.Trainer, task: Classification, data: DataModule, micro_batch: int) -> bool:
+def fits(trainer: pl.Trainer, module: TaskModule, data: DataModule, micro_batch: int) -> bool:
     """Whether this process alone can train in micro-batches of that size. The weights are of no use afterwards."""
     try:
-        free(trainer, task)
-        two_steps(trainer, task, data, micro_batch)
+        free(trainer, module)
+        two_steps(trainer, module, data, micro_batch)
     except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
         traceback.clear_frames(e.__traceback__)
         return False
     return True
 
 
-def free(trainer: pl.Trainer, task: Classification) -> None:
+def free(trainer: pl.Trainer, module: TaskModule) -> None:
     trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
-    task.zero_grad(set_to_none=True)
+    module.zero_grad(set_to_none=True)
     gc.collect()
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def two_steps(trainer: pl.Trainer, task: Classification, data: DataModule, micro_batch: int) -> None:
+def two_steps(trainer: pl.Trainer, module: TaskModule, data: DataModule, micro_batch: int) -> None:
     """The second one has gradients and the optimizer's state beside its activations, as all but the first of a run; and on a
     CPU the copy that a checkpoint is written from."""
     device = trainer.strategy.root_device
-    task.to(device).train()
-    shape = data.prepared.array("train_images").shape[1:]
-    pixels_BCHW = torch.zeros((micro_batch, *shape), dtype=torch.uint8, device=device)
-    labels_B = torch.zeros(micro_batch, dtype=torch.long, device=device)
-    optimizer = task.make_optimizer(task.parameters())
+    module.to(device).train()
+    optimizer = module.make_optimizer(module.parameters())
     copies: Any = None
     for _ in range(2):
-        image_BCHW, _ = data.on_after_batch_transfer((pixels_BCHW, labels_B, labels_B), 0)
+        batch = data.example(micro_batch, device)
         with trainer.precision_plugin.train_step_context():
-            loss = F.cross_entropy(task(image_BCHW), labels_B)
+            loss = module.task.loss(module(batch), batch).mean()
         loss.backward()
         optimizer.step()
         if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "queue", None):
-            copies = copies or copy.deepcopy((task.state_dict(), optimizer.state_dict()))
+            copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))

@@ -1,26 +1,28 @@
-"""The task: loss, metrics, optimizer. What runs on which device, and how replicas agree, is the strategy's."""
+"""The LightningModule of every task. What runs on which device, and how replicas agree, is the strategy's."""
 
-# B batch · C channel · H W pixel · K class
+# B batch
 
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
 
-from lockstep.training.gradients import clip_grad_norm
-from lockstep.training.metrics import Evaluation
+from lockstep.data.dataset import Batch
+from lockstep.tasks import Task
+from lockstep.training.gradients import clip_grad_norm, scale_gradients
+from lockstep.training.metrics import MeanLoss
 from lockstep.training.steps import completes_step, has_row
+from lockstep.training.trees import first_rows, float32
 
-Batch = tuple[Tensor, Tensor]  # image_BCHW, label_B
 
-
-class Classification(pl.LightningModule):
-    """Trains `net` to give the logits of the right class.
+class TaskModule(pl.LightningModule):
+    """Trains `net` on a task.
 
     `parallelize` gets the network once, before the optimizer is made, and returns what is called in its place.
     """
@@ -28,27 +30,23 @@ class Classification(pl.LightningModule):
     def __init__(
         self,
         net: nn.Module,
+        task: Task,
         *,
         optimizer: Callable[..., Optimizer],
         schedule: Callable[[Optimizer, float], LRScheduler],
-        parallelize: Callable[[nn.Module, pl.Trainer], Callable[[Tensor], Tensor]],
-        config: dict[str, Any],
+        parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]],
+        metrics: dict[str, Metric],
+        network_arguments: dict[str, Any],
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(config)  # plain values: into every checkpoint, and to the loggers
-        self.net = net
+        self.net, self.task, self.network_arguments = net, task, network_arguments
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
-        self.call_net: Callable[[Tensor], Tensor] | None = None
-        self.evaluation = Evaluation()
-        self.window_loss: Tensor | float = 0.0  # summed over the micro-batches since the last row of the log
-        self.window_count = 0
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Lightning notes each hook under this name, 46 times a step; nn.Module takes 2 us to see what it is.
-        if name == "_current_fx_name":
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
+        self.call_net: Callable[..., Any] | None = None
+        self.mean_loss, self.figures = MeanLoss(), nn.ModuleDict(metrics)
+        # Since the last row of the log: sums over micro-batches of the mean loss, and of the mean weight.
+        self.window_loss: Tensor | float = 0.0
+        self.window_weight: Tensor | float = 0.0
+        self.step_weight: Tensor | None = None  # of the global batch so far: the mean weight, summed over micro-batches
 
     def configure_model(self) -> None:
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
@@ -57,23 +55,40 @@ class Classification(pl.LightningModule):
             # A method is not registered as a child.
             self.call_net = call.__call__ if isinstance(call, nn.Module) else call
 
-    def forward(self, image_BCHW: Tensor) -> Tensor:
-        return self.call_net(image_BCHW) if self.call_net is not None else self.net(image_BCHW)
+    def forward(self, batch: Batch) -> Any:
+        net: Any = self.net if self.call_net is None else self.call_net
+        return self.task.outputs(net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        image_BCHW, label_B = batch
-        loss = F.cross_entropy(self(image_BCHW), label_B)
+        loss_B, weight_B = self.task.loss(self(batch), batch), self.task.weight(batch)
+        loss = loss_B.mean() if weight_B is None else (loss_B * weight_B).mean()
         self.window_loss += loss.detach()
-        self.window_count += 1
+        if weight_B is None:
+            self.window_weight += 1.0
+        else:
+            mean_weight = weight_B.float().mean()
+            self.window_weight += mean_weight
+            self.step_weight = mean_weight if self.step_weight is None else self.step_weight + mean_weight
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
             # The mean over the global batches since the last row; only here do the processes talk about it.
-            self.log("train/loss", self.window_loss / self.window_count, prog_bar=True, sync_dist=True)
-            self.window_loss, self.window_count = 0.0, 0
+            loss_sum, weight_sum = self.window()
+            self.log("train/loss", loss_sum / weight_sum, prog_bar=True)
+            self.window_loss = self.window_weight = 0.0
         return loss
+
+    def window(self) -> Tensor:
+        """Loss and weight since the last row, over all processes."""
+        both = torch.stack([torch.as_tensor(x, device=self.device) for x in (self.window_loss, self.window_weight)])
+        mean: Tensor = self.trainer.strategy.reduce(both, reduce_op="mean")
+        return mean
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
+        if self.step_weight is not None:  # gradients are of the mean of loss x weight; divided by the mean weight now
+            mean = self.trainer.strategy.reduce(self.step_weight.clone(), reduce_op="mean")
+            scale_gradients(self.parameters(), self.trainer.accumulate_grad_batches / mean)
+            self.step_weight = None
         if gradient_clip_val is None or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
@@ -81,24 +96,41 @@ class Classification(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log, on which the processes agree here: it may go on under other ones."""
-        if isinstance(self.window_loss, Tensor):
-            self.window_loss = self.trainer.strategy.reduce(self.window_loss, reduce_op="mean")
-        checkpoint["window"] = {"loss": float(self.window_loss), "count": self.window_count}
+        if self.window_weight:
+            self.window_loss, self.window_weight = self.window()
+        checkpoint["window"] = {"loss": float(self.window_loss), "weight": float(self.window_weight)}
+        checkpoint["network"] = self.network_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        then = checkpoint["hyper_parameters"]["trainer"]["accumulate_grad_batches"]
-        scale = self.trainer.accumulate_grad_batches / then  # the window counts micro-batches
+        then = checkpoint["config"]["trainer"]["accumulate_grad_batches"]
+        scale = self.trainer.accumulate_grad_batches / then  # the window sums over micro-batches
         self.window_loss = checkpoint["window"]["loss"] * scale
-        self.window_count = round(checkpoint["window"]["count"] * scale)
+        self.window_weight = checkpoint["window"]["weight"] * scale
 
     def evaluation_step(self, batch: Batch) -> None:
-        image_BCHW, label_B = batch
-        self.evaluation.update(self(image_BCHW), label_B)
+        """Figures of the real samples: those of a filler are dropped before the task sees them."""
+        output, count = self(batch), batch["count"]
+        if not count:
+            return
+        output, batch = float32(first_rows(output, count)), first_rows(batch, count)
+        self.mean_loss.update(self.task.loss(output, batch), self.task.weight(batch))
+        for metric in self.figures.values():
+            metric.update(*self.task.metric_inputs(output, batch))
 
     def log_evaluation(self, stage: str) -> None:
-        figures = self.evaluation.compute()
-        self.log_dict({f"{stage}/{name}": value for name, value in figures.items()}, prog_bar=False)
-        self.evaluation.reset()
+        found = self.mean_loss.compute()
+        for name, metric in self.figures.items():
+            found |= self.named(name, metric.compute())
+        self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
+        for metric in (self.mean_loss, *self.figures.values()):
+            metric.reset()
+
+    def named(self, name: str, value: Any) -> dict[str, Tensor]:
+        """A figure; of a metric with a value for each class, one figure a class."""
+        if isinstance(value, Tensor) and value.numel() > 1:
+            classes = self.task.about.get("classes", range(value.numel()))
+            return {f"{name}/{each}": part for each, part in zip(classes, value.flatten(), strict=True)}
+        return {name: value.float() if isinstance(value, Tensor) else torch.tensor(float(value))}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.evaluation_step(batch)

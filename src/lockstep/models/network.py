@@ -1,0 +1,23 @@
+"""The network of a config, for the data and the task at hand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lockstep.config.instantiate import accepted, create
+
+WEIGHTS = {"pretrained": False, "checkpoint_path": None}  # keys that fetch weights to start from, and their off values
+
+
+def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weights: bool = True) -> nn.Module:
+    """The network of a `model` node. It gets those of the `offered` arguments that its signature names.
+
+    Without weights, those that the node starts from are not fetched: a checkpoint has all.
+
+    Raises:
+        UserError: a key is unknown, missing or of a wrong type.
+    """
+    skipped = {} if with_weights else {key: value for key, value in WEIGHTS.items() if key in model}
+    net: nn.Module = create({**model, **skipped}, "model", **accepted(model["_target_"], offered))
+    return net

@@ -1,0 +1,85 @@
+"""What a network is trained to do: loss and figures. A task knows nothing of ranks, devices, strategies or checkpoints."""
+
+# B batch
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lockstep.errors import UserError
+
+
+class Task(nn.Module):
+    """Subclass it in a file of your own: override `loss`, and what else differs.
+
+    The engine sets `about`, what the data says of itself, before it calls anything; it weighs `loss` over the true global
+    batch, and shows a task real samples only. Buffers move to the device; register them with persistent=False, so that
+    checkpoints hold the network alone.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
+    about: Mapping[str, Any]
+
+    def bind(self, about: Mapping[str, Any]) -> None:
+        """Raises UserError: the data does not say what the task needs."""
+        missing = [name for name in self.needs if not about.get(name)]
+        if missing:
+            raise UserError(
+                f"task={type(self).__name__} needs data that says its {', '.join(missing)}; this data says {', '.join(k for k in about if about[k]) or 'nothing'}. "
+                "Choose another task or data, or add it to the `about` of your data set."
+            )
+        self.about = about
+
+    def network_arguments(self) -> dict[str, Any]:
+        """What a network may ask for by naming the argument, such as `num_classes`."""
+        return {}
+
+    def outputs(self, net: nn.Module, batch: Mapping[str, Any]) -> Any:
+        """What the network makes of a batch."""
+        return net(batch["input"])
+
+    def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
+        """loss_B: one number per sample."""
+        raise NotImplementedError
+
+    def weight(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """weight_B of the samples in the mean of a global batch; None: all weigh the same."""
+        return None
+
+    def metrics(self) -> dict[str, Metric]:
+        """Figures of an evaluation by name, beside `loss` and `count`."""
+        return {}
+
+    def metric_arguments(self) -> dict[str, Any]:
+        """What a metric in the config may ask for by naming the argument, such as `num_classes`."""
+        return {}
+
+    def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a metric's `update`."""
+        return output, batch["target"]
+
+    def predictions(self, output: Any) -> dict[str, Sequence[Any] | Tensor]:
+        """Columns of a table of predictions, a row per sample."""
+        return {"output": output}
+
+    def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
+        """The figure that people read first, and its value."""
+        name = str(report["monitor"]).replace("val/", "test/", 1)
+        return name.replace("/", " "), f"{report[name]:.4f} of {report['test/count']:,} {report['unit']}"
+
+    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Curves of the report: title, unit, columns of metrics.csv."""
+        curves: list[tuple[str, str, tuple[str, ...]]] = [("Loss", "loss", ("train/loss", "val/loss"))]
+        return [*curves, *((name, name, (f"val/{name}",)) for name in self.metrics())]
+
+
+def per_sample(loss: Tensor) -> Tensor:
+    """loss_B: the mean of each sample's elements."""
+    return loss if loss.dim() == 1 else loss.flatten(1).mean(1)
+
+
+def class_weight(given: Sequence[float] | None) -> Tensor | None:
+    return None if given is None else torch.tensor(given, dtype=torch.float32)
