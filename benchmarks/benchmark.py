@@ -29,7 +29,8 @@ from benchmark_table import FP32, Contenders, Figures, accuracy_problems, table,
 from benchmark_turns import REST, Contender
 
 from lockstep.config.compose import compose_config
-from lockstep.data.prepare import prepare, val_count
+from lockstep.config.instantiate import create_data
+from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.cli import reported
 from lockstep.machine.world import cores, gpu_count
@@ -104,10 +105,11 @@ def planned(args: argparse.Namespace) -> Plan:
         *([f"data.root={args.data_root}"] if args.data_root else []),
     ]  # fmt: skip
     cfg = compose_config("train", overrides)
-    prepared = prepare(cfg.data)  # once, and with its words here, not in each contender
+    prepared = create_data(cfg)
+    prepared.prepare()  # once, and with its words here, not in each contender
     if prepared.source == "embedded":
         overrides.append("data.source=embedded")
-    images = prepared.train - val_count(prepared.train, cfg.data.val_fraction)
+    images = len(prepared.train) - val_count(len(prepared.train), cfg.data.val_fraction)
     epochs = math.ceil((1 + rounds) * segment / (images // batch))
     accuracy = args.recipe == "basic_net" and not args.quick if args.accuracy is None else args.accuracy
     return Plan(device, batch, segment, rounds, [*overrides, f"trainer.max_epochs={epochs}"], images, epochs, accuracy)

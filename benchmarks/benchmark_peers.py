@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision import transforms
 
 from lockstep.config.compose import compose_config
-from lockstep.data.prepare import prepare, val_count
-from lockstep.data.sampler import Split
+from lockstep.config.instantiate import create_data
+from lockstep.data.sampler import Split, val_count
 
 MNIST = ((0.1307,), (0.3081,))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -74,12 +74,12 @@ class Work:
         torch.manual_seed(0)
         cfg = compose_config("train", overrides)
         self.epochs, self.batch, self.lr = int(cfg.trainer.max_epochs), int(cfg.data.batch_size), float(cfg.optim.lr)
-        prepared = prepare(cfg.data)
-        val = val_count(prepared.train, cfg.data.val_fraction)
-        split = Split(prepared.train, val, prepared.train - val)
-        train = split.indices(np.arange(split.count))
-        part = {name: np.asarray(prepared.array(name)) for name in ("test_images", "test_labels")}
-        mnist = cfg.data.name == "mnist"
+        data = create_data(cfg)
+        data.prepare()
+        total = len(data.train)
+        val = val_count(total, cfg.data.val_fraction)
+        train = data.train[Split(total, val, total - val).indices(np.arange(total - val))]
+        mnist = data.name == "mnist"
         transform = transforms.Compose(
             [
                 *([] if mnist else [transforms.Resize((cfg.data.image_size, cfg.data.image_size))]),
@@ -87,10 +87,8 @@ class Work:
                 transforms.Normalize(*(MNIST if mnist else IMAGENET)),
             ]
         )
-        self.train = Images(
-            prepared.array("train_images")[train], np.asarray(prepared.array("train_labels"))[train], transform
-        )
-        self.test = Images(part["test_images"], part["test_labels"], transform)
+        self.train = Images(train["input"], train["target"], transform)
+        self.test = Images(data.test.arrays["input"], data.test.arrays["target"], transform)
         self.net: nn.Module = BasicNet() if mnist else timm_net(cfg.model.name)
         self.loss: Callable[[Tensor, Tensor], Tensor] = F.nll_loss if mnist else F.cross_entropy
 

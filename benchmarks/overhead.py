@@ -32,7 +32,8 @@ from lockstep.launch.cli import start
 from lockstep.machine.world import World
 from lockstep.reporting import console
 from lockstep.reporting.provenance import versions
-from lockstep.training.module import Classification
+from lockstep.tasks import Classification
+from lockstep.training.module import TaskModule
 
 WARM = 50  # steps before the clock starts
 BATCH = torch.zeros(64, 1, 28, 28), torch.zeros(64, dtype=torch.long)
@@ -98,12 +99,15 @@ def lockstep(steps: int, *more: str) -> float:
         run_dir(cfg).mkdir(parents=True)
         data = build.data(cfg)
         parallelize = partial(strategies.parallelize, sync_batchnorm=False, channels_last=False, compile=False)
-        parts = {"optimizer": create(cfg.optim), "schedule": create(cfg.schedule)}
+        parts = {"optimizer": build.optimizer(cfg), "schedule": create(cfg.schedule, "schedule")}
         trainer = build.trainer(cfg, world, data)
         trainer.callbacks.append(clock)  # type: ignore[attr-defined]
-        build.fit(
-            cfg, trainer, Classification(one_layer(), parallelize=parallelize, config=build.plain(cfg), **parts), data
+        task = Classification()
+        task.bind(data.about)
+        module = TaskModule(
+            one_layer(), task, parallelize=parallelize, metrics=task.metrics(), network_arguments={}, **parts
         )
+        build.fit(cfg, trainer, module, data)
 
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
         console.out.file = sys.stdout

@@ -7,14 +7,14 @@ from lockstep import build
 from lockstep.config.identity import run_dir
 from lockstep.data.datamodule import DataModule
 from lockstep.machine.world import World
-from lockstep.training.module import Classification
+from lockstep.training.module import TaskModule
 
 
-def ready(cfg: DictConfig, world: World) -> tuple[DataModule, Classification, pl.Trainer]:
+def ready(cfg: DictConfig, world: World) -> tuple[DataModule, TaskModule, pl.Trainer]:
     """Data, task and trainer of a run, with its directory."""
     run_dir(cfg).mkdir(parents=True, exist_ok=True)
     build.quiet(world)
     build.process(cfg, world)
     build.seed(cfg)
-    data = build.data(cfg)
-    return data, build.task(cfg, data), build.trainer(cfg, world, data)
+    data = build.data(build.with_numbers(cfg))
+    return data, build.module(cfg, data), build.trainer(cfg, world, data)

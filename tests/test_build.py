@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import write_cifar10
+from lockstep.data.prepare import prepare
 
 import lockstep
 from lockstep import CONFIGS, build
@@ -11,7 +12,6 @@ from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.config.instantiate import network
 from lockstep.data import files
-from lockstep.data.prepare import prepare
 from lockstep.machine.world import World, world_of
 
 SMALL = [

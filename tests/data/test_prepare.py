@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import write_cifar10, write_idx, write_mnist
+from lockstep.data.prepare import FORMATS, NAMES, Prepared, default_cache, prepare, val_count
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import CONFIGS
 from lockstep.data import files
-from lockstep.data.prepare import FORMATS, NAMES, Prepared, default_cache, prepare, val_count
 from lockstep.errors import UserError
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -83,9 +83,10 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         mine = ", ".join(pattern.removesuffix(".*") for pattern in TRUSTED)
         raise UserError(f"{key}._target_={path} may not be named by a config; packages that may: {mine}.")
     try:
-        return locate(path)
+        found: Callable[..., Any] = locate(path)
     except LookupError as e:
         raise UserError(f"{key}._target_={path} is not there: {e}.") from None
+    return found
 
 
 def locate(path: str) -> Any:
@@ -190,4 +191,4 @@ def has_target(value: Any) -> bool:
 def hints(target: str) -> dict[str, Any]:
     """Annotations as types, also where they are written as texts."""
     found: Any = locate(target)
-    return typing.get_type_hints(found.__init__ if isinstance(found, type) else found)
+    return typing.get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]

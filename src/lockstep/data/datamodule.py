@@ -9,15 +9,10 @@ import torch
 
 from lockstep.data.dataset import Arrays, Batch, DataSet
 from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch, samples_of
-from lockstep.data.sampler import EvalBatches, Split, TrainBatches
+from lockstep.data.sampler import EvalBatches, Split, TrainBatches, val_count
 from lockstep.errors import UserError
 
 ON_DEVICE_SHARE = 0.1  # of a GPU's free memory, which a data set may take without being asked
-
-
-def val_count(train: int, fraction: float) -> int:
-    """How many of `train` samples are kept for validation: at least one."""
-    return max(1, round(train * fraction))
 
 
 class DataModule(pl.LightningDataModule):

@@ -70,6 +70,11 @@ class Split:
         return permute(places, self.total, SPLIT_SEED, 0) if self.shuffled else places
 
 
+def val_count(train: int, fraction: float) -> int:
+    """How many of `train` samples are kept for validation: at least one."""
+    return max(1, round(train * fraction))
+
+
 class TrainBatches:
     """Micro-batches of one rank; those of all ranks and accumulation steps together are the global batches.
 

@@ -153,7 +153,7 @@ def found_data(cfg: DictConfig) -> "DataSet":
     """Prepares the data, once for all processes, and says loudly when it is not the whole set."""
     from lockstep.config.instantiate import create_data
 
-    found = create_data(cfg)
+    found: DataSet = create_data(cfg)
     found.prepare()
     if found.notice and rank_of() == 0:
         print(f"WARNING: {found.notice}", file=sys.stderr)

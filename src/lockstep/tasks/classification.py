@@ -18,18 +18,18 @@ class Classification(Task):
     """logits_BK and target_B. `class_weights`: a factor of each class's loss."""
 
     needs = ("classes",)
-    class_weight_K: Tensor | None
+    class_weights_K: Tensor | None
 
     def __init__(self, *, label_smoothing: float = 0.0, class_weights: Sequence[float] | None = None) -> None:
         super().__init__()
         self.label_smoothing = label_smoothing
-        self.register_buffer("class_weight_K", class_weight(class_weights), persistent=False)
+        self.register_buffer("class_weights_K", class_weight(class_weights), persistent=False)
 
     def bind(self, about: Mapping[str, Any]) -> None:
         super().bind(about)
-        if self.class_weight_K is not None and len(self.class_weight_K) != len(about["classes"]):
+        if self.class_weights_K is not None and len(self.class_weights_K) != len(about["classes"]):
             raise UserError(
-                f"task.class_weights has {len(self.class_weight_K)} numbers; the data has {len(about['classes'])} classes. Give one for each."
+                f"task.class_weights has {len(self.class_weights_K)} numbers; the data has {len(about['classes'])} classes. Give one for each."
             )
 
     def network_arguments(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Classification(Task):
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         return F.cross_entropy(
-            output, batch["target"], self.class_weight_K, reduction="none", label_smoothing=self.label_smoothing
+            output, batch["target"], self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
         )
 
     def metrics(self) -> dict[str, Metric]:

@@ -39,7 +39,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(cfg: DictConfig, trainer: pl.Trainer, module: TaskModule, data: DataModule) -> Iterator[None]:
+def explained(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> Iterator[None]:
     """Raises OutOfMemory in place of what torch raises when memory runs out."""
     try:
         yield
@@ -51,7 +51,7 @@ def explained(cfg: DictConfig, trainer: pl.Trainer, module: TaskModule, data: Da
         raise explanation(cfg, trainer, module, data) from None
 
 
-def explanation(cfg: DictConfig, trainer: pl.Trainer, module: TaskModule, data: DataModule) -> OutOfMemory:
+def explanation(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> OutOfMemory:
     loop, world = trainer.fit_loop.epoch_loop, trainer.world_size
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
@@ -65,7 +65,8 @@ def explanation(cfg: DictConfig, trainer: pl.Trainer, module: TaskModule, data: 
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
     more = [k for k in accumulations(batch, world) if k > now]
     # A network whose processes talk in forward cannot be tried by one of them.
-    alone = not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
+    known = isinstance(module, TaskModule)
+    alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
     found = next((k for k in more if not alone or fits(trainer, module, data, batch // (world * k))), None)
     if found is None:
         return OutOfMemory(f"{said} {'No smaller one does' if more else 'There is no smaller one'}. {OTHERWISE}")
@@ -75,7 +76,7 @@ def explanation(cfg: DictConfig, trainer: pl.Trainer, module: TaskModule, data: 
     return OutOfMemory(f"{said} {which}: type {key}; the global batch stays {batch}.", found)
 
 
-def fits(trainer: pl.Trainer, module: TaskModule, data: DataModule, micro_batch: int) -> bool:
+def fits(trainer: pl.Trainer, module: Any, data: DataModule, micro_batch: int) -> bool:
     """Whether this process alone can train in micro-batches of that size. The weights are of no use afterwards."""
     try:
         free(trainer, module)

@@ -2,7 +2,7 @@
 
 # B batch
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,7 +42,8 @@ class TaskModule(pl.LightningModule):
         self.net, self.task, self.network_arguments = net, task, network_arguments
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.call_net: Callable[..., Any] | None = None
-        self.mean_loss, self.figures = MeanLoss(), nn.ModuleDict(metrics)
+        self.mean_loss = MeanLoss()
+        self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         # Since the last row of the log: sums over micro-batches of the mean loss, and of the mean weight.
         self.window_loss: Tensor | float = 0.0
         self.window_weight: Tensor | float = 0.0
