@@ -31,7 +31,7 @@ from benchmark_turns import REST, Contender
 from lockstep.config.compose import compose_config
 from lockstep.data.prepare import prepare, val_count
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.launch.cli import reported
+from lockstep.launch.exits import exit_code
 from lockstep.machine.world import cores, gpu_count
 from lockstep.reporting.provenance import versions
 
@@ -221,4 +221,4 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(reported(lambda: main(arguments())))
+    sys.exit(exit_code(lambda: main(arguments())))

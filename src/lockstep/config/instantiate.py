@@ -1,14 +1,14 @@
 """Objects from the nodes of a config: what may be made is listed, so that a config or a checkpoint cannot run any code."""
 
-from functools import partial
 from typing import Any
 
 from hydra.utils import instantiate
 from torch import nn
 
+from lockstep.config import project
 from lockstep.errors import UserError
 
-# What configs may name, and what those may return. A fork adds its own package.
+# What configs may name, and what those may return; beside it, the packages of the project (config/project.py).
 TRUSTED = [
     "lockstep.*",
     "torch.nn.*",
@@ -19,7 +19,11 @@ TRUSTED = [
     "optuna.pruners.*",
 ]
 
-create = partial(instantiate, _execution_whitelist_=TRUSTED, _convert_="all")
+
+def create(node: Any, **arguments: Any) -> Any:
+    """The object that a node describes."""
+    project.make_importable()
+    return instantiate(node, _execution_whitelist_=[*TRUSTED, *project.trusted()], _convert_="all", **arguments)
 
 
 def network(model: dict[str, Any], about: dict[str, Any], *, with_weights: bool = True) -> nn.Module:
