@@ -9,7 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lockstep.reporting.recorder import write_json
+from lockstep.machine.files import write_json
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # what a job is given beside what was typed for it
 COLUMNS = ("status", "test/acc", "test/loss", "val/acc", "train/steps", "train/images_per_s", "wall_s")
