@@ -195,7 +195,7 @@ def test_what_is_not_there_cannot_be_continued(overrides, told, tmp_path, monkey
     cfg = compose_config("train", overrides)
     assert isinstance(cfg, DictConfig)
     with pytest.raises(UserError, match=told):
-        cli.recall.for_training(cfg, overrides)
+        cli.resuming.for_training(cfg, overrides)
     assert list(Path.cwd().iterdir()) == []
 
 

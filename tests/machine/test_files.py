@@ -11,6 +11,10 @@ import pytest
 from lockstep.machine import files
 
 
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("old")
@@ -18,7 +22,7 @@ def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
         part.write_text("half of")
         assert path.read_text() == "old"
     assert path.read_text() == "half of"
-    assert os.listdir(tmp_path) == ["report.json"]
+    assert names(tmp_path) == ["report.json"]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -28,7 +32,7 @@ def test_an_error_keeps_the_old_file_and_leaves_no_part(shared, tmp_path):
     with pytest.raises(KeyboardInterrupt), files.replacing(path, shared=shared) as part:
         part.write_text("half of")
         raise KeyboardInterrupt
-    assert (os.listdir(tmp_path), path.read_text()) == (["report.json"], "old")
+    assert (names(tmp_path), path.read_text()) == (["report.json"], "old")
 
 
 def test_a_kill_keeps_the_old_file_and_the_next_write_leaves_no_part(tmp_path):
@@ -42,7 +46,7 @@ def test_a_kill_keeps_the_old_file_and_the_next_write_leaves_no_part(tmp_path):
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
     assert path.read_text() == "old"
     files.write_text(path, "new")
-    assert (os.listdir(tmp_path), path.read_text()) == (["report.json"], "new")
+    assert (names(tmp_path), path.read_text()) == (["report.json"], "new")
 
 
 def test_processes_that_write_at_once_have_parts_of_their_own(tmp_path):
@@ -50,7 +54,7 @@ def test_processes_that_write_at_once_have_parts_of_their_own(tmp_path):
     with files.replacing(path, shared=True) as one, files.replacing(path, shared=True) as other:
         one.write_bytes(b"one")
         other.write_bytes(b"other")
-    assert (os.listdir(tmp_path), path.read_bytes()) == (["data"], b"one")
+    assert (names(tmp_path), path.read_bytes()) == (["data"], b"one")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
