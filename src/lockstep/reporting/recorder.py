@@ -89,6 +89,7 @@ class Recorder:
             "data/train": data.train_split.count,
             "data/val": data.val_split.count,
             "data/test": data.test_split.count,
+            **{f"data/{name}": value for name, value in data.dataset.facts.items()},
         }
         if self.rank == 0:
             self.open()
