@@ -152,9 +152,11 @@ def call(name: str, overrides: list[str]) -> dict[str, Any]:
 def found_data(cfg: DictConfig) -> "DataSet":
     """Prepares the data, once for all processes, and says loudly when it is not the whole set."""
     from lockstep.config.instantiate import create_data
+    from lockstep.data.sampler import splits
 
     found: DataSet = create_data(cfg)
     found.prepare()
+    splits(found, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train")})
     if found.notice and rank_of() == 0:
         print(f"WARNING: {found.notice}", file=sys.stderr)
     return found
