@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from conftest import write_cifar10, write_mnist
 from shipped_data import prepared, raw
+
 from lockstep.data import Cifar10, Mnist, cifar10, mnist
 from lockstep.data.cache import Parts
 from lockstep.data.published import Published
