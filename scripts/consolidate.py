@@ -10,7 +10,7 @@ from pathlib import Path
 from lockstep.checkpoints import shards
 from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.errors import UserError
-from lockstep.launch.cli import reported
+from lockstep.launch.exits import exit_code
 
 
 def consolidate(folder: Path, file: Path) -> Path:
@@ -35,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(reported(main))
+    sys.exit(exit_code(main))

@@ -9,11 +9,11 @@ import yaml
 from omegaconf import DictConfig
 
 from lockstep import CONFIGS
+from lockstep.checkpoints import resuming
 from lockstep.config.checks import OWNED, check
-from lockstep.config.compose import compose_config, explain, tried_alone
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
 from lockstep.config.schema import KEYS
 from lockstep.errors import UserError
-from lockstep.launch import cli
 from lockstep.machine import world
 
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
@@ -28,7 +28,7 @@ def problems(*overrides: str) -> list[str]:
     """What a user is told about a command line."""
     try:
         return check(compose_config("train", list(overrides)))
-    except cli.CONFIG_ERRORS as e:
+    except CONFIG_ERRORS as e:
         return explain(e, "train", list(overrides))
 
 
@@ -195,7 +195,7 @@ def test_what_is_not_there_cannot_be_continued(overrides, told, tmp_path, monkey
     cfg = compose_config("train", overrides)
     assert isinstance(cfg, DictConfig)
     with pytest.raises(UserError, match=told):
-        cli.recall.for_training(cfg, overrides)
+        resuming.for_training(cfg, overrides)
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -19,7 +19,7 @@ import lockstep
 from lockstep.checkpoints import finding
 from lockstep.errors import UserError
 from lockstep.export.folder import export
-from lockstep.launch.cli import reported
+from lockstep.launch.exits import exit_code
 
 # Nothing of this may be imported by those who only use a model.
 BLOCKED = """
@@ -152,7 +152,7 @@ def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeyp
 def run_main(monkeypatch, capsys, module, *args: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, args)])
     returned: list[int | None] = []
-    code = reported(lambda: returned.append(module.main()))
+    code = exit_code(lambda: returned.append(module.main()))
     code = code if code else returned[0] or 0
     out, err = capsys.readouterr()
     return code, out, err

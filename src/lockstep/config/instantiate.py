@@ -14,11 +14,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from lockstep.config import project
 from lockstep.config.checks import nearest, shown
 from lockstep.config.schema import KEYS
 from lockstep.errors import UserError, raise_problems
 
-# What configs may name, and what those may return. A project adds its own packages: see config/project.py.
+# What configs may name, and what those may return; beside it, the packages of the project (config/project.py).
 TRUSTED = (
     "lockstep.*",
     "torch.nn.*",
@@ -47,7 +48,7 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     named = parameters(plain["_target_"])
     kept = {k: v for k, v in plain.items() if k in SPECIAL or k not in ENGINE or (named is not None and k in named)}
     try:
-        return instantiate(kept, **given, _execution_whitelist_=list(TRUSTED), _convert_="all")
+        return instantiate(kept, **given, _execution_whitelist_=list(trusted()), _convert_="all")
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
 
@@ -70,6 +71,11 @@ def create_data(cfg: DictConfig) -> Any:
     return create({key: value for key, value in to_plain(cfg.data).items() if key not in ENGINE_DATA}, "data")
 
 
+def trusted() -> tuple[str, ...]:
+    project.make_importable()
+    return (*TRUSTED, *project.trusted())
+
+
 def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(node, DictConfig):
         content: Any = OmegaConf.to_container(node, resolve=True)
@@ -79,9 +85,12 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """What a `_target_` names. Raises UserError that says what may be named, or what is not there."""
-    if not any(path.startswith(pattern.removesuffix("*")) for pattern in TRUSTED):
-        mine = ", ".join(pattern.removesuffix(".*") for pattern in TRUSTED)
-        raise UserError(f"{key}._target_={path} may not be named by a config; packages that may: {mine}.")
+    if not any(path.startswith(pattern.removesuffix("*")) for pattern in trusted()):
+        allowed = ", ".join(pattern.removesuffix(".*") for pattern in trusted())
+        raise UserError(
+            f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
+            "Packages below src/ of your project are among them; list others in [tool.lockstep] packages of its pyproject.toml."
+        )
     try:
         found: Callable[..., Any] = locate(path)
     except LookupError as e:
