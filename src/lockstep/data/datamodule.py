@@ -9,7 +9,7 @@ import torch
 
 from lockstep.data.dataset import Arrays, Batch, DataSet
 from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch, samples_of
-from lockstep.data.sampler import EvalBatches, Split, TrainBatches, val_count
+from lockstep.data.sampler import EvalBatches, Split, TrainBatches, splits
 from lockstep.errors import UserError
 
 ON_DEVICE_SHARE = 0.1  # of a GPU's free memory, which a data set may take without being asked
@@ -39,16 +39,10 @@ class DataModule(pl.LightningDataModule):
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
         self.place = Place(lambda: 0)
-        total = len(dataset.train)
-        val = 0 if dataset.val is not None else val_count(total, val_fraction)
-        self.train_split = Split(total, val, min(total - val, limit_train or total))
+        self.train_split, self.val_split, self.test_split = splits(
+            dataset, batch_size=batch_size, val_fraction=val_fraction, limit_train=limit_train
+        )
         self.val_part = "train" if dataset.val is None else "val"
-        self.val_split = Split(total, 0, val) if dataset.val is None else whole(len(dataset.val))
-        self.test_split = whole(len(dataset.test))
-        if batch_size > self.train_split.count:
-            raise UserError(
-                f"data.batch_size={batch_size} is more than the {self.train_split.count} training {self.unit} ({dataset.source}). Type data.batch_size={self.train_split.count} or less."
-            )
 
     @property
     def device(self) -> torch.device:
@@ -155,7 +149,3 @@ class DataModule(pl.LightningDataModule):
                 f"({self.dataset.source}, sha256 {here[:12]}). Type data.root=<the folder of then>, "
                 "or init_from=<checkpoint> to start a new run from its weights."
             )
-
-
-def whole(count: int) -> Split:
-    return Split(count, 0, count, shuffled=False)

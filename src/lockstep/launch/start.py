@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 def prepare_data(cfg: DictConfig) -> "DataSet":
     """Prepares the data, once for all processes, and says loudly when it is not the whole set."""
     from lockstep.config.instantiate import create_data
+    from lockstep.data.sampler import splits
 
     data: DataSet = create_data(cfg)
     data.prepare()
+    splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train")})
     if data.notice and rank_of() == 0:
         print(f"WARNING: {data.notice}", file=sys.stderr)
     return data
