@@ -9,7 +9,8 @@ import yaml
 from omegaconf import DictConfig
 
 from lockstep import CONFIGS
-from lockstep.config.checks import OWNED, check
+from lockstep.checkpoints import resuming
+from lockstep.config.checks import OWNED, check, component_problems
 from lockstep.config.compose import compose_config, explain, tried_alone
 from lockstep.config.schema import KEYS
 from lockstep.errors import UserError
@@ -27,7 +28,8 @@ def options(group: str) -> list[str]:
 def problems(*overrides: str) -> list[str]:
     """What a user is told about a command line."""
     try:
-        return check(compose_config("train", list(overrides)))
+        cfg = compose_config("train", list(overrides))
+        return [*check(cfg), *component_problems(cfg)]
     except cli.CONFIG_ERRORS as e:
         return explain(e, "train", list(overrides))
 
@@ -195,7 +197,7 @@ def test_what_is_not_there_cannot_be_continued(overrides, told, tmp_path, monkey
     cfg = compose_config("train", overrides)
     assert isinstance(cfg, DictConfig)
     with pytest.raises(UserError, match=told):
-        cli.recall.for_training(cfg, overrides)
+        resuming.for_training(cfg, overrides)
     assert list(Path.cwd().iterdir()) == []
 
 
