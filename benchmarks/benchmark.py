@@ -32,7 +32,7 @@ from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.launch.cli import reported
+from lockstep.launch.exits import exit_code
 from lockstep.machine.world import cores, gpu_count
 from lockstep.reporting.provenance import versions
 
@@ -223,4 +223,4 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(reported(lambda: main(arguments())))
+    sys.exit(exit_code(lambda: main(arguments())))

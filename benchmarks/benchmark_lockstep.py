@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep import build
 from lockstep.config.compose import compose_config
 from lockstep.data.datamodule import DataModule
-from lockstep.launch.cli import start
+from lockstep.launch import jobs
+from lockstep.launch.start import start
 from lockstep.machine.world import World
 from lockstep.training.steps import completes_step
 
@@ -100,7 +101,7 @@ def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound]
         build.fit(cfg, trainer, task, data)
         turns.finish(build.evaluate(cfg, world, data, task)["test/acc"])
 
-    start(job, "train", compose_config("train", overrides), overrides)
+    start(jobs.Job("train", jobs.script("train"), job), compose_config("train", overrides), overrides)
 
 
 def lockstep(turns: Turns, overrides: list[str]) -> None:

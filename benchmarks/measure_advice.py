@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 
 import lockstep
 from lockstep.config.compose import compose_config
-from lockstep.launch.cli import start
+from lockstep.launch import jobs
+from lockstep.launch.start import start
 from lockstep.machine.world import World
 from lockstep.reporting.provenance import versions
 
@@ -61,7 +62,7 @@ def fit_alone(overrides: list[str]) -> dict[str, float]:
         found["images/s"] = images / timer.time_elapsed("train")
         found["accuracy"] = build.evaluate(cfg, world, data, task)["test/acc"]
 
-    start(timed, "train", compose_config("train", overrides), overrides)
+    start(jobs.Job("train", jobs.script("train"), timed), compose_config("train", overrides), overrides)
     return found
 
 

@@ -28,7 +28,9 @@ from lockstep import build, strategies
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import create
-from lockstep.launch.cli import start
+from lockstep.launch import jobs
+from lockstep.launch.start import start
+from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting import console
 from lockstep.reporting.provenance import versions
@@ -115,7 +117,7 @@ def lockstep(steps: int, *more: str) -> float:
             "data.source=embedded", f"runs_dir={folder}", "trainer.precision=32-true", f"trainer.max_steps={WARM + steps + 1}",
             "trainer.accelerator=cpu", "trainer.limit_val_batches=0", *more,
         ]  # fmt: skip
-        start(job, "train", compose_config("train", overrides), overrides)
+        start(jobs.Job("train", jobs.script("train"), job), compose_config("train", overrides), overrides)
     return clock.per_step_s
 
 
@@ -149,6 +151,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the page there as well")
     args = parser.parse_args()
     world = World("cpu", 1, 1, "single")
+    process.own()
     build.quiet(world)
     build.process(compose_config("train", []), world)
     torch.set_num_threads(1)

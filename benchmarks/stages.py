@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 from lockstep import build
 from lockstep.config.identity import run_dir
 from lockstep.data.datamodule import DataModule
+from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.training.module import TaskModule
 
@@ -13,6 +14,7 @@ from lockstep.training.module import TaskModule
 def ready(cfg: DictConfig, world: World) -> tuple[DataModule, TaskModule, pl.Trainer]:
     """Data, task and trainer of a run, with its directory."""
     run_dir(cfg).mkdir(parents=True, exist_ok=True)
+    process.own()
     build.quiet(world)
     build.process(cfg, world)
     build.seed(cfg)

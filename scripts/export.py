@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
 from lockstep.export.folder import export
-from lockstep.launch.cli import reported
+from lockstep.launch.exits import exit_code
 
 
 def main() -> None:
@@ -25,4 +25,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(reported(main))
+    sys.exit(exit_code(main))

@@ -8,7 +8,7 @@ python scripts/runs.py failed [<sweep>] [--stale-min 30]
 the key fulfils no condition and is sorted last. `show` tells what of a config is not a default, as overrides.
 
 `failed` prints, ready for sh, what runs each of those again that failed, were interrupted, or neither ended nor wrote anything
-for --stale-min minutes: a run that SIGKILL ended says `running` for ever. As launch/recall.py has it,
+for --stale-min minutes: a run that SIGKILL ended says `running` for ever. As checkpoints/resuming.py has it,
 - with a whole checkpoint, `run=<name> resume=auto` goes on with the run's own config, and nothing else need be typed;
 - without one, resume=auto begins anew with what is typed: the job's overrides, where its sweep left them in the report, or
   else what in config.yaml is not a default;
@@ -25,7 +25,6 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,14 +37,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import CONFIGS
 from lockstep.checkpoints.finding import checkpoints, run_folders
 from lockstep.checkpoints.resuming import load_config
 from lockstep.config.checks import nearest, plain, shown
-from lockstep.config.compose import compose_config, key_of
+from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
+from lockstep.config.keys import dotted
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.errors import UserError, raise_problems
-from lockstep.launch.cli import reported
+from lockstep.launch.exits import exit_code
 from lockstep.reporting.console import number, out
 
 COLUMNS = {
@@ -191,27 +190,30 @@ def typed(value: Any) -> str:
     return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
-def leaves(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a list is a value."""
-    for key, value in tree.items():
-        yield from leaves(value, f"{place}{key}.") if isinstance(value, dict) else ((f"{place}{key}", value),)
+def options_of(group: str, own: dict[str, Any]) -> dict[str, int]:
+    """The options of a group with the same class and name as a config's own: how many of their keys it has not."""
+    found: dict[str, int] = {}
+    for name in options(group):
+        option = dotted(plain(load_config(config_file(f"{group}/{name}"))), group)
+        if all(v in (own.get(k), "???") for k, v in option.items() if k.endswith(("._target_", ".name"))):
+            found[name] = len(option.keys() - own.keys())
+    return found
 
 
 def as_overrides(config: DictConfig) -> list[str]:
     """What to type for a run with this config: options of groups, then keys. A key that it lacks is newer than the run."""
-    own, chosen = dict(leaves(plain(config))), []
-    defaults = [entry for entry in plain(load_config(CONFIGS / "train.yaml").defaults) if isinstance(entry, dict)]
-    for group, default in ((g, o) for entry in defaults for g, o in entry.items() if g in config):
-        strange: dict[str, int] = {}  # options with the same class and name: how many of their keys the run has not
-        for path in sorted((CONFIGS / group).glob("*.yaml")):
-            option = dict(leaves(plain(load_config(path)), f"{group}."))
-            if all(v in (own.get(k), "???") for k, v in option.items() if k.endswith(("._target_", ".name"))):
-                strange[path.stem] = len(option.keys() - own.keys())
-        choice = list(strange) if isinstance(default, list) else min(strange, key=strange.__getitem__, default=default)
+    own, defaults, chosen = dotted(plain(config)), default_options("train"), []
+    usual = dotted(plain(compose_config("train", [])))
+    for group in filter(is_group, map(str, config)):
+        found = options_of(group, own)
+        if group in defaults:
+            default, choice = defaults[group], min(found, key=found.__getitem__, default=defaults[group])
+        else:  # it takes several
+            default, choice = list(options_of(group, usual)), list(found)
         chosen += [f"{group}={typed(choice)}"] if choice != default else []
     composed = compose_config("train", chosen)
     OmegaConf.resolve(composed)
-    base = dict(leaves(plain(composed)))
+    base = dotted(plain(composed))
     changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key))]
     return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
 
@@ -280,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(reported(main))
+    sys.exit(exit_code(main))

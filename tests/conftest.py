@@ -21,8 +21,15 @@ from lockstep.launch import local
 
 # A shell's background jobs ignore it, and so would what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# One thread for each process, before torch is imported: pytest runs a worker a core, and threads that wait spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker a core for all tests; some files run in this process, which imports torch once."""
+    return len(os.sched_getaffinity(0)) if config.args == config.getini("testpaths") else 0
 
 
 def digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

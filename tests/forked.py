@@ -28,7 +28,7 @@ def work(script: str, config: dict, world: World, environment: dict[str, str]) -
     os.environ.pop(local.JOB)
     import torch
 
-    from lockstep.launch.cli import reported
+    from lockstep.launch.exits import exit_code
 
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if world.rank:
@@ -38,7 +38,7 @@ def work(script: str, config: dict, world: World, environment: dict[str, str]) -
     spec = util.spec_from_file_location("job", script)
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    code = reported(lambda: module.JOB(OmegaConf.create(config), world), world.rank)
+    code = exit_code(lambda: module.JOB(OmegaConf.create(config), world), world.rank)
     sys.stdout.flush()
     os._exit(code)  # as fast as it goes: nothing is left to say
 

@@ -8,8 +8,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-ROOT = Path(__file__).resolve().parents[2]  # the checkout: train.py, eval.py and configs/ live beside src/
-CONFIGS = ROOT / "configs"
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parents[1]  # the checkout: train.py, eval.py and configs/ live beside src/
+WHEEL = (PACKAGE / "configs").is_dir()  # a wheel has them inside
+CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
+JOBS = PACKAGE / "jobs" if WHEEL else ROOT  # train.py and eval.py
 
 
 def train(overrides: list[str] | None = None) -> dict[str, Any]:
@@ -20,14 +23,14 @@ def train(overrides: list[str] | None = None) -> dict[str, Any]:
         RunFailed: a process of the run failed.
         TrainingFailed: it went wrong in a known way: OutOfMemory, a loss that is no number.
     """
-    from lockstep.launch.cli import call
+    from lockstep.launch.call import call
 
     return call("train", overrides or [])
 
 
 def evaluate(overrides: list[str]) -> dict[str, Any]:
     """Runs `python eval.py <overrides>` from Python and returns the figures. Raises as `train` does."""
-    from lockstep.launch.cli import call
+    from lockstep.launch.call import call
 
     return call("eval", overrides)
 
@@ -42,5 +45,7 @@ def load_model(what: str | Path) -> "nn.Module":
     """
     from lockstep.checkpoints.content import load_network
     from lockstep.checkpoints.finding import tested_checkpoint
+    from lockstep.machine import process
 
-    return load_network(tested_checkpoint(str(what), "load_model"))
+    with process.restored():
+        return load_network(tested_checkpoint(str(what), "load_model"))

@@ -74,9 +74,10 @@ def with_numbers(cfg: DictConfig) -> DictConfig:
         return cfg
     dataset = locate(cfg.data._target_)
     of_network = getattr(locate(cfg.model._target_), "normalisation", lambda _: None)(cfg.model.get("name"))
-    if of_network and len(of_network[0]) != len(dataset.mean):  # pretrained on colours, used on grey
+    own = dataset.normalisation(to_plain(cfg.data))
+    if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colours, used on grey
         of_network = None
-    numbers = dict(zip(("mean", "std"), of_network or (dataset.mean, dataset.std), strict=True))
+    numbers = dict(zip(("mean", "std"), of_network or own, strict=True))
     for key in wanted:
         cfg.data[key] = list(numbers[key])
     return cfg

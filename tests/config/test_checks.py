@@ -11,10 +11,9 @@ from omegaconf import DictConfig
 from lockstep import CONFIGS
 from lockstep.checkpoints import resuming
 from lockstep.config.checks import OWNED, check, component_problems
-from lockstep.config.compose import compose_config, explain, tried_alone
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
 from lockstep.config.schema import KEYS
 from lockstep.errors import UserError
-from lockstep.launch import cli
 from lockstep.machine import world
 
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
@@ -30,7 +29,7 @@ def problems(*overrides: str) -> list[str]:
     try:
         cfg = compose_config("train", list(overrides))
         return [*check(cfg), *component_problems(cfg)]
-    except cli.CONFIG_ERRORS as e:
+    except CONFIG_ERRORS as e:
         return explain(e, "train", list(overrides))
 
 

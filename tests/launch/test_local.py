@@ -22,7 +22,7 @@ WORKER = """
 import json, os, sys, time
 from pathlib import Path
 from lockstep.errors import OutOfMemory
-from lockstep.launch.local import received_job, told
+from lockstep.launch.local import received_job, report_out_of_memory
 cfg, world = received_job()
 local_rank = os.environ["LOCAL_RANK"]
 folder = Path(__file__).parent
@@ -34,7 +34,7 @@ if (folder / f"fail{local_rank}").exists():
 def out_of_memory():
     raise OutOfMemory("it does not fit", json.loads((folder / f"memory{local_rank}").read_text()))
 if (folder / f"memory{local_rank}").exists():
-    told(out_of_memory)
+    report_out_of_memory(out_of_memory)
 if (folder / f"killed{local_rank}").exists():
     (folder / "vmstat").write_text((folder / f"killed{local_rank}").read_text())
     os.kill(os.getpid(), 9)
@@ -130,7 +130,7 @@ def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_pa
     ("code", "output", "expected"), [(0, "/dev/full", 1), (2, "/dev/full", 2), (0, "&-", 0), (3, "&-", 3)]
 )
 def test_the_exit_code_is_kept_unless_words_are_lost(code, output, expected):
-    python = f"from lockstep.launch import cli; print('a word'); cli.leave({code})"
+    python = f"from lockstep.launch import exits; print('a word'); exits.exit_process({code})"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = ["sh", "-c", f'exec "{sys.executable}" -c "$0" >{output}', python]
     assert subprocess.run(command, env=buffered).returncode == expected

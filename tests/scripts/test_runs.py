@@ -23,7 +23,7 @@ from lockstep import ROOT
 from lockstep.checkpoints import resuming, shards
 from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
-from lockstep.launch.cli import reported
+from lockstep.launch.exits import exit_code
 from lockstep.sweeps import table
 
 ledger = importlib.import_module("runs")  # an import statement is sorted by whether there is a folder runs/
@@ -75,13 +75,13 @@ def runs(tmp_path, monkeypatch) -> Path:
     written(root / "sweep" / "1", 3600)
     written(root / "half", 1200)
     write(root / "here", report("running", 180))
-    (root / "here" / "report.part").write_text("{")
+    (root / "here" / "report.json.part").write_text("{")
     (root / "here" / "wandb" / "run-1" / "files").mkdir(parents=True)
     (root / "here" / "wandb" / "run-1" / "files" / "config.yaml").write_text("wandb_version: 1")
     (root / "exported").mkdir()
     (root / "exported" / "config.yaml").write_text(config_yaml("several"))
     (root / "begun.part").mkdir()
-    (root / "begun.part" / "report.part").write_text("{")
+    (root / "begun.part" / "report.json.part").write_text("{")
     return root
 
 
@@ -91,7 +91,7 @@ def call(monkeypatch, capsys):
 
     def run(*args: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["runs.py", *args])
-        code = reported(ledger.main)
+        code = exit_code(ledger.main)
         return code, *capsys.readouterr()
 
     return run
@@ -194,7 +194,7 @@ def test_what_was_asked_for_is_shown_with_its_digits(runs, call):
 @pytest.mark.parametrize("content", ["", "null", "[1]", '{"status": "done"', "\x00\x01", "{}"])
 def test_a_damaged_report_hides_no_run(runs, call, content):
     (runs / "several" / "report.json").write_text(content)
-    (runs / "several" / "report.part").write_text("{")
+    (runs / "several" / "report.json.part").write_text("{")
     rows = {row["run"]: row["status"] for row in json.loads(call("--format", "json")[1])}
     assert rows["several"] == "damaged"
     assert len(rows) == 6
@@ -286,7 +286,7 @@ def commands(call, *args: str) -> dict[str, list[str]]:
 
 
 def started(overrides: list[str]) -> DictConfig:
-    """The config with which train.py would begin: what launch/recall.py makes of the command."""
+    """The config with which train.py would begin: what checkpoints/resuming.py makes of the command."""
     cfg = resuming.for_training(compose_config("train", overrides), overrides)
     OmegaConf.resolve(cfg)
     return cfg
@@ -365,7 +365,7 @@ def test_the_overrides_of_a_report_are_preferred(runs, call):
 
 
 def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
-    """launch/recall.py refuses resume=<other> in a folder that is taken."""
+    """checkpoints/resuming.py refuses resume=<other> in a folder that is taken."""
     checkpoint(runs / "old")
     other = "runs/old/checkpoints/last.ckpt"
     typed = ["optim.lr=1e-2", "trainer.max_epochs=9", "init_from=what/old/began/from.ckpt"]

@@ -11,7 +11,7 @@ from lockstep.errors import UserError
 from lockstep.sweeps import study, study_files
 
 
-def composed_best(tmp_path, monkeypatch, fixed: dict, params: dict, distributions: dict):
+def composed_best(tmp_path, fixed: dict, params: dict, distributions: dict):
     """The config of `--config-dir <folder> experiment=best` for a study whose best trial had these values."""
     found = optuna.create_study(direction="maximize", study_name="s")
     for value, attrs in ((0.9, fixed), (0.1, {})):
@@ -20,24 +20,23 @@ def composed_best(tmp_path, monkeypatch, fixed: dict, params: dict, distribution
         )
         found.add_trial(trial)
     study_files.write(found, ["val/acc"], tmp_path)
-    monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(tmp_path), "experiment=best"])
-    return compose.compose_config("train", ["experiment=best"])
+    where = compose.search_path(["train.py", "--config-dir", str(tmp_path), "experiment=best"])
+    return compose.compose_config("train", [*where, "experiment=best"])
 
 
-def test_the_best_config_has_groups_and_values_of_the_trial(tmp_path, monkeypatch):
+def test_the_best_config_has_groups_and_values_of_the_trial(tmp_path):
     cfg = composed_best(
-        tmp_path, monkeypatch, {"callbacks": "[default,ema]", "trainer.max_epochs": "3"}, {"optim": "sgd", "optim.lr": 0.02},
+        tmp_path, {"callbacks": "[default,ema]", "trainer.max_epochs": "3"}, {"optim": "sgd", "optim.lr": 0.02},
         {"optim": CategoricalDistribution(["adamw", "sgd"]), "optim.lr": FloatDistribution(0.01, 0.1)},
     )  # fmt: skip
     assert cfg.optim == compose.compose_config("train", ["optim=sgd", "optim.lr=0.02"]).optim
     assert (cfg.trainer.max_epochs, "ema" in cfg.callbacks) == (3, True)
 
 
-def test_the_best_config_of_a_search_within_a_recipe_is_that_recipe_s(tmp_path, monkeypatch):
+def test_the_best_config_of_a_search_within_a_recipe_is_that_recipe_s(tmp_path):
     cfg = composed_best(
-        tmp_path, monkeypatch, {"experiment": "cifar10_resnet50d", "seed": "5"}, {"optim.lr": 0.02}, {"optim.lr": FloatDistribution(0.01, 0.1)}
+        tmp_path, {"experiment": "cifar10_resnet50d", "seed": "5"}, {"optim.lr": 0.02}, {"optim.lr": FloatDistribution(0.01, 0.1)}
     )  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["train.py"])
     expected = compose.compose_config("train", ["experiment=cifar10_resnet50d", "optim.lr=0.02", "seed=5"])
     assert OmegaConf.to_container(cfg) == OmegaConf.to_container(expected)
     assert cfg.model.name == "resnet50d"

@@ -23,7 +23,8 @@ class SlotsLauncher(Launcher):
         self.jobs = jobs
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.script, self.config = hydra_context, task_function.__name__, config
+        self.hydra_context, self.config = hydra_context, config
+        self.script: Path = getattr(task_function, "script")  # noqa: B009  # launch/cli.py has put it there
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises UserError where the machine has not enough GPUs; KeyboardInterrupt when the system ends it."""

@@ -1,9 +1,11 @@
 """Composing a config, and telling everything that is wrong with a command line at once."""
 
 import re
-import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -15,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check, nearest
 from lockstep.config.identity import sweep_name
+from lockstep.config.project import config_folders
 
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
@@ -24,21 +27,37 @@ OmegaConf.register_resolver("lockstep.sweep", sweep_name, replace=True)
 OmegaConf.register_resolver("lockstep.tasks", lambda devices: devices if isinstance(devices, int) else 1, replace=True)
 
 
-def searched(argv: list[str]) -> list[str]:
+def search_path(argv: Sequence[str]) -> list[str]:
     """Hydra's option --config-dir as an override, for composing without its command line."""
     folders = [b for a, b in pairwise(argv) if a in ("--config-dir", "-cd")]
     folders += [arg.partition("=")[2] for arg in argv if arg.startswith(("--config-dir=", "-cd="))]
-    return (
-        [f"hydra.searchpath=[{','.join(f'file://{Path(folder).resolve()}' for folder in folders)}]"] if folders else []
-    )
+    path = ",".join(f"file://{Path(folder).resolve()}" for folder in folders)
+    return [f"hydra.searchpath=[{path}]"] if folders else []
 
 
-def compose_config(config_name: str, overrides: list[str]) -> DictConfig:
-    """The config of `python <config_name>.py <overrides>`. Raises what Hydra and OmegaConf raise."""
+@contextmanager
+def hydra_of_our_own() -> Iterator[None]:
+    """Hydra with our configs; whoever has initialized Hydra in this process finds theirs again."""
+    theirs = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONFIGS)):
-        cfg: DictConfig = compose(config_name, [*overrides, *searched(sys.argv)])
+    try:
+        with initialize_config_dir(str(CONFIGS)):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = theirs
+
+
+def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """The config of `python <config_name>.py <overrides>`. Raises what Hydra and OmegaConf raise."""
+    with hydra_of_our_own():
+        cfg: DictConfig = compose(config_name, list(overrides))
         return cfg
+
+
+def default_options(config_name: str) -> dict[str, Any]:
+    """The option that a command takes of each group where nothing is typed; without the groups that take several."""
+    with hydra_of_our_own():
+        return dict(compose(config_name, [], return_hydra_config=True).hydra.runtime.choices)
 
 
 def key_of(override: str) -> str:
@@ -46,11 +65,17 @@ def key_of(override: str) -> str:
 
 
 def is_group(override: str) -> bool:
-    return (CONFIGS / key_of(override)).is_dir()
+    return any((folder / key_of(override)).is_dir() for folder in config_folders())
 
 
-def options(group: str) -> str:
-    return ", ".join(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+def options(group: str) -> list[str]:
+    return sorted({path.stem for folder in config_folders() for path in (folder / group).glob("*.yaml")})
+
+
+def config_file(name: str) -> Path:
+    """The file that Hydra finds for a config, as `data/mnist`."""
+    files = [folder / f"{name}.yaml" for folder in config_folders()]
+    return next((file for file in files if file.is_file()), files[-1])
 
 
 def message(error: BaseException, override: str) -> str:
@@ -64,7 +89,9 @@ def message(error: BaseException, override: str) -> str:
         return f"{key} is not a key of this project; {meant}python train.py --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
     if absent and is_group(f"{absent.group(1)}="):
-        return f"{override}: {absent.group(1)} has no {absent.group(2)}; use one of {options(absent.group(1))}{nearest(absent.group(2), options(absent.group(1)).split(', '))}."
+        group, option = absent.groups()
+        known = options(group)
+        return f"{override}: {group} has no {option}; use one of {', '.join(known)}{nearest(option, known)}."
     return f"{override}: {' '.join(str(error).split())}"
 
 
@@ -79,8 +106,8 @@ def variants(override: str) -> list[str]:
     return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
-def tried_alone(config_name: str, overrides: list[str]) -> tuple[list[str], list[str]]:
-    """What Hydra says against each override by itself, on top of the groups that compose; and the overrides it takes."""
+def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """What Hydra says against each override by itself, on top of `always` and the groups that compose; and those it takes."""
     problems: list[str] = []
     groups: list[str] = []
     values: list[str] = []
@@ -92,7 +119,7 @@ def tried_alone(config_name: str, overrides: list[str]) -> tuple[list[str], list
             continue
         for override in tried:
             try:
-                compose_config(config_name, [*groups, override])
+                compose_config(config_name, [*always, *groups, override])
             except CONFIG_ERRORS as e:
                 problems.append(message(e, override))
             else:
@@ -100,11 +127,11 @@ def tried_alone(config_name: str, overrides: list[str]) -> tuple[list[str], list
     return problems, [*groups, *values]
 
 
-def explain(error: BaseException, config_name: str, overrides: list[str]) -> list[str]:
+def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
     """All that is wrong with a command line on which Hydra gave up with `error`."""
-    problems, good = tried_alone(config_name, overrides)
+    problems, good = tried_alone(config_name, overrides, always)
     try:
-        composed = compose_config(config_name, good)
+        composed = compose_config(config_name, [*always, *good])
         problems += check(composed) if config_name == "train" else []  # eval's is merged with the run's own first
     except CONFIG_ERRORS as e:
         error = e

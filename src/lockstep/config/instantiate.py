@@ -14,11 +14,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from lockstep.config import project
 from lockstep.config.checks import nearest, shown
 from lockstep.config.schema import KEYS
 from lockstep.errors import UserError, raise_problems
 
-# What configs may name, and what those may return. A project adds its own packages: see config/project.py.
+# What configs may name, and what those may return; beside it, the packages of the project (config/project.py).
 TRUSTED = (
     "lockstep.*",
     "torch.nn.*",
@@ -47,12 +48,12 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     named = parameters(plain["_target_"])
     kept = {k: v for k, v in plain.items() if k in SPECIAL or k not in ENGINE or (named is not None and k in named)}
     try:
-        return instantiate(kept, **given, _execution_whitelist_=list(TRUSTED), _convert_="all")
+        return instantiate(kept, **given, _execution_whitelist_=list(trusted()), _convert_="all")
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
 
 
-# Keys of a `data` node that the engine reads; the class gets the others.
+# Keys of a `data` node that the engine reads; the class gets the others, and those of them that it names.
 ENGINE_DATA = (
     "batch_size",
     "eval_batch_size",
@@ -67,7 +68,15 @@ ENGINE_DATA = (
 
 def create_data(cfg: DictConfig) -> Any:
     """The data set of a config, without its batches."""
-    return create({key: value for key, value in to_plain(cfg.data).items() if key not in ENGINE_DATA}, "data")
+    node = to_plain(cfg.data)
+    target_of(str(node.get("_target_")), "data")
+    named = parameters(node["_target_"]) or {}
+    return create({key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}, "data")
+
+
+def trusted() -> tuple[str, ...]:
+    project.make_importable()
+    return (*TRUSTED, *project.trusted())
 
 
 def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,9 +88,12 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """What a `_target_` names. Raises UserError that says what may be named, or what is not there."""
-    if not any(path.startswith(pattern.removesuffix("*")) for pattern in TRUSTED):
-        mine = ", ".join(pattern.removesuffix(".*") for pattern in TRUSTED)
-        raise UserError(f"{key}._target_={path} may not be named by a config; packages that may: {mine}.")
+    if not any(path.startswith(pattern.removesuffix("*")) for pattern in trusted()):
+        allowed = ", ".join(pattern.removesuffix(".*") for pattern in trusted())
+        raise UserError(
+            f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
+            "Packages below src/ of your project are among them; list others in [tool.lockstep] packages of its pyproject.toml."
+        )
     try:
         found: Callable[..., Any] = locate(path)
     except LookupError as e:

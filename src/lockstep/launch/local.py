@@ -21,14 +21,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.config import project
 from lockstep.config.identity import run_dir
 from lockstep.errors import OutOfMemory, RunFailed
 from lockstep.launch.out_of_memory import kernel_kills, killed
 from lockstep.machine import signals
+from lockstep.machine.files import write_text
 from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
-WORDS = "LOCKSTEP_WORDS"  # the file for what a process has to tell its parent
+MESSAGE = "LOCKSTEP_MESSAGE"  # the file in which a process tells its parent why it cannot go on
 LAST_WORDS_S = 2.0  # after one has failed, for the others to fail by themselves: rank 0 may be writing the report
 SAVING_S = (
     60.0  # the same after a warning, for rank 0 may be finishing W&B's run, and while a checkpoint is being written
@@ -42,8 +44,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def count(world: World) -> int:
-    """Processes of this node."""
+def processes_per_node(world: World) -> int:
     return world.size // world.nodes
 
 
@@ -53,11 +54,14 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
         "world": {**asdict(world), "rank": world.rank + local_rank},
     }
     # As many threads as cores would slow each other down. A process that is alone has as many as one that was typed.
-    several = {"OMP_NUM_THREADS": str(max(1, cores() // count(world)))} if count(world) > 1 else {}
+    several = (
+        {"OMP_NUM_THREADS": str(max(1, cores() // processes_per_node(world)))} if processes_per_node(world) > 1 else {}
+    )
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
     return {
         **several,
         **os.environ,
+        **project.environment(),
         **here,
         "RANK": str(world.rank + local_rank),
         "LOCAL_RANK": str(local_rank),
@@ -82,16 +86,14 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
-def told(call: Callable[[], None]) -> None:
+def report_out_of_memory(call: Callable[[], None]) -> None:
     """Runs `call`. When memory runs out, the parent is told, and ends all: would this process end by itself, the others
     would fail as well, each with a traceback about a connection that is gone."""
-    path = Path(os.environ.pop(WORDS))
+    path = Path(os.environ.pop(MESSAGE))
     try:
         call()
     except OutOfMemory as e:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(e.args))
-        part.rename(path)
+        write_text(path, json.dumps(e.args))
         time.sleep(GRACE_S)
         raise
 
@@ -104,7 +106,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         OutOfMemory: memory ran out in one of them.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        words = [Path(folder) / str(local_rank) for local_rank in range(count(world))]
+        words = [Path(folder) / str(local_rank) for local_rank in range(processes_per_node(world))]
         kills = kernel_kills()
         code = run_and_wait(script, cfg, world, words)
         said = [OutOfMemory(*json.loads(path.read_text())) for path in words if path.exists()]
@@ -121,7 +123,7 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, words: Sequence[Pa
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=environment(cfg, world, local_rank, port) | {WORDS: str(path)},
+            env=environment(cfg, world, local_rank, port) | {MESSAGE: str(path)},
             stdin=subprocess.PIPE,
             stdout=None if world.rank + local_rank == 0 else subprocess.DEVNULL,
         )
@@ -130,12 +132,12 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, words: Sequence[Pa
     try:
         return wait(processes, words, run_dir(cfg) / "checkpoints")
     except KeyboardInterrupt:
-        end(processes, signal.SIGINT)
+        stop(processes, signal.SIGINT)
         raise
     finally:
         for process in processes:  # one has failed: the others wait for it, and a SIGTERM only asks them to save
             process.kill()
-        end(processes, signal.SIGTERM)
+        stop(processes, signal.SIGTERM)
 
 
 def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), checkpoints: Path | None = None) -> int:
@@ -147,7 +149,7 @@ def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), c
     first, deadline, told = 0, float("inf"), 0
     while True:
         for warning in signals.received[told:]:
-            tell(processes, warning)
+            send_signal(processes, warning)
             told += 1
         codes = [process.poll() for process in processes]
         waiting = sum(path.exists() for path in words)
@@ -161,14 +163,14 @@ def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), c
         time.sleep(0.05)
 
 
-def tell(processes: list[subprocess.Popen[bytes]], what: signal.Signals) -> None:
+def send_signal(processes: list[subprocess.Popen[bytes]], what: signal.Signals) -> None:
     for process in processes:
         if process.poll() is None:
             process.send_signal(what)
 
 
-def end(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
-    tell(processes, how)
+def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
+    send_signal(processes, how)
     deadline = time.monotonic() + GRACE_S
     for process in processes:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lockstep import ROOT
+from lockstep.config import project
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
@@ -61,7 +61,7 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> int:
+def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> int:
     """Runs `script` for one job and waits; returns its exit code. A process that was killed leaves a report as well."""
     job = json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})
     place = environment.get("CUDA_VISIBLE_DEVICES")
@@ -71,8 +71,8 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     with output(cfg).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / f"{script}.py")],
-            env={**outside, **environment, CONFIG: job},
+            [sys.executable, str(script)],
+            env={**outside, **environment, **project.environment(), CONFIG: job},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -94,7 +94,7 @@ def run_job(script: str, cfg: DictConfig, overrides: list[str], environment: dic
 
 def end_all() -> None:
     """As Ctrl-C does, which reached only the parent: the jobs are not in its process group."""
-    local.end(list(running), signal.SIGINT)
+    local.stop(list(running), signal.SIGINT)
 
 
 def result(cfg: DictConfig) -> dict[str, Any]:

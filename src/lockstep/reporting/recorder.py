@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import evaluation_file, run_dir, title
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
 from lockstep.reporting.provenance import git_sha, peak_memory_bytes, versions
 from lockstep.training.micro_batches import batches
@@ -23,16 +24,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lockstep.data.datamodule import DataModule
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in content.items()
-    }
-    part.write_text(json.dumps(finite, indent=1) + "\n")
-    part.replace(path)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -98,6 +89,7 @@ class Recorder:
             "data/train": data.train_split.count,
             "data/val": data.val_split.count,
             "data/test": data.test_split.count,
+            **{f"data/{name}": value for name, value in data.dataset.facts.items()},
         }
         if self.rank == 0:
             self.open()
@@ -112,9 +104,7 @@ class Recorder:
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
         if self.cfg.resume:
-            part = config.with_suffix(".part")
-            part.write_text(text)
-            part.replace(config)  # a kill in between must not lose the one that was there
+            write_text(config, text)
         else:
             try:
                 with config.open("x") as file:
@@ -224,7 +214,7 @@ class Recorder:
         for name in ("config.yaml", "report.json"):
             path = self.dir / name
             if path in self.before:
-                path.write_text(self.before[path])
+                write_text(path, self.before[path])
             else:
                 path.unlink(missing_ok=True)
 

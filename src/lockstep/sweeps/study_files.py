@@ -10,8 +10,8 @@ import optuna
 from omegaconf import DictConfig, OmegaConf
 from optuna.trial import FrozenTrial, TrialState
 
-from lockstep import CONFIGS
 from lockstep.checkpoints.resuming import RECIPES
+from lockstep.config.compose import config_file, is_group
 
 HEADER = """# @package _global_
 # The best of {count} trials of the study {study}: {values}.
@@ -60,12 +60,12 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     groups: dict[str, Any] = {}
     for recipe_group in RECIPES:  # there can be one experiment only, so the one that was searched in is written out
         if chosen.get(recipe_group):
-            of = OmegaConf.load(CONFIGS / recipe_group / f"{chosen.pop(recipe_group)}.yaml")
+            of = OmegaConf.load(config_file(f"{recipe_group}/{chosen.pop(recipe_group)}"))
             assert isinstance(of, DictConfig)
             for override in of.pop("defaults", []):
                 groups |= {str(key).removeprefix("override /"): value for key, value in override.items()}
             body.merge_with(of)
-    groups |= {key: chosen.pop(key) for key in list(chosen) if (CONFIGS / key).is_dir()}
+    groups |= {key: chosen.pop(key) for key in list(chosen) if is_group(key)}
     for key, value in chosen.items():
         OmegaConf.update(body, key.lstrip("+"), value)
     defaults = {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}

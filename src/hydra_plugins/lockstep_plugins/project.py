@@ -1,0 +1,16 @@
+"""Hydra finds a project's own configs before Lockstep's."""
+
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+from lockstep import CONFIGS
+from lockstep.config.project import config_folders
+
+
+class ProjectSearchPath(SearchPathPlugin):
+    """Leaves programs alone that use Hydra without Lockstep: their `main` folder is another."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if any(element.provider == "main" and element.path == str(CONFIGS) for element in search_path.get_path()):
+            for folder in config_folders()[:-1]:
+                search_path.prepend("project", f"file://{folder}", SearchPathQuery(provider="main", path=None))

@@ -1,0 +1,116 @@
+"""The project that a command belongs to: its folder, its configs, and the packages that its configs may name.
+
+A project is a folder whose pyproject.toml has a table [tool.lockstep]. Free of torch and of Hydra.
+"""
+
+import importlib.util
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep import CONFIGS
+from lockstep.errors import UserError
+
+VARIABLE = "LOCKSTEP_PROJECT"  # the root, for the processes that a command starts; empty: there is no project
+
+
+@dataclass(frozen=True)
+class Project:
+    """The default is no project: Lockstep alone."""
+
+    root: Path | None = None
+    installed: tuple[str, ...] = ()  # `packages` of the table: those that do not lie in src/
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What configs may name beside Lockstep's own list."""
+        return (*(path.name for path in self.sources()), *self.installed)
+
+    def sources(self) -> Iterator[Path]:
+        """The packages in src/, with or without an __init__.py."""
+        folder = self.root / "src" if self.root else None
+        for path in sorted(folder.iterdir()) if folder and folder.is_dir() else ():
+            if path.is_dir() and path.name.isidentifier() and not path.name.startswith("__"):
+                yield path
+
+
+def read(root: Path) -> Project | None:
+    """The project whose root is this very folder.
+
+    Raises:
+        UserError: its pyproject.toml is damaged, or its table [tool.lockstep] has something that is not known.
+    """
+    file = root / "pyproject.toml"
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    if "lockstep" not in text:
+        return None
+    try:
+        table: Any = tomllib.loads(text).get("tool", {}).get("lockstep")
+    except tomllib.TOMLDecodeError as e:
+        raise UserError(f"{file}: {e}. Correct the file.") from None
+    if table is None:
+        return None
+    packages = table.get("packages", []) if isinstance(table, dict) else None
+    unknown = sorted(table.keys() - {"packages"}) if isinstance(table, dict) else []
+    if unknown:
+        raise UserError(f"{file}: tool.lockstep has no key {unknown[0]}; use packages.")
+    if not isinstance(packages, list) or not all(map(is_package, packages)):
+        raise UserError(
+            f'{file}: tool.lockstep.packages takes names of packages. Type for example packages = ["monai"].'
+        )
+    return Project(root, tuple(packages))
+
+
+def is_package(name: Any) -> bool:
+    return isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
+
+
+def find(folder: Path) -> Project:
+    """The nearest project at or above `folder`; without one, Lockstep alone."""
+    here = folder.resolve()
+    return next((found for root in (here, *here.parents) if (found := read(root))), Project())
+
+
+def current() -> Project:
+    """The project of this process: what `enter` found, or else that of the current directory."""
+    given = os.environ.get(VARIABLE)
+    if given is None:
+        return find(Path.cwd())
+    found = read(Path(given)) if given else Project()
+    if found is None:
+        raise UserError(f"{VARIABLE}={given}: {given}/pyproject.toml has no table [tool.lockstep]. Unset {VARIABLE}.")
+    return found
+
+
+def enter(folder: Path) -> None:
+    """Makes the project at or above `folder` that of this process and of those that it starts."""
+    os.environ.setdefault(VARIABLE, str(find(folder).root or ""))
+    make_importable()
+
+
+def environment() -> dict[str, str]:
+    """What a process that this one starts has to be told."""
+    return {VARIABLE: str(current().root or "")}
+
+
+def make_importable() -> None:
+    """Puts src/ on the path where one of its packages is not installed."""
+    missing = [path for path in current().sources() if importlib.util.find_spec(path.name) is None]
+    if missing and str(missing[0].parent) not in sys.path:
+        sys.path.append(str(missing[0].parent))
+
+
+def trusted() -> list[str]:
+    """Patterns for what a config may name in the project's packages."""
+    return [f"{package}.*" for package in current().packages]
+
+
+def config_folders() -> list[Path]:
+    """Where configs lie: in the project's `configs` first, then in Lockstep's."""
+    root = current().root
+    own = root / "configs" if root else CONFIGS
+    return [own, CONFIGS] if own.is_dir() and not own.samefile(CONFIGS) else [CONFIGS]

@@ -1,0 +1,36 @@
+"""A job from Python: what its command does, with exceptions instead of exit codes, in a process that is not ours."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lockstep.compat import lean
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
+from lockstep.errors import UserError
+from lockstep.launch import jobs
+from lockstep.launch.start import start
+from lockstep.machine import process
+from lockstep.machine.world import World
+
+
+def call(name: str, overrides: list[str]) -> dict[str, Any]:
+    """Runs `python <name>.py <overrides>` and leaves this process as it was."""
+    with process.restored():
+        try:
+            cfg = compose_config(name, overrides)
+        except CONFIG_ERRORS as e:
+            raise UserError(*explain(e, name, overrides)) from None
+        script = jobs.script(name)
+        return start(jobs.Job(name, script, guarded(jobs.load(script))), cfg, overrides)
+
+
+def guarded(run: jobs.Run) -> jobs.Run:
+    """`run`, with the libraries of this process left as it found them."""
+
+    def run_and_restore(cfg: DictConfig, world: World) -> Any:
+        with lean.imports():  # first: what an import sets up stays
+            import lockstep.build  # noqa: F401
+        with process.libraries_restored():
+            return run(cfg, world)
+
+    return run_and_restore

@@ -1,0 +1,52 @@
+"""How a command ends: exit codes and words on standard error instead of exceptions."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError
+from lockstep.machine import signals
+
+INTERRUPTED = 130
+
+
+def exit_process(code: int) -> NoReturn:
+    """Ends the process without taking Python down. Threads of gloo that let go of a tensor meanwhile want Python's lock, are ended
+    for that, and abort the process: "terminate called without an active exception", after a run that was done."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed by whoever started the process
+        try:
+            stream.flush()
+        except BrokenPipeError:  # its reader has seen enough
+            pass
+        except OSError:  # the disk is full
+            code = code or 1
+    os._exit(code)
+
+
+def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
+    """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
+    try:
+        call()
+    except UserError as e:
+        if rank == 0:  # all ranks found the same
+            print("\n".join(f"error: {problem}" for problem in e.problems), file=sys.stderr)
+        return 2
+    except TrainingFailed as e:
+        if rank == 0 or not isinstance(e, Preempted | Pruned):
+            print(f"error: {e}", file=sys.stderr)
+        return 1
+    except RunFailed as e:  # the process that failed has said why
+        return e.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit:
+        if signals.received:  # Lightning's answer to SIGTERM
+            return 1
+        raise
+    except Exception:
+        prefix = f"[rank {rank}] " if rank else ""
+        print("".join(prefix + line + "\n" for line in traceback.format_exc().splitlines()), end="", file=sys.stderr)
+        return 1
+    return 0

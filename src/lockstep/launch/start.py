@@ -1,0 +1,82 @@
+"""From a composed config to the processes of a run: check, prepare the data, name the run, start."""
+
+import json
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from lockstep.checkpoints import resuming
+from lockstep.config import project
+from lockstep.config.auto import decided
+from lockstep.config.checks import check, component_problems
+from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
+from lockstep.errors import raise_problems
+from lockstep.launch import local, out_of_memory
+from lockstep.launch.jobs import Job
+from lockstep.machine import signals
+from lockstep.machine.world import World, rank_of, world_of
+from lockstep.reporting.recorder import mark_ended
+
+if TYPE_CHECKING:
+    from lockstep.data.dataset import DataSet
+
+
+def prepare_data(cfg: DictConfig) -> "DataSet":
+    """Prepares the data, once for all processes, and says loudly when it is not the whole set."""
+    from lockstep.config.instantiate import create_data
+    from lockstep.data.sampler import splits
+
+    data: DataSet = create_data(cfg)
+    data.prepare()
+    splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train")})
+    if data.notice and rank_of() == 0:
+        print(f"WARNING: {data.notice}", file=sys.stderr)
+    return data
+
+
+def runs_here(world: World) -> bool:
+    """Whether this process is the one that trains, or one of those that do."""
+    return world.external is not None or world.one_process
+
+
+def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
+    """Runs `job` in as many processes as the config asks for; returns what it wrote as its result.
+
+    Nothing is written to the run directory, and torch is not imported, before the config and the data are right.
+
+    Raises:
+        UserError: the config or the input is wrong.
+        RunFailed: another process failed; it has said why.
+        TrainingFailed: it went wrong in a way that is known, as when memory runs out.
+    """
+    project.make_importable()
+    evaluating = job.name == "eval"
+    again = not evaluating and (cfg.resume == "auto" or restarted())
+    if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
+        raise_problems(check(cfg))
+    cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
+    raise_problems([*check(cfg, evaluating=evaluating), *component_problems(cfg)])
+    world = world_of(cfg)
+    data = prepare_data(cfg)
+    cfg = identify(decided(cfg, world, data), data.source)
+    if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
+        out_of_memory.begin_anew(cfg)
+    in_processes = partial(local.run_processes, job.script)
+    with signals.noted():
+        try:
+            if cfg.trainer.accumulate_grad_batches == "auto":
+                out_of_memory.until_it_fits(in_processes, cfg, world)
+            elif runs_here(world):
+                job.run(cfg, world)
+            else:
+                in_processes(cfg, world)
+        except BaseException as e:
+            if world.rank == 0:
+                mark_ended(run_dir(cfg), e)
+            signals.requeue(world.rank)
+            raise
+    path = evaluation_file(cfg) if evaluating else run_dir(cfg) / "report.json"
+    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # another node's disk may have it
+    return result

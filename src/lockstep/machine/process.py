@@ -1,0 +1,114 @@
+"""Whose process this is: one that Lockstep has started may be tuned, a caller's is left as it was. Free of torch."""
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+owned = False  # whether this process exists to run a command; not a notebook's, nor that of a program that calls `lockstep.train`
+
+
+def own() -> None:
+    global owned
+    owned = True
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """Afterwards the environment, the import path, the working directory and signal handlers are what they were."""
+    environment, path, folder = dict(os.environ), list(sys.path), Path.cwd()
+    main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main_thread else {}
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        os.environ.update(environment)
+        sys.path[:] = path
+        os.chdir(folder)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:  # None: not Python's
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def libraries_restored() -> Iterator[None]:
+    """Afterwards loggers, warning filters, torch's settings and the random states are what they were. Imports torch."""
+    import numpy as np
+    import torch
+
+    randomness = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    with logging_restored(), warnings_restored(), torch_restored():
+        try:
+            yield
+        finally:
+            random.setstate(randomness[0])
+            np.random.set_state(randomness[1])
+            torch.set_rng_state(randomness[2])
+            if gpus:
+                torch.cuda.set_rng_state_all(gpus)
+
+
+@contextlib.contextmanager
+def logging_restored() -> Iterator[None]:
+    """Of the loggers that there are: those that are made meanwhile have nothing to go back to."""
+    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
+    before = [(x, x.level, x.propagate, x.disabled, list(x.handlers), list(x.filters)) for x in loggers]
+    handlers = [(x, x.level, list(x.filters)) for logger in loggers for x in logger.handlers]
+    try:
+        yield
+    finally:
+        for logger, level, propagate, disabled, own_handlers, filters in before:
+            logger.setLevel(level)
+            logger.propagate, logger.disabled = propagate, disabled
+            logger.handlers[:], logger.filters[:] = own_handlers, filters
+        for handler, level, filters in handlers:
+            handler.setLevel(level)
+            handler.filters[:] = filters
+
+
+@contextlib.contextmanager
+def warnings_restored() -> Iterator[None]:
+    """`warnings.catch_warnings`, which alone would forget that warnings are sent to the log."""
+    to_log = warnings.showwarning.__module__ == "logging"
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            logging.captureWarnings(False)
+            if to_log:
+                logging.captureWarnings(True)
+
+
+@contextlib.contextmanager
+def torch_restored() -> Iterator[None]:
+    import torch
+
+    cuda: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    # Of both of torch's interfaces, the older one first: it sets the newer one's values as well.
+    names = [(cuda, "allow_tf32"), (cudnn, "allow_tf32"), (cuda, "fp32_precision"), (cudnn.conv, "fp32_precision"),
+             (cudnn.rnn, "fp32_precision"), (cudnn, "benchmark"), (cudnn, "deterministic")]  # fmt: skip
+    flags: list[tuple[Any, str, Any]] = []
+    for place, name in names:
+        with contextlib.suppress(RuntimeError):  # the caller has used the newer interface, and the older one refuses
+            flags.append((place, name, getattr(place, name)))
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
+        for place, name, value in flags:
+            setattr(place, name, value)

@@ -1,0 +1,174 @@
+"""A project that depends on Lockstep: its configs come first, its packages may be named, its script is what runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import thin_project
+from hydra.core.global_hydra import GlobalHydra
+
+import lockstep
+from lockstep import CONFIGS, ROOT
+from lockstep.config import compose, project
+from lockstep.errors import UserError
+from lockstep.launch import jobs
+
+
+@pytest.fixture
+def flowers(tmp_path, monkeypatch) -> Path:
+    root = thin_project.write(tmp_path / "flowers")
+    monkeypatch.chdir(root)
+    return root
+
+
+def table(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+
+
+# --- which project -------------------------------------------------------------------------------------------------
+
+
+def test_the_nearest_table_above_a_folder_is_the_project(flowers):
+    (flowers / "src/flowers/data").mkdir()
+    (flowers / "src/flowers/pyproject.toml").write_text("[tool.ruff]\n# lockstep has no table here\n")
+    assert project.find(flowers / "src/flowers/data") == project.Project(flowers)
+    assert project.find(flowers / "src/flowers/data").packages == ("flowers",)
+    assert project.find(flowers.parent) == project.Project()
+    assert project.find(ROOT / "tests") == project.Project(ROOT)
+
+
+def test_packages_are_those_in_src_and_those_that_are_listed(flowers):
+    (flowers / "src/petals").mkdir()
+    (flowers / "src/flowers.egg-info").mkdir()
+    (flowers / "src/__pycache__").mkdir()
+    table(flowers, "[tool.lockstep]\npackages = ['monai', 'sklearn.linear_model']\n")
+    assert project.trusted() == ["flowers.*", "petals.*", "monai.*", "sklearn.linear_model.*"]
+
+
+def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert (project.trusted(), project.config_folders()) == ([], [CONFIGS])
+    assert jobs.script("train") == ROOT / "train.py"
+    assert compose.compose_config("train", []).model.name == "basic_net"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[tool.lockstep]\npackage = []", "tool.lockstep has no key package; use packages"),
+        ("[tool.lockstep]\npackages = 'monai'", "takes names of packages"),
+        ("[tool.lockstep]\npackages = ['src/monai']", "takes names of packages"),
+        ("[tool.lockstep\n", "pyproject.toml: "),
+    ],
+)
+def test_a_mistake_in_the_table_is_said(text, said, tmp_path):
+    table(tmp_path, text)
+    with pytest.raises(UserError, match=said):
+        project.find(tmp_path)
+
+
+def test_the_environment_names_the_project_of_a_process(flowers, tmp_path, monkeypatch):
+    told = project.environment()
+    monkeypatch.chdir(tmp_path)
+    assert project.current() == project.Project()
+    monkeypatch.setenv(*next(iter(told.items())))
+    assert project.current() == project.Project(flowers)
+    monkeypatch.setenv(project.VARIABLE, "")
+    monkeypatch.chdir(flowers)
+    assert project.current() == project.Project()
+    monkeypatch.setenv(project.VARIABLE, str(tmp_path))
+    with pytest.raises(UserError, match=r"no table \[tool.lockstep\]"):
+        project.current()
+
+
+# --- its configs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("train", [], ("tulip", 7, 5e-3)),
+        ("eval", [], ("tulip", 7, 5e-3)),
+        ("train", ["model=resnet50d", "seed=1"], ("resnet50d", 1, 5e-3)),
+        ("train", ["experiment=garden"], ("basic_net", 8, 5e-3)),
+        ("train", ["experiment=garden", "model=tulip", "optim.lr=1"], ("tulip", 8, 1)),
+        ("train", ["experiment=mnist_basic_net"], ("basic_net", 7, 5e-3)),
+    ],
+)
+def test_typed_wins_over_a_recipe_and_a_recipe_over_the_project(flowers, name, overrides, expected):
+    cfg = compose.compose_config(name, overrides)
+    assert (cfg.model.name, cfg.seed, cfg.optim.lr) == expected
+    assert cfg.runs_dir == "runs"  # of Lockstep's defaults
+
+
+def test_a_project_may_replace_any_config(flowers):
+    (flowers / "configs/optim").mkdir()
+    (flowers / "configs/optim/sgd.yaml").write_text("_target_: torch.optim.SGD\nlr: 1\nmomentum: 0.5\n")
+    (flowers / "configs/train.yaml").write_text("defaults: [project]\n")
+    assert compose.compose_config("train", ["optim=sgd"]).optim == {
+        "_target_": "torch.optim.SGD",
+        "lr": 5e-3,
+        "momentum": 0.5,
+    }
+    with pytest.raises(compose.CONFIG_ERRORS):
+        compose.compose_config("train", ["experiment=garden"])
+
+
+def test_mistakes_name_the_projects_options_too(flowers):
+    problems, good = compose.tried_alone("train", ["model=tulp", "data=mnist", "experiment=gardn"])
+    assert "model has no tulp; use one of basic_net, resnet50d, timm, tulip (did you mean tulip?)" in problems[0]
+    assert "did you mean garden?" in problems[1]
+    assert good == ["data=mnist"]
+
+
+def test_the_callers_hydra_is_left_alone(tmp_path, monkeypatch):
+    from hydra import initialize_config_dir
+
+    (tmp_path / "own.yaml").write_text("a: 1\n")
+    with initialize_config_dir(str(tmp_path)):
+        theirs = GlobalHydra.instance().hydra
+        monkeypatch.setattr("sys.argv", ["program", "--config-dir", str(tmp_path / "nowhere")])
+        compose.compose_config("train", [])
+        with pytest.raises(compose.CONFIG_ERRORS):
+            compose.compose_config("train", ["modle=a"])
+        assert GlobalHydra.instance().hydra is theirs is not None
+
+
+def test_other_programs_that_use_hydra_do_not_find_our_configs(flowers):
+    from hydra import initialize_config_dir
+
+    with initialize_config_dir(str(flowers / "configs")):
+        assert GlobalHydra.instance().config_loader().list_groups("") == ["experiment", "hydra", "model"]
+
+
+# --- as commands ---------------------------------------------------------------------------------------------------
+
+
+def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
+
+
+def test_help_lists_the_projects_options_without_torch(flowers, tmp_path):
+    done = run(sys.executable, "flowers/train.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0, done.stderr
+    assert "model: basic_net, resnet50d, timm, tulip" in done.stdout
+    assert " torch\n" not in done.stderr
+
+
+def test_a_thin_project_trains_its_own_model_from_any_folder(flowers, tmp_path, mnist, cache):
+    data = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.limit_train_batches=2"]
+    done = run(sys.executable, "flowers/train.py", "run=two", "strategy=ddp", "trainer.devices=2", *data, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "runs/two/report.json").read_text())
+    assert (report["model"], report["world_size"], report["seed"], report["train/steps"]) == ("tulip", 2, 7, 2)
+    try:
+        report = lockstep.train(["run=one", *data])  # in this process, which is in the project's folder
+        assert (report["model"], "flowers.net" in sys.modules) == ("tulip", True)
+        assert str(flowers / "src") not in sys.path
+        assert type(lockstep.load_model("one")).__name__ == "Tulip"
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "flowers"]:
+            del sys.modules[name]

@@ -1,0 +1,36 @@
+"""A project that depends on Lockstep, as small as it can be: for tests."""
+
+from pathlib import Path
+
+TRAIN = """from lockstep import launch
+
+JOB = launch.job("train")
+
+if __name__ == "__main__":
+    launch.main(JOB, "train")
+"""
+NET = """from torch import nn
+
+class Tulip(nn.Sequential):
+    def __init__(self, name, in_channels, num_classes, image_size, width=2):
+        super().__init__(nn.Conv2d(in_channels, width, 5, stride=4), nn.ReLU(), nn.Flatten(), nn.LazyLinear(num_classes))
+        self(__import__("torch").zeros(1, in_channels, image_size, image_size))
+"""
+FILES = {
+    "pyproject.toml": "[project]\nname = 'flowers'\n\n[tool.lockstep]\n",
+    "train.py": TRAIN,
+    "configs/model/tulip.yaml": "_target_: flowers.net.Tulip\nname: tulip\nwidth: 3\n",
+    "configs/experiment/garden.yaml": "# @package _global_\ndefaults:\n  - override /model: basic_net\nseed: 8\n",
+    "configs/project.yaml": (
+        "defaults:\n  - lockstep\n  - override model: tulip\n  - _self_\nseed: 7\noptim:\n  lr: 5e-3\n"
+        "trainer:\n  accelerator: cpu\n"
+    ),
+    "src/flowers/net.py": NET,
+}
+
+
+def write(root: Path, **more: str) -> Path:
+    for name, text in {**FILES, **more}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
