@@ -1,5 +1,8 @@
 """From a config node to an object, one function a stage. The only file that joins the packages."""
 
+from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
+
+# isort: split
 import os
 from functools import partial
 from pathlib import Path
@@ -20,7 +23,7 @@ from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_weights
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.compat.overhead import NoProfiler, without_sigterm_broadcast
+from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.checks import fused_problem, nearest
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import ENGINE_DATA, accepted, create, create_data, locate, to_plain
@@ -34,6 +37,7 @@ from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.tasks import Task
 from lockstep.training import memory
 from lockstep.training.module import TaskModule
+from lockstep.training.profiler import NoProfiler
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,

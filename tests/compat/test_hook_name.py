@@ -27,7 +27,12 @@ def names_noted(base: type[pl.LightningModule], monkeypatch) -> int:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = pl.Trainer(max_steps=1, accelerator="cpu", **quiet)
     data = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=4)
     with monkeypatch.context() as patch:
