@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.errors import Pruned
+from lockstep.training.steps import steps_done
 
 STORAGE = "LOCKSTEP_STORAGE"  # of the environment: a URL may hold a password, which no config.yaml should
 
@@ -38,8 +39,8 @@ class Pruning(pl.Callback):
         give_up = False
         if self.trial is not None:
             told = self.trial.storage.get_trial(self.trial._trial_id).intermediate_values
-            if trainer.global_step not in told:
-                self.trial.report(float(trainer.callback_metrics[self.monitor]), trainer.global_step)
+            if steps_done(trainer) not in told:
+                self.trial.report(float(trainer.callback_metrics[self.monitor]), steps_done(trainer))
             give_up = self.trial.should_prune()
         if trainer.strategy.broadcast(give_up):
-            raise Pruned(f"given up after {trainer.global_step} steps: other trials were better by then.")
+            raise Pruned(f"given up after {steps_done(trainer)} steps: other trials were better by then.")

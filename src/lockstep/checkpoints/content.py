@@ -46,7 +46,7 @@ def fill(net: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
         raise UserError(
             f"{path} does not fit the network: {'; '.join(parts)}. Choose the model and data that it was trained with."
         )
-    net.load_state_dict(weights)
+    net.load_state_dict(weights, strict=getattr(net, "strict_loading", True))
 
 
 def load_network(path: Path) -> nn.Module:
@@ -55,3 +55,8 @@ def load_network(path: Path) -> nn.Module:
     net = network(content["config"]["model"], content["network"], with_weights=False)
     fill(net, network_of(content), path)
     return net.eval()
+
+
+def holds_module(path: Path) -> bool:
+    """Whether it is a checkpoint of a LightningModule of the user's, whose network nobody but itself knows."""
+    return "module_arguments" in read(path)

@@ -15,6 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lockstep.checkpoints import shards
+from lockstep.checkpoints.plain import refused
 from lockstep.errors import NotSaved
 
 Write = Callable[[dict[str, Any], Path], None]
@@ -119,6 +120,10 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def save(self, content: dict[str, Any], path: Path, write: Write, step: int | None) -> None:
         """Lets `write` bring the content to the path. Both belong to a checkpoint of `step`."""
+        if odd := next(refused(content), None):
+            raise NotSaved(
+                f"the checkpoint {path} would not load: it has {odd}, and loading takes tensors and plain values only. Put those into it."
+            )
         if self.queue:
             shared = step is not None and step == self.step
             if not shared:
