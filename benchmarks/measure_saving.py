@@ -87,7 +87,7 @@ def timed_run(cfg: DictConfig, world: World) -> None:
     data, task, trainer = ready(cfg, world)
     trainer.callbacks.insert(0, Steps())  # type: ignore[attr-defined]
     trainer.save_checkpoint = clock.around(trainer.save_checkpoint, clock.saves)  # type: ignore[method-assign]
-    checkpoint_io.written = clock.around(checkpoint_io.written, clock.writes)
+    checkpoint_io.write_or_explain = clock.around(checkpoint_io.write_or_explain, clock.writes)
     build.fit(cfg, trainer, task, data)
     if world.rank == 0:
         (run_dir(cfg) / "times.json").write_text(json.dumps(vars(clock)))

@@ -14,14 +14,13 @@ from lockstep.launch.exits import exit_code
 
 
 def consolidate(folder: Path, file: Path) -> Path:
-    """Raises UserError: `folder` is no whole checkpoint of shards, or `file` exists."""
+    """Raises UserError: `folder` is no complete checkpoint of shards, or `file` exists."""
     if not folder.is_dir() or not is_checkpoint(folder):
-        raise UserError(f"{folder} is not a whole checkpoint of shards, as checkpoint.sharded=true leaves them.")
+        raise UserError(f"{folder} is not a complete checkpoint of shards, as checkpoint.sharded=true leaves them.")
     if file.exists():
         raise UserError(f"{file} exists. Type another name.")
-    part = file.with_name(file.name + ".part")
-    shards.write(shards.load(folder), part)
-    part.rename(file)
+    with shards.replacing(file) as part:
+        shards.write(shards.load(folder), part)
     return file
 
 

@@ -25,7 +25,6 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,6 +41,7 @@ from lockstep.checkpoints.finding import checkpoints, run_folders
 from lockstep.checkpoints.resuming import load_config
 from lockstep.config.checks import nearest, plain, shown
 from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
+from lockstep.config.keys import dotted
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
@@ -190,17 +190,11 @@ def typed(value: Any) -> str:
     return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
-def leaves(tree: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a list is a value."""
-    for key, value in tree.items():
-        yield from leaves(value, f"{place}{key}.") if isinstance(value, dict) else ((f"{place}{key}", value),)
-
-
 def options_of(group: str, own: dict[str, Any]) -> dict[str, int]:
     """The options of a group with the same class and name as a config's own: how many of their keys it has not."""
     found: dict[str, int] = {}
     for name in options(group):
-        option = dict(leaves(plain(load_config(config_file(f"{group}/{name}"))), f"{group}."))
+        option = dotted(plain(load_config(config_file(f"{group}/{name}"))), group)
         if all(v in (own.get(k), "???") for k, v in option.items() if k.endswith(("._target_", ".name"))):
             found[name] = len(option.keys() - own.keys())
     return found
@@ -208,8 +202,8 @@ def options_of(group: str, own: dict[str, Any]) -> dict[str, int]:
 
 def as_overrides(config: DictConfig) -> list[str]:
     """What to type for a run with this config: options of groups, then keys. A key that it lacks is newer than the run."""
-    own, defaults, chosen = dict(leaves(plain(config))), default_options("train"), []
-    usual = dict(leaves(plain(compose_config("train", []))))
+    own, defaults, chosen = dotted(plain(config)), default_options("train"), []
+    usual = dotted(plain(compose_config("train", [])))
     for group in filter(is_group, map(str, config)):
         found = options_of(group, own)
         if group in defaults:
@@ -219,7 +213,7 @@ def as_overrides(config: DictConfig) -> list[str]:
         chosen += [f"{group}={typed(choice)}"] if choice != default else []
     composed = compose_config("train", chosen)
     OmegaConf.resolve(composed)
-    base = dict(leaves(plain(composed)))
+    base = dotted(plain(composed))
     changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key))]
     return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
 

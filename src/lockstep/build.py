@@ -19,8 +19,9 @@ from torchmetrics import Metric
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import fill, load_weights, read
+from lockstep.checkpoints.content import load_weights, read
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints.weights import load_into
 from lockstep.compat.overhead import NoProfiler, without_sigterm_broadcast
 from lockstep.config.checks import fused_problem, missing_groups, nearest
 from lockstep.config.identity import run_dir, title
@@ -85,9 +86,10 @@ def with_numbers(cfg: DictConfig) -> DictConfig:
     dataset = locate(cfg.data._target_)
     network_class = locate(cfg.model._target_) if cfg.model else None
     of_network = getattr(network_class, "normalisation", lambda _: None)(cfg.model.get("name"))
-    if of_network and len(of_network[0]) != len(dataset.mean):  # pretrained on colours, used on grey
+    own = dataset.normalisation(to_plain(cfg.data))
+    if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colours, used on grey
         of_network = None
-    numbers = dict(zip(("mean", "std"), of_network or (dataset.mean, dataset.std), strict=True))
+    numbers = dict(zip(("mean", "std"), of_network or own, strict=True))
     for key in wanted:
         cfg.data[key] = list(numbers[key])
     return cfg
@@ -178,7 +180,7 @@ def foreign_module(cfg: DictConfig, offered: dict[str, Any], weights: Path | Non
     if weights:
         content = read(weights)
         made.on_load_checkpoint(content)
-        fill(made, content["state_dict"], weights)
+        load_into(made.state_dict(), content["state_dict"], weights)
     module: pl.LightningModule = made
     return module
 

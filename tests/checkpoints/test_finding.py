@@ -101,7 +101,7 @@ def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, c
     path = run / "checkpoints" / "best-step-700.ckpt"
     path.write_bytes(path.read_bytes()[:500])
     assert [path.name for path in checkpoints(run)] == names[1:]
-    assert capsys.readouterr().err == f"WARNING: {path} is not whole and is passed over.\n"
+    assert capsys.readouterr().err == f"WARNING: {path} is incomplete and is skipped.\n"
 
 
 def test_shards_that_were_being_replaced_are_found(run, capsys):

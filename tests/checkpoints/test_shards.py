@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoints.shards import rows_between, share
+from lockstep.checkpoints.shards import row_range, rows_between
 
 WORLDS = st.integers(1, 9)
 
@@ -13,7 +13,7 @@ WORLDS = st.integers(1, 9)
 @given(rows=st.integers(1, 40), world=WORLDS)
 def test_rows_are_divided_as_torch_chunks_them(rows, world):
     chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(world)]
-    shares = [list(range(*share(rows, rank, world))) for rank in range(world)]
+    shares = [list(range(*row_range(rows, rank, world))) for rank in range(world)]
     assert shares == chunks + [[]] * (world - len(chunks))
 
 
@@ -23,8 +23,8 @@ def test_each_process_gets_its_rows_whoever_wrote_them(rows, wrote, reads):
     tensor = torch.arange(rows * 6.0).view(rows, 2, 3)
     shards = []
     for rank in range(wrote):
-        begin, end = share(rows, rank, wrote)
+        begin, end = row_range(rows, rank, wrote)
         shards.append({"first": begin, "shape": list(tensor.shape), "rows": tensor[begin:end]})
     for rank in range(reads):
-        begin, end = share(rows, rank, reads)
+        begin, end = row_range(rows, rank, reads)
         assert torch.equal(rows_between(shards, begin, end), tensor[begin:end])

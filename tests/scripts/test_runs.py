@@ -75,13 +75,13 @@ def runs(tmp_path, monkeypatch) -> Path:
     written(root / "sweep" / "1", 3600)
     written(root / "half", 1200)
     write(root / "here", report("running", 180))
-    (root / "here" / "report.part").write_text("{")
+    (root / "here" / "report.json.part").write_text("{")
     (root / "here" / "wandb" / "run-1" / "files").mkdir(parents=True)
     (root / "here" / "wandb" / "run-1" / "files" / "config.yaml").write_text("wandb_version: 1")
     (root / "exported").mkdir()
     (root / "exported" / "config.yaml").write_text(config_yaml("several"))
     (root / "begun.part").mkdir()
-    (root / "begun.part" / "report.part").write_text("{")
+    (root / "begun.part" / "report.json.part").write_text("{")
     return root
 
 
@@ -194,7 +194,7 @@ def test_what_was_asked_for_is_shown_with_its_digits(runs, call):
 @pytest.mark.parametrize("content", ["", "null", "[1]", '{"status": "done"', "\x00\x01", "{}"])
 def test_a_damaged_report_hides_no_run(runs, call, content):
     (runs / "several" / "report.json").write_text(content)
-    (runs / "several" / "report.part").write_text("{")
+    (runs / "several" / "report.json.part").write_text("{")
     rows = {row["run"]: row["status"] for row in json.loads(call("--format", "json")[1])}
     assert rows["several"] == "damaged"
     assert len(rows) == 6

@@ -86,7 +86,7 @@ def test_a_model_is_found_by_name_directory_or_checkpoint(runs, monkeypatch, tmp
     with pytest.raises(UserError, match=r"load_model=nothing: neither a checkpoint nor a run .* Runs there: .*"):
         lockstep.load_model("nothing")
     moved.write_bytes(moved.read_bytes()[:1000])
-    with pytest.raises(UserError, match="not a whole checkpoint"):
+    with pytest.raises(UserError, match="not a complete checkpoint"):
         lockstep.load_model(moved)
 
 
@@ -164,7 +164,7 @@ def test_the_scripts_tell_what_is_wrong(runs, tmp_path, monkeypatch, capsys):
     for module, args, told in (
         (export_script, ("nothing",), "export=nothing: neither a checkpoint nor a run"),
         (export_script, ("a", tmp_path / "there"), "exists. Type another folder"),
-        (consolidate, ("runs/a/checkpoints/last.ckpt",), "is not a whole checkpoint of shards"),
+        (consolidate, ("runs/a/checkpoints/last.ckpt",), "is not a complete checkpoint of shards"),
         (compare_runs, ("a", "nothing"), "nothing is not a run"),
     ):
         code, _, err = run_main(monkeypatch, capsys, module, *args)

@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on disk: what is in them, and the network that they hold. Free of Lightning."""
+"""What a checkpoint holds, and the network in it. Free of Lightning."""
 
 from pathlib import Path
 from typing import Any
@@ -6,54 +6,34 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.checkpoints import shards
-from lockstep.errors import UserError
+from lockstep.checkpoints.weights import load_into
 from lockstep.models.network import network
 
-DATA = "DataModule"  # where Lightning keeps the datamodule's state
+DATA = "DataModule"  # Lightning's key for the datamodule's state
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A checkpoint's content on the CPU; a folder of shards is put together."""
+    """A checkpoint on the CPU; the shards of a folder are joined."""
     loaded: dict[str, Any] = shards.load(path) if path.is_dir() else shards.open_file(path)
     return loaded
 
 
 def network_of(content: dict[str, Any]) -> dict[str, Tensor]:
-    """The network's state, with its own keys. Of a run with an average of its weights, that average."""
+    """The network's weights under its own keys; if the run averaged its weights, the average."""
     state: dict[str, Tensor] = content["state_dict"]
     return {key.removeprefix("net."): value for key, value in state.items() if key.startswith("net.")}
 
 
 def load_weights(net: nn.Module, path: Path) -> None:
-    """Loads a checkpoint's weights into `net`, strictly. Raises UserError that lists what does not fit."""
-    fill(net, network_of(read(path)), path)
-
-
-def fill(net: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    own = net.state_dict()
-    missing, extra = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    shapes = [
-        f"{k} {tuple(weights[k].shape)} instead of {tuple(own[k].shape)}"
-        for k in sorted(own.keys() & weights.keys())
-        if weights[k].shape != own[k].shape
-    ]
-    if missing or extra or shapes:
-        parts = (
-            [f"missing: {', '.join(missing[:5])}"] * bool(missing)
-            + [f"not wanted: {', '.join(extra[:5])}"] * bool(extra)
-            + shapes[:5]
-        )
-        raise UserError(
-            f"{path} does not fit the network: {'; '.join(parts)}. Choose the model and data that it was trained with."
-        )
-    net.load_state_dict(weights, strict=getattr(net, "strict_loading", True))
+    """Raises UserError when the checkpoint does not fit the network."""
+    load_into(net.state_dict(), network_of(read(path)), path)
 
 
 def load_network(path: Path) -> nn.Module:
-    """The network of a checkpoint with its weights, for evaluation."""
+    """The network of a checkpoint with its weights, in evaluation mode."""
     content = read(path)
     net = network(content["config"]["model"], content["network"], with_weights=False)
-    fill(net, network_of(content), path)
+    load_into(net.state_dict(), network_of(content), path)
     return net.eval()
 
 

@@ -1,4 +1,4 @@
-"""Runs and checkpoints on the disk: which are there, and which are whole. Free of torch."""
+"""Finding runs and checkpoints on disk, and which checkpoints are complete. Free of torch."""
 
 import difflib
 import json
@@ -16,8 +16,8 @@ from lockstep.machine.world import rank_of
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 
 
-def is_whole_file(path: Path) -> bool:
-    """Whether the checksums of a file of torch.save are right."""
+def is_complete_file(path: Path) -> bool:
+    """Whether the zip checksums of a file of torch.save are right."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
@@ -26,16 +26,16 @@ def is_whole_file(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a whole checkpoint: a file, or a folder with all shards (see shards.py)."""
+    """Whether `path` is a complete checkpoint: a file, or a folder with all its shards (see shards.py)."""
     if not path.is_dir():
-        return is_whole_file(path)
+        return is_complete_file(path)
     shards = sorted(path.glob("shard-*-of-*.pt"))
     world = int(shards[0].stem.rpartition("-")[2]) if shards else -1
-    return len(shards) == world and all(map(is_whole_file, [path / "rest.pt", *shards]))
+    return len(shards) == world and all(map(is_complete_file, [path / "rest.pt", *shards]))
 
 
 def step_of(path: Path) -> int:
-    """The optimizer steps that a whole checkpoint has behind it, read from its pickle without loading it; -1 if not said."""
+    """The optimizer steps done in a complete checkpoint, read from its pickle without loading it; -1 if it does not say."""
     file = path / "rest.pt" if path.is_dir() else path
     with zipfile.ZipFile(file) as archive:
         pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
@@ -46,25 +46,25 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(run_dir: Path) -> Iterator[Path]:
-    """Whole checkpoints of a run, the newest first. Passes over damaged ones, and says so.
+    """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning.
 
-    The newest is the one with most steps: times of files change when a folder is copied.
+    The newest is the one with the most steps: file times change when a folder is copied.
     """
     folder = run_dir / "checkpoints"
-    found = [folder / "last.ckpt", folder / "last.ckpt.old"]  # `.old` alone is left by a kill between two renamings
-    found = [next((path for path in found if path.exists()), found[0])]
+    last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves `.old` alone
+    found = [next((path for path in last if path.exists()), last[0])]
     found = [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
-    good = [path for path in found if is_checkpoint(path)]
+    complete = [path for path in found if is_checkpoint(path)]
     if rank_of() == 0:
-        for path in sorted(set(found) - set(good)):
-            print(f"WARNING: {path} is not whole and is passed over.", file=sys.stderr)
-    yield from sorted(good, key=lambda path: (step_of(path), path.name), reverse=True)
+        for path in sorted(set(found) - set(complete)):
+            print(f"WARNING: {path} is incomplete and is skipped.", file=sys.stderr)
+    yield from sorted(complete, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 def run_folders(runs_dir: Path) -> Iterator[Path]:
-    """Every folder of a run below `runs_dir`, also of a job that failed before it began and has but a report.
+    """The folders of all runs below `runs_dir`. A job that failed before it began has only a report.
 
-    Beside a config.yaml of W&B's, or of an export, there is nothing that a run leaves.
+    W&B's folders and exported folders have a config.yaml too, but neither checkpoints/ nor metrics.csv.
     """
     for place, folders, files in os.walk(runs_dir):
         if "report.json" in files or ("config.yaml" in files and ("checkpoints" in folders or "metrics.csv" in files)):
@@ -72,7 +72,7 @@ def run_folders(runs_dir: Path) -> Iterator[Path]:
 
 
 def find_run(runs_dir: str, name: str, key: str) -> Path:
-    """The directory of run `name`. Raises UserError that names the nearest ones."""
+    """The directory of run `name`. Raises UserError that names similar runs; `key` is the key that named it."""
     path = Path(runs_dir) / name
     if (path / "config.yaml").is_file():
         return path
@@ -83,42 +83,42 @@ def find_run(runs_dir: str, name: str, key: str) -> Path:
     raise UserError(f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {there}")
 
 
-def newest(run_dir: Path, key: str) -> Path:
+def newest_checkpoint(run_dir: Path, key: str) -> Path:
     for path in checkpoints(run_dir):
         return path
     raise UserError(
-        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no whole checkpoint. Start it anew with run=<another name>."
+        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no complete checkpoint. Type run=<another name> to start anew."
     )
 
 
-def best(run_dir: Path) -> Path:
-    """The checkpoint that the run's report tested, or its newest one if it did not get that far."""
+def checkpoint_of_report(run_dir: Path) -> Path:
+    """The checkpoint that the run tested, or its newest one if it did not get that far."""
     report = run_dir / "report.json"
     named = json.loads(report.read_text()).get("checkpoint") if report.is_file() else None
     path = run_dir / named if named else None
-    return path if path is not None and is_checkpoint(path) else newest(run_dir, "run")
+    return path if path is not None and is_checkpoint(path) else newest_checkpoint(run_dir, "run")
 
 
-def whole(path: Path, key: str) -> Path:
-    """`path`, if it is a whole checkpoint. Raises UserError otherwise."""
+def complete_checkpoint(path: Path, key: str) -> Path:
+    """`path`, if it is a complete checkpoint. Raises UserError otherwise."""
     if not path.exists():
         raise UserError(f"{key}={path} does not exist. Type the path of a .ckpt file, or run=<name>.")
     if not is_checkpoint(path):
         raise UserError(
-            f"{key}={path} is not a whole checkpoint: it is cut off, damaged, or something else. Try another file of that folder."
+            f"{key}={path} is not a complete checkpoint: it is cut off, damaged, or something else. Try another file of that folder."
         )
     return path
 
 
 def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
-    """The checkpoint `given`, or the one that was tested of the run `given`, a name or a directory. `key` is for messages.
+    """The checkpoint `given`, or the one that the run `given`, a name or a directory, tested. `key` is for messages.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
     path = Path(given)
     if (path / "config.yaml").is_file():
-        return best(path)
+        return checkpoint_of_report(path)
     if path.suffix == ".ckpt" or path.exists():
-        return whole(path, key)
-    return best(find_run(runs_dir, given, key))
+        return complete_checkpoint(path, key)
+    return checkpoint_of_report(find_run(runs_dir, given, key))

@@ -1,33 +1,28 @@
-"""Starting from what an earlier run left: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py."""
+"""The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py."""
 
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.checkpoints.finding import best, checkpoints, find_run, newest, tested_checkpoint, whole
+from lockstep.checkpoints.changes import refuse_changes
+from lockstep.checkpoints.finding import (
+    checkpoint_of_report,
+    checkpoints,
+    complete_checkpoint,
+    find_run,
+    newest_checkpoint,
+    tested_checkpoint,
+)
 from lockstep.config.compose import is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError
 from lockstep.machine.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
-# A resumed run cannot change these: another network does not fit the checkpoint, another split would validate on images
-# that were trained on, other batches would repeat samples and leave out others, and the optimizer's state has its own rates.
-FIXED = (
-    "task._target_",
-    "model._target_",
-    "model.name",
-    "data._target_",
-    "data.val_fraction",
-    "data.limit_train",
-    "data.batch_size",
-    "seed",
-    "optim",
-    "callbacks.ema",
-)
-AUTO = ("trainer.precision", "data.num_workers")  # decided when the run first began, and kept
-TRAINING = (
+AUTO = ("trainer.precision", "data.num_workers")  # decided when the run first began, then kept
+RECIPES = ("experiment", "debug")  # groups that set keys of other groups
+EVAL_OWN = ("run", "runs_dir", "checkpoint")  # eval.py's own keys: what to evaluate
+TRAINING = (  # keys without effect in an evaluation
     "optim",
     "schedule",
     "callbacks",
@@ -40,17 +35,15 @@ TRAINING = (
     "seed",
     "trainer.accumulate_grad_batches",
 )
-RECIPES = ("experiment", "debug")  # they set keys of many groups
-EVAL_OWN = ("run", "runs_dir", "checkpoint")  # keys of eval.py that say what to evaluate
 
 
 def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> DictConfig:
-    """The run's own config with what this command line changes."""
+    """The run's own config with the changes of this command line."""
     cfg = saved.copy()
     keys = [key_of(override) for override in overrides]
-    fixed = [key for key in keys if key in RECIPES]
-    if fixed:
-        raise UserError(f"{fixed[0]}= cannot be changed for a run that exists. Set the keys that you mean.")
+    recipes = [key for key in keys if key in RECIPES]
+    if recipes:
+        raise UserError(f"{recipes[0]}= cannot be changed for a run that exists. Set the keys that you mean.")
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
     with open_dict(cfg):
@@ -65,11 +58,20 @@ def load_config(path: Path) -> DictConfig:
     return cfg
 
 
+def has_config(run_dir: Path) -> bool:
+    return (run_dir / "config.yaml").is_file()
+
+
+def is_first_process(cfg: DictConfig) -> bool:
+    """Only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made."""
+    return world_of(cfg).rank == 0
+
+
 def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
-    """Resolves `resume` and `init_from` to paths of checkpoints; a resumed run gets its own config back.
+    """Resolves `resume` and `init_from` to checkpoint paths; a resumed run gets its own config back.
 
     Raises:
-        UserError: what is to be continued does not exist, or the run's directory is taken.
+        UserError: there is nothing to continue, or the run directory is taken.
     """
     cfg = composed.copy()
     if cfg.init_from and cfg.resume not in (None, "auto"):
@@ -79,15 +81,14 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         )
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = name_of_job(cfg)
-        again = cfg.run is not None and (Path(cfg.runs_dir) / cfg.run / "config.yaml").exists()
+        again = cfg.run is not None and has_config(Path(cfg.runs_dir) / cfg.run)
         if again and not cfg.resume and not restarted() and world_of(cfg).external is None:
-            cfg.run = None  # the second command of one job of SLURM
+            cfg.run = None  # a second command in the same SLURM job
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
-        cfg.resume = "auto"  # the system has started the same command again: it goes on, in its own directory
+        cfg.resume = "auto"  # the system restarted this command: continue in the same directory
     if cfg.resume:
         return resumed(cfg, overrides)
-    first = world_of(cfg).rank == 0  # a later rank may find the directory that rank 0 has made
-    if first and cfg.run and (Path(cfg.runs_dir) / str(cfg.run) / "config.yaml").exists():
+    if is_first_process(cfg) and cfg.run and has_config(Path(cfg.runs_dir) / str(cfg.run)):
         raise UserError(
             f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
         )
@@ -95,61 +96,64 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def from_weights(cfg: DictConfig) -> DictConfig:
-    """The config of a run that begins, with `init_from` as the path of a checkpoint."""
+    """The config of a new run, with `init_from` as a checkpoint path."""
     if cfg.init_from:
         cfg.init_from = str(tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir))
     return cfg
 
 
-def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+def resume_point(cfg: DictConfig) -> tuple[Path, Path | None]:
+    """The directory of the run to resume and the checkpoint to start from; resume=auto may find no checkpoint yet."""
     if cfg.resume == "auto":
         if not cfg.run:
             raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
         run_dir = Path(cfg.runs_dir) / str(cfg.run)
-        found = next(checkpoints(run_dir), None)
-        if found is None:
-            cfg.resume = None
-            return same_identity(from_weights(cfg), run_dir / "config.yaml")
-        checkpoint = found
-    elif (Path(cfg.resume) / "config.yaml").is_file():
-        run_dir = Path(cfg.resume)
-        checkpoint = newest(run_dir, "resume")
-    elif ".ckpt" in Path(cfg.resume).suffixes or Path(cfg.resume).is_file():
-        checkpoint = whole(Path(cfg.resume), "resume")
+        return run_dir, next(checkpoints(run_dir), None)
+    given = Path(cfg.resume)
+    if has_config(given):
+        return given, newest_checkpoint(given, "resume")
+    if ".ckpt" in given.suffixes or given.is_file():
+        checkpoint = complete_checkpoint(given, "resume")
         run_dir = checkpoint.resolve().parents[1]
-        if not (run_dir / "config.yaml").is_file():
+        if not has_config(run_dir):
             raise UserError(
                 f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights."
             )
-    else:
-        run_dir = find_run(cfg.runs_dir, cfg.resume, "resume")
-        checkpoint = newest(run_dir, "resume")
+        return run_dir, checkpoint
+    run_dir = find_run(cfg.runs_dir, cfg.resume, "resume")
+    return run_dir, newest_checkpoint(run_dir, "resume")
+
+
+def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    run_dir, checkpoint = resume_point(cfg)
+    if checkpoint is None:
+        cfg.resume = None
+        return same_identity(from_weights(cfg), run_dir / "config.yaml")
     saved = load_config(run_dir / "config.yaml")
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
-    # A recipe typed again is the whole config again; otherwise what is not typed stays as it was.
+    # With a recipe on the command line, that is the whole config again; otherwise keys that were not typed stay as they were.
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
     result = cfg.copy() if recipe else merged(saved, cfg, own)
+    runs_dir, run_dir = Path(cfg.runs_dir), run_dir.resolve()
+    inside = run_dir.is_relative_to(runs_dir.resolve())  # the run may have been moved there
+    own_name = str(run_dir.relative_to(runs_dir.resolve())) if inside else str(saved.run)
     with open_dict(result):
         for key in AUTO:
             if OmegaConf.select(result, key) == "auto":
                 OmegaConf.update(result, key, OmegaConf.select(saved, key))
-        inside = run_dir.resolve().is_relative_to(Path(cfg.runs_dir).resolve())  # and it may have been moved there
-        own_name = str(run_dir.resolve().relative_to(Path(cfg.runs_dir).resolve())) if inside else str(saved.run)
-        result.run = str(cfg.run or own_name)
-        result.runs_dir = cfg.runs_dir
-        result.resume, result.init_from = str(checkpoint), saved.init_from  # the latter for the record
-        first = world_of(result).rank == 0  # a later rank may find the directory that rank 0 has made
-        if first and result.run != own_name and (Path(cfg.runs_dir) / result.run / "config.yaml").exists():
-            raise UserError(
-                f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
-            )
+        result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
+        result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # drawn once
-        refuse_changes(result, saved)
+    if is_first_process(result) and result.run != own_name and has_config(runs_dir / result.run):
+        raise UserError(
+            f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
+        )
+    refuse_changes(result, saved)
     return same_identity(result, run_dir / "config.yaml") if result.run == own_name else result
 
 
 def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
-    """What was drawn when the run first began stays: its seed and its id at W&B."""
+    """Keeps what was drawn when the run first began: its seed and its W&B id."""
     if not before.is_file():
         return cfg
     saved = load_config(before)
@@ -161,41 +165,13 @@ def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
 
 
 def config_inside(checkpoint: Path) -> DictConfig:
-    """The config that every checkpoint carries, for one that was moved out of its run's directory."""
+    """The config stored in every checkpoint, for one that was moved out of its run directory."""
     import torch  # 3 s; only here is it needed before a run starts
 
     file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
     cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["config"])
     assert isinstance(cfg, DictConfig)
     return cfg
-
-
-def leaves(cfg: DictConfig, key: str) -> dict[str, Any]:
-    """The values at and below `key`, by their own keys."""
-    value: Any = OmegaConf.select(cfg, key)
-    if isinstance(value, DictConfig):
-        return {k: v for name in map(str, value) for k, v in leaves(cfg, f"{key}.{name}").items()}
-    return {key: OmegaConf.to_container(value) if isinstance(value, ListConfig) else value}
-
-
-def refuse_changes(cfg: DictConfig, saved: DictConfig) -> None:
-    """Raises UserError for values of FIXED that differ from those of the run that is to go on."""
-    problems = []
-    for fixed in FIXED:
-        now, then = leaves(cfg, fixed), leaves(saved, fixed)
-        for key in {**now, **then}:
-            if now.get(key) != then.get(key):
-                problems.append(
-                    f"{key}={now.get(key)} cannot be changed in a run that is resumed; there it is {then.get(key)}. Type init_from=<run> for a new run."
-                )
-    now, then = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
-    for key in ("limit_train_batches", "val_check_interval"):
-        if now != then and isinstance(cfg.trainer[key], int):
-            problems.append(
-                f"trainer.accumulate_grad_batches={now} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which counts "
-                f"micro-batches; there it is {then}. Type trainer.accumulate_grad_batches={then}."
-            )
-    raise_problems(problems)
 
 
 def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
@@ -208,12 +184,11 @@ def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
         raise UserError("Type python eval.py run=<name>, or python eval.py checkpoint=<path>; one of the two.")
     if composed.run is not None:
         run_dir = find_run(composed.runs_dir, str(composed.run), "run")
-        checkpoint = best(run_dir)
+        checkpoint = checkpoint_of_report(run_dir)
     else:
-        checkpoint = whole(Path(composed.checkpoint), "checkpoint")
+        checkpoint = complete_checkpoint(Path(composed.checkpoint), "checkpoint")
         run_dir = checkpoint.resolve().parents[1]
-    config = run_dir / "config.yaml"
-    saved = load_config(config) if config.is_file() else config_inside(checkpoint)
+    saved = load_config(run_dir / "config.yaml") if has_config(run_dir) else config_inside(checkpoint)
     own = [o for o in overrides if key_of(o) not in EVAL_OWN]
     idle = [o for o in own if key_of(o).startswith(TRAINING)]
     if idle:

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and from where in the training a checkpoint goes on."""
+"""When checkpoints are saved, and where in the training a resumed run continues."""
 
 import shutil
 from pathlib import Path
@@ -11,12 +11,13 @@ from omegaconf import DictConfig
 from lockstep.checkpoints import shards
 from lockstep.checkpoints.finding import BEST
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.compat.logged_step import save_logged_step, set_logged_step
 from lockstep.errors import UserError
 from lockstep.training.steps import steps_done
 
 
 def wait_until_saved(trainer: pl.Trainer) -> None:
-    """What was begun is on the disk, as every process sees it. Raises NotSaved."""
+    """Returns when every process sees the saved checkpoints on disk. Raises NotSaved."""
     io = trainer.strategy.checkpoint_io
     if isinstance(io, AtomicCheckpointIO):
         io.drain()
@@ -24,10 +25,10 @@ def wait_until_saved(trainer: pl.Trainer) -> None:
 
 
 class Position(pl.Callback):
-    """Makes every checkpoint say: so many steps are done, with all that belongs to them, and nothing of the next.
+    """Makes every checkpoint say: this many steps are complete, and the next one has not begun.
 
-    Lightning's loops save how far each of their counters is, which depends on the hook that saves, and going on from some
-    of these states loses a validation or an epoch (NOTEBOOK.md). Both ends are put right here, in the public hooks.
+    The counters that Lightning's loops save depend on the hook that saves, and resuming from some of them loses a validation or
+    an epoch (NOTEBOOK.md). The public hooks here correct them on saving and on loading.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -41,10 +42,10 @@ class Position(pl.Callback):
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         done, begun = batches["current"]["processed"], epochs["current"]["ready"]
         done -= done % trainer.accumulate_grad_batches  # max_time may end a run within a step
-        waiting = done == 0 and epochs["current"]["processed"] == begun  # between two epochs, as it was loaded
-        fetched = batches["current"]["ready"]  # is_last_batch is set with the fetching
+        between = done == 0 and epochs["current"]["processed"] == begun  # between two epochs, as it was loaded
+        fetched = batches["current"]["ready"]  # is_last_batch is set when a batch is fetched
         last = batches["is_last_batch"] and fetched == batches["current"]["processed"]
-        ended = waiting or last or done >= trainer.num_training_batches
+        ended = between or last or done >= trainer.num_training_batches
         for scope in ("total", "current"):
             epochs[scope] = dict.fromkeys(epochs[scope], begun) | dict.fromkeys(
                 ("processed", "completed"), begun if ended else begun - 1
@@ -52,12 +53,12 @@ class Position(pl.Callback):
         batches["total"] = dict.fromkeys(batches["total"], batches["total"]["processed"])
         batches["current"] = dict.fromkeys(batches["current"], 0 if ended else done)
         batches["is_last_batch"] = False
-        loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps_done(trainer)  # for the loggers
+        save_logged_step(loop, steps_done(trainer))
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Counters of micro-batches, in those of this run: it may accumulate more or fewer to the same global batch."""
+        """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""
         now, then = (
             trainer.accumulate_grad_batches,
             checkpoint["config"]["trainer"]["accumulate_grad_batches"],
@@ -77,15 +78,14 @@ class Position(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Lightning 2.6 counts one step too many for the loggers after resuming where a validation had been.
-        trainer.fit_loop.epoch_loop._batches_that_stepped = steps_done(trainer)
+        set_logged_step(trainer, steps_done(trainer))
 
 
 class LastCheckpoint(Checkpoint):
-    """last.ckpt: after each epoch, every so many optimizer steps, and where a run ends.
+    """last.ckpt: saved after each epoch, every `every_n_steps` optimizer steps, and at the end of the run.
 
-    Within an epoch it is saved when the next batch begins: the row of the log and the validation that belong to a step
-    are done by then, and a run that goes on from it repeats neither.
+    Within an epoch it is saved when the next batch begins: the log row and the validation of the last step are done by then, and
+    a resumed run repeats neither.
     """
 
     def __init__(self, path: Path, every_n_steps: int | None, resumed: str | None) -> None:
@@ -95,8 +95,8 @@ class LastCheckpoint(Checkpoint):
         self.tidied = False
 
     @property
-    def goes_on_here(self) -> bool:
-        """Whether the run goes on in the folder of the checkpoint that it is resumed from."""
+    def continues_here(self) -> bool:
+        """Whether the checkpoint that the run was resumed from lies in this run's own folder."""
         return self.resumed is not None and self.resumed.resolve().parent == self.path.parent.resolve()
 
     def save(self, trainer: pl.Trainer) -> None:
@@ -109,22 +109,23 @@ class LastCheckpoint(Checkpoint):
         wait_until_saved(trainer)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """The checkpoint that a run goes on from is its last one: newer ones, of a past that is given up, would be taken
-        the next time, and a run with nothing left to train would not get one."""
-        names = (self.path.name, f"{self.path.name}.old")  # the latter takes its place when the next one is saved
-        if self.resumed and self.goes_on_here and trainer.is_global_zero and self.resumed.name not in names:
-            part = self.path.with_name(self.path.name + ".part")
-            shards.remove(part)
-            (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
-            shards.take_place(part, self.path)
+        """Makes the checkpoint that the run was resumed from its last one.
+
+        Otherwise the next resume would take a newer one, of a past that was given up; and a run with nothing left to train would
+        have no last checkpoint.
+        """
+        names = (self.path.name, f"{self.path.name}.old")  # the next save removes `.old`
+        if self.resumed and self.continues_here and trainer.is_global_zero and self.resumed.name not in names:
+            with shards.replacing(self.path) as part:
+                (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """ModelCheckpoint remembers the best ones with their whole paths; the run's folder may have been moved since."""
+        """Updates the absolute paths that ModelCheckpoint saves: the run's folder may have been moved."""
         here = self.path.parent.resolve()
         for state in checkpoint["callbacks"].values():
-            if "dirpath" in state and self.goes_on_here:
+            if "dirpath" in state and self.continues_here:
                 state["best_k_models"] = {moved(path, here): score for path, score in state["best_k_models"].items()}
                 for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
                     state[key] = moved(state[key], here)
@@ -135,7 +136,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
-        trainer.ckpt_path = None  # ModelCheckpoint would never remove it, though it may no longer be among the best
+        trainer.ckpt_path = None  # ModelCheckpoint never removes this path, even when it is no longer among the best
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -149,11 +150,11 @@ class LastCheckpoint(Checkpoint):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         wait_until_saved(trainer)
-        self.tidy(trainer)  # where nothing was left to train
+        self.tidy(trainer)  # for a run with nothing left to train
 
     def tidy(self, trainer: pl.Trainer) -> None:
-        """Once: removes best checkpoints of a past that was given up, and those that a kill kept from being removed."""
-        if self.tidied or not self.goes_on_here or not trainer.is_global_zero:
+        """Once: removes best checkpoints of a past that was given up, and those whose removal a kill prevented."""
+        if self.tidied or not self.continues_here or not trainer.is_global_zero:
             return
         self.tidied = True
         old = self.path.with_name(self.path.name + ".old")
@@ -171,7 +172,7 @@ def moved(path: str, folder: Path) -> str:
 
 
 def best_checkpoints(cfg: DictConfig, folder: Path) -> ModelCheckpoint:
-    """The best by validation."""
+    """Saves the best checkpoints by validation."""
     return ModelCheckpoint(
         dirpath=folder,
         filename="best-step-{step}",
@@ -180,7 +181,7 @@ def best_checkpoints(cfg: DictConfig, folder: Path) -> ModelCheckpoint:
         mode=cfg.checkpoint.mode,
         save_top_k=cfg.checkpoint.save_top_k,
         save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
-        enable_version_counter=False,  # a run that goes on from before a checkpoint writes the same one again
+        enable_version_counter=False,  # a run resumed from an earlier checkpoint writes the same file again
     )
 
 
@@ -189,7 +190,7 @@ def last_checkpoint(cfg: DictConfig, folder: Path) -> LastCheckpoint:
 
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
-    """The checkpoint to test: the best by `checkpoint.monitor`, or the last where nothing was validated."""
+    """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path or "absent").exists():
             return callback.best_model_path

@@ -1,15 +1,16 @@
-"""A checkpoint as a folder: every process writes its shards of the sharded tensors, the first one all the rest.
+"""A checkpoint as a folder: each process writes its shards of the sharded tensors, and rank 0 writes everything else.
 
-Plain files of torch.save, so that they load with weights_only=True as every checkpoint does (the metadata of
-torch.distributed.checkpoint is a pickle that may run code), and so that a zip checksum tells whether each is whole.
+All are files of torch.save, so they load with weights_only=True like every checkpoint, and a zip checksum shows whether each is
+complete. torch.distributed.checkpoint stores its metadata as a pickle, which may run code.
 """
 
-# `rest.pt` holds the checkpoint with a note in the place of each sharded tensor; `shard-<rank>-of-<world>.pt` holds for each
-# note the rows of the tensor from `first` on.
+# `rest.pt` holds the checkpoint with a note in place of each sharded tensor. `shard-<rank>-of-<world>.pt` maps each note to the
+# rows of that tensor from row `first` on.
 
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lockstep.checkpoints.trees import mapped
+
 REST = "rest.pt"
-NOTE = "sharded tensor "  # and its place in the checkpoint; no other text of a checkpoint begins like this
+NOTE = "sharded tensor "  # followed by the tensor's place; no other string in a checkpoint begins like this
 
 
 def write(content: Any, path: Path) -> None:
-    """torch.save, down to the disk."""
+    """torch.save, then fsync."""
     with path.open("wb") as file:
         torch.save(content, file)
         file.flush()
@@ -31,110 +34,117 @@ def write(content: Any, path: Path) -> None:
 
 
 def open_file(path: Path) -> Any:
-    """Tensors and plain values, mapped, not read."""
+    """Tensors and plain values, memory-mapped."""
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-def share(rows: int, rank: int, world: int) -> tuple[int, int]:
-    """The first row of a process and the one after its last: torch.chunk's way of dividing, which FSDP2 follows."""
+def row_range(rows: int, rank: int, world: int) -> tuple[int, int]:
+    """The first row of a process's shard and the row after its last, divided as torch.chunk and FSDP2 do."""
     each = -(-rows // world)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def divide(tree: Any, shards: dict[str, Any], place: str = "") -> Any:
-    """`tree` with notes in place of sharded tensors, whose local parts go into `shards`."""
-    if isinstance(tree, DTensor):
-        if tuple(tree.placements) != (Shard(0),):
-            raise ValueError(f"sharded by rows over one mesh dimension is what can be saved, not {tree.placements}")
-        note, mesh = f"{NOTE}{place}", tree.device_mesh
-        first, _ = share(tree.shape[0], mesh.get_local_rank(), mesh.size())
-        shards[note] = {"first": first, "shape": list(tree.shape), "rows": tree.to_local().detach()}
-        return note
-    if isinstance(tree, dict):
-        return {key: divide(value, shards, f"{place}/{key}") for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(divide(value, shards, f"{place}/{i}") for i, value in enumerate(tree))
-    return tree
+def divide(content: Any) -> tuple[Any, dict[str, Any]]:
+    """`content` with a note in place of each sharded tensor, and this process's rows by note."""
+    shards: dict[str, Any] = {}
+
+    def note(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        if tuple(leaf.placements) != (Shard(0),):
+            raise ValueError(
+                f"only tensors sharded by rows over one mesh dimension can be saved, not {leaf.placements}"
+            )
+        name = NOTE + "/".join(map(str, path))
+        first, _ = row_range(leaf.shape[0], leaf.device_mesh.get_local_rank(), leaf.device_mesh.size())
+        shards[name] = {"first": first, "shape": list(leaf.shape), "rows": leaf.to_local().detach()}
+        return name
+
+    return mapped(content, note), shards
 
 
-def save(rest: Any, own: dict[str, Any], folder: Path, rank: int, world: int) -> None:
-    """This process's part, as `divide` made it. `folder` exists; the checkpoint is whole when every process is through."""
-    write(own, folder / f"shard-{rank:05}-of-{world:05}.pt")
+def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The reverse of `divide`."""
+
+    def tensor(_: tuple[Any, ...], leaf: Any) -> Any:
+        return tensors[leaf] if isinstance(leaf, str) and leaf.startswith(NOTE) else leaf
+
+    return mapped(rest, tensor)
+
+
+def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int) -> None:
+    """Writes this process's part into an existing folder. The checkpoint is complete when every process has returned."""
+    write(shards, folder / f"shard-{rank:05}-of-{world:05}.pt")
     if rank == 0:
         write(rest, folder / REST)
 
 
-def files(folder: Path) -> list[Path]:
-    """The shards, in the order of their rows."""
-    return sorted(folder.glob("shard-*-of-*.pt"))
-
-
-def parts(folder: Path) -> Iterator[dict[str, Any]]:
-    for path in files(folder):
-        yield open_file(path)
-
-
-def joined(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of `divide`."""
-    if isinstance(tree, str) and tree.startswith(NOTE):
-        return tensors[tree]
-    if isinstance(tree, dict):
-        return {key: joined(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(joined(value, tensors) for value in tree)
-    return tree
+def shards_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """For each note, its shards in the order of their rows, memory-mapped."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("shard-*-of-*.pt")):
+        for note, shard in open_file(path).items():
+            found.setdefault(note, []).append(shard)
+    return found
 
 
 def load(folder: Path) -> Any:
     """The checkpoint on the CPU with whole tensors."""
-    rows: dict[str, list[Tensor]] = {}
-    for part in parts(folder):
-        for note, shard in part.items():
-            rows.setdefault(note, []).append(shard["rows"])
-    return joined(open_file(folder / REST), {note: torch.cat(each) for note, each in rows.items()})
+    whole = {note: torch.cat([shard["rows"] for shard in each]) for note, each in shards_of(folder).items()}
+    return join(open_file(folder / REST), whole)
 
 
 def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:
-    """The checkpoint with each sharded tensor divided anew among the processes of `mesh`; each reads its own rows only."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for part in parts(folder):
-        for note, shard in part.items():
-            found.setdefault(note, []).append(shard)
-    tensors = {note: redistributed(each, mesh) for note, each in found.items()}
-    return joined(open_file(folder / REST), tensors)
+    """The checkpoint with each tensor sharded over `mesh`, whatever number of processes wrote it; each reads its rows only."""
+    tensors = {note: resharded(each, mesh) for note, each in shards_of(folder).items()}
+    return join(open_file(folder / REST), tensors)
 
 
 def rows_between(shards: list[dict[str, Any]], begin: int, end: int) -> Tensor:
-    """Rows of a tensor from its shards, which are mapped: only what is wanted is read."""
+    """Rows `begin` to `end` of a tensor; only these are read from the memory-mapped shards."""
     return torch.cat([s["rows"][max(begin - s["first"], 0) : max(end - s["first"], 0)] for s in shards])
 
 
-def redistributed(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
+def resharded(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
     shape = torch.Size(shards[0]["shape"])
-    local = rows_between(shards, *share(shape[0], mesh.get_local_rank(), mesh.size()))
+    local = rows_between(shards, *row_range(shape[0], mesh.get_local_rank(), mesh.size()))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local.to(mesh.device_type), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def remove(path: Path) -> None:
-    """A checkpoint, whichever form it has; nothing where there is none."""
+    """Removes a checkpoint, file or folder, if there is one."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def take_place(part: Path, path: Path) -> None:
-    """Puts the checkpoint `part` where `path` is.
+def part_of(path: Path) -> Path:
+    """Where a checkpoint is written before it takes its name."""
+    return path.with_name(path.name + ".part")
 
-    A file takes a file's place in one go. A folder cannot: for an instant only `<path>.old` is there, and it is looked for.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the path to write a checkpoint to; it replaces the one at `path` when the block ends without an error."""
+    part = part_of(path)
+    remove(part)
+    yield part
+    take_place(part, path)
+
+
+def take_place(part: Path, path: Path) -> None:
+    """Moves the checkpoint `part` to `path`.
+
+    A file replaces a file atomically. A folder cannot: for an instant only `<path>.old` exists, which finding.py looks for.
     """
     if part.is_file() and not path.is_dir():
         part.replace(path)
         return
     old = path.with_name(path.name + ".old")
     if path.exists():
-        remove(old)  # left behind by a kill
+        remove(old)  # left by a kill
         path.rename(old)
     part.rename(path)
     remove(old)

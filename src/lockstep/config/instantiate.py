@@ -53,7 +53,7 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
 
 
-# Keys of a `data` node that the engine reads; the class gets the others.
+# Keys of a `data` node that the engine reads; the class gets the others, and those of them that it names.
 ENGINE_DATA = (
     "batch_size",
     "eval_batch_size",
@@ -75,7 +75,10 @@ def has_own_loaders(cfg: DictConfig) -> bool:
 
 def create_data(cfg: DictConfig) -> Any:
     """The data set of a config, without its batches."""
-    return create({key: value for key, value in to_plain(cfg.data).items() if key not in ENGINE_DATA}, "data")
+    node = to_plain(cfg.data)
+    target_of(str(node.get("_target_")), "data")
+    named = parameters(node["_target_"]) or {}
+    return create({key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}, "data")
 
 
 def trusted() -> tuple[str, ...]:

@@ -1,8 +1,22 @@
 """Data sets, the sampler (pure arithmetic), the loaders and the datamodule. What a config names here is free of torch."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lockstep.data.cifar10 import Cifar10
 from lockstep.data.dataset import Arrays, Batch, DataSet
 from lockstep.data.images import Images
 from lockstep.data.mnist import Mnist
 
-__all__ = ["Arrays", "Batch", "Cifar10", "DataSet", "Images", "Mnist"]
+if TYPE_CHECKING:
+    from lockstep.data.folder import Folder
+
+LAZY = {"Folder": "folder"}  # imported when they are named: a run on MNIST does without
+
+__all__ = ["Arrays", "Batch", "Cifar10", "DataSet", "Folder", "Images", "Mnist"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{LAZY[name]}"), name)

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.data.dataset import Arrays, Batch, DataSet
 from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch, samples_of
-from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, val_count
+from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, splits
 from lockstep.errors import UserError
 
 OWN_LOADERS = "own dataloaders"
@@ -40,16 +40,10 @@ class DataModule(pl.LightningDataModule):
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
         self.place = Place(lambda: 0)
-        total = len(dataset.train)
-        val = 0 if dataset.val is not None else val_count(total, val_fraction)
-        self.train_split = Split(total, val, min(total - val, limit_train or total))
+        self.train_split, self.val_split, self.test_split = splits(
+            dataset, batch_size=batch_size, val_fraction=val_fraction, limit_train=limit_train
+        )
         self.val_part = "train" if dataset.val is None else "val"
-        self.val_split = Split(total, 0, val) if dataset.val is None else whole(len(dataset.val))
-        self.test_split = whole(len(dataset.test))
-        if batch_size > self.train_split.count:
-            raise UserError(
-                f"data.batch_size={batch_size} is more than the {self.train_split.count} training {self.unit} ({dataset.source}). Type data.batch_size={self.train_split.count} or less."
-            )
 
     @property
     def device(self) -> torch.device:
@@ -170,10 +164,6 @@ class DataModule(pl.LightningDataModule):
             )
 
 
-def whole(count: int) -> Split:
-    return Split(count, 0, count, shuffled=False)
-
-
 def facts(data: pl.LightningDataModule) -> dict[str, Any]:
     """What the report says of the data. A LightningDataModule of the user's has dataloaders of its own, of which nothing is known."""
     if not isinstance(data, DataModule):
@@ -186,4 +176,5 @@ def facts(data: pl.LightningDataModule) -> dict[str, Any]:
         "data/train": data.train_split.count,
         "data/val": data.val_split.count,
         "data/test": data.test_split.count,
+        **{f"data/{name}": value for name, value in data.dataset.facts.items()},
     }

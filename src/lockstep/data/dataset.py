@@ -94,6 +94,11 @@ class DataSet:
         """Called once per machine before the processes start: fetch, decode, check. Then cheap when called again."""
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """Figures of the data for the report, under data/, such as how many files were skipped."""
+        return {}
+
+    @property
     def about(self) -> dict[str, Any]:
         """Plain values that a task needs, such as `classes`. They are kept in every checkpoint."""
         return {}

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from lockstep.data.augment import Augment
     from lockstep.data.transforms import Preprocess
 
+Normalisation = tuple[Sequence[float], Sequence[float]]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three
 
 
 class Images(DataSet):
@@ -39,13 +41,19 @@ class Images(DataSet):
         random_flip: bool = False,
     ) -> None:
         self.image_size, self.channels_last = image_size, channels_last
-        self.pixel_mean = list(self.mean if isinstance(mean, str) else mean)
-        self.pixel_std = list(self.std if isinstance(std, str) else std)
+        own_mean, own_std = self.normalisation({})
+        self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
+        self.pixel_std = list(own_std if isinstance(std, str) else std)
         self.random_shift, self.random_flip = random_shift, random_flip
 
     @classmethod
+    def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
+        """Mean and std of the images of a `data` node, for a network that was pretrained with none of its own."""
+        return cls.mean, cls.std
+
+    @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        channels, found = len(cls.mean), []
+        channels, found = len(cls.normalisation(data)[0]), []
         for key in ("mean", "std"):
             value = data.get(key)
             if isinstance(value, list) and len(value) != channels:
@@ -100,3 +108,24 @@ class Images(DataSet):
                 f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
             )
         return {**batch, "input": self.preprocessing(image_BCHW)}
+
+
+class AnyImages(Images):
+    """Images of any origin, decoded to `channels`: 3 for RGB, 1 for grey."""
+
+    def __init__(
+        self,
+        *,
+        channels: int = 3,
+        mean: str | Sequence[float] = "model",
+        std: str | Sequence[float] = "model",
+        **images: Any,
+    ) -> None:
+        own_mean, own_std = self.normalisation({"channels": channels})
+        super().__init__(
+            mean=own_mean if isinstance(mean, str) else mean, std=own_std if isinstance(std, str) else std, **images
+        )
+
+    @classmethod
+    def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
+        return (GREY_MEAN, GREY_STD) if data.get("channels") == 1 else (IMAGENET_MEAN, IMAGENET_STD)

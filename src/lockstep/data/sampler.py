@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Indices
+from lockstep.data.dataset import DataSet, Indices
+from lockstep.errors import UserError
 
 FILLER = -1  # stands where a rank has no sample left in an evaluation's last batch
 ROUNDS = (
@@ -74,6 +75,25 @@ class Split:
 def val_count(train: int, fraction: float) -> int:
     """How many of `train` samples are kept for validation: at least one."""
     return max(1, round(train * fraction))
+
+
+def splits(
+    dataset: DataSet, *, batch_size: int, val_fraction: float, limit_train: int | None
+) -> tuple[Split, Split, Split]:
+    """What is trained on, validated on and tested on. Raises UserError: the global batch is larger than the first."""
+    total = len(dataset.train)
+    val = 0 if dataset.val is not None else val_count(total, val_fraction)
+    train = Split(total, val, min(total - val, limit_train or total))
+    if batch_size > train.count:
+        raise UserError(
+            f"data.batch_size={batch_size} is more than the {train.count} training {dataset.unit} ({dataset.source}). Type data.batch_size={train.count} or less."
+        )
+    held_out = Split(total, 0, val) if dataset.val is None else whole(len(dataset.val))
+    return train, held_out, whole(len(dataset.test))
+
+
+def whole(count: int) -> Split:
+    return Split(count, 0, count, shuffled=False)
 
 
 class TrainBatches:

@@ -12,7 +12,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lockstep.checkpoints.content import DATA, fill, holds_module, network_of, read
+from lockstep.checkpoints.content import DATA, holds_module, network_of, read
+from lockstep.checkpoints.weights import load_into
 from lockstep.config.instantiate import accepted
 from lockstep.data import transforms
 from lockstep.errors import UserError
@@ -39,9 +40,8 @@ def export(path: Path, folder: Path) -> Path:
         )
     model, about = dict(content["config"]["model"]), content[DATA]["about"]
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
-    offered = content["network"]
-    net = network(model, offered, with_weights=False)
-    fill(net, weights, path)
+    net = network(model, content["network"], with_weights=False)
+    load_into(net.state_dict(), weights, path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -26,6 +26,7 @@ from lockstep.config.identity import run_dir
 from lockstep.errors import OutOfMemory, RunFailed
 from lockstep.launch.out_of_memory import kernel_kills, killed
 from lockstep.machine import signals
+from lockstep.machine.files import write_text
 from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
@@ -92,9 +93,7 @@ def report_out_of_memory(call: Callable[[], None]) -> None:
     try:
         call()
     except OutOfMemory as e:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(e.args))
-        part.rename(path)
+        write_text(path, json.dumps(e.args))
         time.sleep(GRACE_S)
         raise
 

@@ -29,11 +29,13 @@ def prepare_data(cfg: DictConfig) -> "DataSet | None":
     None: a LightningDataModule prepares its own in training.
     """
     from lockstep.config.instantiate import create_data, has_own_loaders
+    from lockstep.data.sampler import splits
 
     if has_own_loaders(cfg):
         return None
     data: DataSet = create_data(cfg)
     data.prepare()
+    splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train")})
     if data.notice and rank_of() == 0:
         print(f"WARNING: {data.notice}", file=sys.stderr)
     return data

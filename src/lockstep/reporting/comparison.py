@@ -10,6 +10,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lockstep.checkpoints.trees import leaves
+from lockstep.config.keys import dotted
+
 RATE = "_per_s"  # how columns end that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
 FORGOTTEN = ".current_score"  # the last validation's; ModelCheckpoint saves it for people and does not load it
@@ -23,16 +26,6 @@ class Run:
     report: dict[str, Any]
     rows: list[dict[str, str]]
     columns: list[str]
-
-
-def flat(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a tree of dicts and lists with their places."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else None
-    if items is None:
-        yield place, tree
-        return
-    for key, value in items:
-        yield from flat(value, f"{place}.{key}" if place else str(key))
 
 
 def find(given: str, runs_dir: Path) -> Run:
@@ -49,7 +42,7 @@ def find(given: str, runs_dir: Path) -> Run:
         with (folder / "metrics.csv").open(newline="") as file:
             reader = csv.DictReader(file)
             rows, columns = list(reader), list(reader.fieldnames or [])
-    config = dict(flat(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))))
+    config = dotted(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
     return Run(folder, config, report, rows, columns)
 
 
@@ -136,8 +129,8 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
 
     def values(path: Path, part: str) -> dict[str, Any]:
         here = str(path.resolve().parents[1])  # best checkpoints are remembered with their whole paths
-        leaves = flat(contents[path].get(part, {}))
-        return {key.replace(here, ""): v.replace(here, "") if isinstance(v, str) else v for key, v in leaves}
+        found = ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(contents[path].get(part, {})))
+        return {key.replace(here, ""): v.replace(here, "") if isinstance(v, str) else v for key, v in found}
 
     contents = {path: read(path) for path in (one, other)}
     for part in parts:

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.machine import files
 from lockstep.training.steps import steps_done
 
 WANDB_SERVER = "https://api.wandb.ai"
@@ -62,12 +63,10 @@ class MetricsCsv(Logger):
         self.write(old)
 
     def write(self, rows: list[dict[str, str]]) -> None:
-        part = self.path.with_suffix(".part")
-        with part.open("w", newline="") as file:
+        with files.replacing(self.path) as part, part.open("w", newline="") as file:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(rows)
-        part.replace(self.path)
 
     @rank_zero_only
     def cut(self, steps: int) -> None:

@@ -15,22 +15,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import evaluation_file, model_title, run_dir, title
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
 from lockstep.reporting.provenance import git_sha, peak_memory_bytes, versions
 from lockstep.training.micro_batches import batches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in content.items()
-    }
-    part.write_text(json.dumps(finite, indent=1) + "\n")
-    part.replace(path)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -105,9 +96,7 @@ class Recorder:
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
         if self.cfg.resume:
-            part = config.with_suffix(".part")
-            part.write_text(text)
-            part.replace(config)  # a kill in between must not lose the one that was there
+            write_text(config, text)
         else:
             try:
                 with config.open("x") as file:
@@ -218,7 +207,7 @@ class Recorder:
         for name in ("config.yaml", "report.json"):
             path = self.dir / name
             if path in self.before:
-                path.write_text(self.before[path])
+                write_text(path, self.before[path])
             else:
                 path.unlink(missing_ok=True)
 

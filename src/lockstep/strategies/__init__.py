@@ -1,4 +1,4 @@
-"""How replicas of the network work together. One file a strategy; the network and the task know of none."""
+"""How replicas of the network work together, one file for each strategy. The network and the task know nothing of them."""
 
 from lockstep.strategies.ddp import ddp
 from lockstep.strategies.dp import dp

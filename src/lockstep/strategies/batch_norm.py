@@ -1,9 +1,10 @@
-"""Batch normalisation over the processes' micro-batches together, on CPUs as well as on GPUs.
+"""Batch normalisation over the micro-batches of all processes together, on CPUs and on GPUs.
 
-torch.nn.SyncBatchNorm refuses CPU tensors. `GlobalBatchNorm` gives the same result with two differentiable
-all-reduces: of sums and counts, then of squared deviations. On GPUs torch's own, which has fused kernels, is used.
-One process uses it as well: torch's CPU kernel for channels_last adds up naively, and is off by 3e-6 for 64 images of
-28 pixels and by 3e-5 for 16 of 168 (7e-8 in the other format), which would be the difference to several processes.
+torch.nn.SyncBatchNorm refuses CPU tensors. `GlobalBatchNorm` computes the same with two differentiable all-reduces: of sums and
+counts, then of squared deviations. On GPUs torch's own is used, which has fused kernels.
+
+On a CPU, one process uses `GlobalBatchNorm` too. torch's CPU kernel for channels_last sums naively: it is off by 3e-6 for 64
+images of 28 pixels and by 3e-5 for 16 of 168 (7e-8 in the other format), so one process would differ from several by that much.
 """
 
 import sys
@@ -11,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import functional as F
 
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
 
-def sum_of_processes(x: Tensor) -> Tensor:
+def sum_over_processes(x: Tensor) -> Tensor:
     x = x.clone()
     if torch.distributed.is_initialized():
         torch.distributed.all_reduce(x)
@@ -24,28 +26,25 @@ def sum_of_processes(x: Tensor) -> Tensor:
 
 
 class SumOverProcesses(torch.autograd.Function):
-    """A sum over processes is linear: the gradient of each addend is the sum of the processes' gradients."""
+    """The sum is linear: the gradient of each process's addend is the sum of all processes' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return sum_of_processes(x)
+        return sum_over_processes(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return sum_of_processes(grads[0])
+        return sum_over_processes(grads[0])
 
 
-class GlobalBatchNorm(_BatchNorm):
-    """nn.BatchNorm with batch statistics over all processes; the same parameters, buffers and keys."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
+class GlobalBatchNorm(nn.BatchNorm2d):
+    """Batch norm of any dimension with batch statistics over all processes; parameters, buffers and keys stay the same."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalises over dimension 0 and those after 1. Evaluation is nn.BatchNorm's."""
+        """Normalises over dimension 0 and those after 1. Evaluation is torch's."""
         if not self.training:
-            return self.activated(super().forward(input))
+            mean, var = self.running_mean, self.running_var
+            return self.activated(F.batch_norm(input, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps))
         x = input if input.dtype == torch.float64 else input.float()
         axes = [0, *range(2, x.dim())]
         shape = [1, -1, *([1] * (x.dim() - 2))]
@@ -58,12 +57,14 @@ class GlobalBatchNorm(_BatchNorm):
         self.update_running(mean.detach(), var.detach() * count / (count - 1).clamp(min=1))
         y = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.weight is not None:
-            y = y * self.weight.view(shape) + self.bias.view(shape)
+            y = y * self.weight.view(shape)
+        if self.bias is not None:
+            y = y + self.bias.view(shape)
         return self.activated(y.to(input.dtype))
 
     def activated(self, y: Tensor) -> Tensor:
         for name in AFTER:
-            module = self._modules.get(name)
+            module = getattr(self, name, None)
             y = y if module is None else module(y)
         return y
 
@@ -79,7 +80,7 @@ class GlobalBatchNorm(_BatchNorm):
 
 def synchronise(net: nn.Module, device_type: str) -> int:
     """Makes every batch norm of `net` synchronise, in place; returns how many there are."""
-    count = sum(isinstance(module, _BatchNorm) for module in net.modules())
+    count = sum(isinstance(module, NORMS) for module in net.modules())
     if device_type == "cuda":
         # torch's converter drops the activation of timm's BatchNormAct2d; timm's own keeps it.
         timm_layers = sys.modules.get("timm.layers")
@@ -88,16 +89,19 @@ def synchronise(net: nn.Module, device_type: str) -> int:
         return count
     for parent in list(net.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, _BatchNorm):
+            if isinstance(child, NORMS):
                 setattr(parent, name, converted(child))
     return count
 
 
-def converted(norm: _BatchNorm) -> nn.Module:
-    """A GlobalBatchNorm with the parameters and buffers of `norm`, and with the activation that timm puts into some."""
+def converted(norm: nn.Module) -> GlobalBatchNorm:
+    """A GlobalBatchNorm with the parameters and buffers of `norm`, and with the activation of timm's."""
+    assert isinstance(norm, NORMS)
     new = GlobalBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    for name in AFTER:
-        new.add_module(name, norm._modules.get(name))
-    new.load_state_dict(norm.state_dict())
-    new.train(norm.training)
-    return new
+    new.weight, new.bias = norm.weight, norm.bias
+    new.running_mean, new.running_var = norm.running_mean, norm.running_var
+    new.num_batches_tracked = norm.num_batches_tracked
+    for name, module in norm.named_children():
+        if name in AFTER:
+            new.add_module(name, module)
+    return new.train(norm.training)

@@ -1,4 +1,4 @@
-"""One process per device with the whole network each; torch's DistributedDataParallel averages gradients."""
+"""One process per device, each with the whole network; torch's DistributedDataParallel averages gradients."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +14,7 @@ from lockstep.strategies.one_format import OneFormat
 
 
 class ReplicatedStrategy(OneFormat, DDPStrategy):
-    """Lightning's, with checkpoints that fit every strategy, and exact when a run is resumed."""
+    """Lightning's, with checkpoints that load under every strategy, and exact on resuming."""
 
     resumed = False
 
@@ -25,14 +25,15 @@ class ReplicatedStrategy(OneFormat, DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self.resumed:
-            self.settle_buckets(batch)
+            self.rebuild_buckets(batch)
         self.resumed = False
 
-    def settle_buckets(self, batch: Any) -> None:
-        """Lets DDP arrange its buckets as they were when the run was interrupted.
+    def rebuild_buckets(self, batch: Any) -> None:
+        """Gives DDP the gradient buckets that the interrupted run had, by one forward and backward without lasting effect.
 
-        It does so after its first backward, in the order in which gradients came; the sums of three and more processes depend
-        on the arrangement in their last bit. So the first batch goes forward and backward once without leaving a trace.
+
+        DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three and more processes
+        the last bit of the summed gradients depends on the buckets.
         """
         assert self.model is not None
         assert self.lightning_module is not None
@@ -55,7 +56,7 @@ def total(output: Any) -> Tensor:
 
 
 def communication_hook(name: str | None) -> dict[str, Any]:
-    """Arguments of DDPStrategy for a hook that compresses gradients on the wire."""
+    """Arguments of DDPStrategy for a hook that compresses gradients for the all-reduce."""
     if name is None:
         return {}
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -65,7 +66,7 @@ def communication_hook(name: str | None) -> dict[str, Any]:
         "bf16": default_hooks.bf16_compress_hook,
         "powersgd": powerSGD_hook.powerSGD_hook,
     }
-    # Vogels et al., "PowerSGD" (2019); exact all-reduce for the first 1,000 steps, as torch's documentation advises
+    # Vogels et al., "PowerSGD" (2019); exact for the first 1,000 steps, as torch's documentation advises
     state = (
         powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
         if name == "powersgd"
@@ -83,7 +84,7 @@ def ddp(
     static_graph: bool,
     find_unused_parameters: bool,
     comm_hook: str | None,
-    timeout_s: float = 1800,  # runs of before this key have none
+    timeout_s: float,
     name: str = "ddp",
 ) -> ReplicatedStrategy:
     return ReplicatedStrategy(

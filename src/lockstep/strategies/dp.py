@@ -9,10 +9,10 @@ from lockstep.strategies.single import SingleStrategy
 
 
 class DataParallelStrategy(SingleStrategy):
-    """Splits each batch over the GPUs for the network's forward alone; loss, metrics and logging stay on the first.
+    """Splits each batch over the GPUs for the network's forward only; loss, metrics and logging stay on the first GPU.
 
-    Wrapping the whole LightningModule would not do: Lightning patches `forward` on the instance, the replicas copy
-    that patch bound to the original, and all of them would compute on the first device in silence.
+    Wrapping the whole LightningModule fails silently: Lightning patches `forward` on the instance, the replicas copy that patch
+    bound to the original, and all of them compute on the first GPU.
     """
 
     strategy_name = "dp"

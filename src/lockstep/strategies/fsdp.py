@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -17,14 +16,15 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints import shards
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.strategies.one_format import OneFormat, gathered
 
-MIN_BLOCK = 1_000_000  # parameters; a lone layer below that is gathered with its parent
+MIN_BLOCK = 1_000_000  # parameters; a single layer with fewer is gathered with its parent
 
 
 def repeated_blocks(net: nn.Module) -> Iterator[nn.Module]:
-    """What a network is made of: the members of its Sequentials and ModuleLists that have parts, or are large."""
+    """The building blocks of a network: members of Sequentials and ModuleLists that are composite or large."""
     for child in net.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             for member in child:
@@ -50,10 +50,10 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     return found
 
 
-class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
-    """Lightning's strategy for FSDP2 with the sharding itself: the network needs no word about it."""
+class FullyShardedStrategy(OneFormat, WholeMeshStrategy):
+    """Lightning's strategy for FSDP2, which also does the sharding: the network needs no code for it."""
 
-    lightning_restore_optimizer = True  # as the other strategies do; see OneFormat
+    lightning_restore_optimizer = True  # as under the other strategies; see OneFormat
 
     def __init__(
         self,
@@ -64,27 +64,20 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
         sharded_checkpoints: bool,
         timeout_s: float,
     ) -> None:
-        super().__init__(
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=sharded_checkpoints,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        self.timeout, self.sharded_checkpoints = timedelta(seconds=timeout_s), sharded_checkpoints
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints, timeout=self.timeout)
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
-        self.writers: Any = None  # the group of the threads that write shards
-
-    def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
-        super().setup_environment()
+        self.writers: Any = None  # the process group of the threads that write shards
 
     @property
     def mesh(self) -> DeviceMesh:
         return self.device_mesh["data_parallel"]
 
     def parallelize(self, net: nn.Module) -> nn.Module:
-        """Shards the blocks, inner ones first, then what is left with the network itself.
+        """Shards the blocks, inner ones first, and the remaining parameters with the network itself.
 
-        FSDP2 (torch 2.13) takes no channels_last parameters; images in that format let convolutions run in it all the same.
+        FSDP2 (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
         """
         net.to(device=self.root_device, memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         blocks = list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
@@ -93,16 +86,18 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
         fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
         return net
 
-    def in_a_checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Sharded as it is, or put together on rank 0."""
-        if self._save_distributed_checkpoint:
+    def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Sharded as it is, or whole on rank 0."""
+        if self.sharded_checkpoints:
             return state
         whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
         return whole
 
     def share_buffers(self) -> None:
-        """Rank 0's running statistics for all, as DDP does before each forward. FSDP2 leaves each process its own, of which
-        only rank 0's would be in a checkpoint; here they are shared where it shows: in validations and checkpoints."""
+        """Gives all processes rank 0's running statistics, before validations and checkpoints.
+
+        Under FSDP2 each process keeps its own, and a checkpoint would hold rank 0's only. DDP shares them before each forward.
+        """
         assert self.lightning_module is not None
         for buffer in self.lightning_module.buffers():
             torch.distributed.broadcast(buffer, 0)
@@ -113,10 +108,10 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         self.share_buffers()
-        return self.in_a_checkpoint(self.lightning_module.state_dict())
+        return self.checkpoint_form(self.lightning_module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.in_a_checkpoint(super().optimizer_state(optimizer))
+        return self.checkpoint_form(super().optimizer_state(optimizer))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
@@ -128,35 +123,34 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """One file of rank 0; or a folder of shards, which appears whole, under another name until then."""
+        """One file, written by rank 0; or a folder of shards, which gets its name when it is complete."""
         path = Path(self.broadcast(filepath))
-        if not self._save_distributed_checkpoint:
+        if not self.sharded_checkpoints:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
             return
         if self.writers is None:
-            self.writers = torch.distributed.new_group(backend="gloo", timeout=self._timeout)
-        own: dict[str, Any] = {}
-        content = {"rest": shards.divide(checkpoint, own), "own": own}
+            self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
+        rest, own = shards.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
-        self.checkpoint_io.save(content, path, self.write_shards, checkpoint["global_step"])
+        self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards, checkpoint["global_step"])
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
-        """In the thread that writes, beside the training: the processes wait for each other in a group of their own."""
-        part = path.with_name(path.name + ".part")
-        with self.in_all_or_none():
+        """Runs in the writing thread, while training continues; the writing threads have a process group of their own."""
+        part = shards.part_of(path)
+        with self.all_or_none():
             if self.is_global_zero:
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
-        with self.in_all_or_none():
+        with self.all_or_none():
             shards.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
-        with self.in_all_or_none():
+        with self.all_or_none():
             if self.is_global_zero:
                 shards.take_place(part, path)
 
     @contextmanager
-    def in_all_or_none(self) -> Iterator[None]:
-        """Waits for the other processes. Raises in all of them what failed in one."""
+    def all_or_none(self) -> Iterator[None]:
+        """Waits for the other processes. An error in one of them raises in all."""
         error: Exception | None = None
         try:
             yield
@@ -171,7 +165,7 @@ class FullyShardedStrategy(OneFormat, ModelParallelStrategy):
 
     def teardown(self) -> None:
         super().teardown()
-        self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy leaves it out
+        self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not call it
 
 
 def fsdp(
@@ -180,7 +174,7 @@ def fsdp(
     sharded_checkpoints: bool,
     blocks: str | list[str],
     reshard_after_forward: bool,
-    timeout_s: float = 1800,  # runs of before this key have none
+    timeout_s: float,
     name: str = "fsdp",
 ) -> FullyShardedStrategy:
     return FullyShardedStrategy(

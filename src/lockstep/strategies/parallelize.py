@@ -1,4 +1,4 @@
-"""What is done to a network before training, in the order that it must have."""
+"""The changes to a network before training. Their order matters."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from lockstep.strategies.batch_norm import synchronise
 def parallelize(
     net: nn.Module, trainer: pl.Trainer, *, sync_batchnorm: bool, channels_last: bool, compile: bool
 ) -> Callable[[Tensor], Tensor]:
-    """Changes `net` in place, keys of its state unchanged, and returns what to call for a batch."""
+    """Changes `net` in place, keeps its state keys, and returns the callable for a batch."""
     strategy = trainer.strategy
     if channels_last:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -21,7 +21,7 @@ def parallelize(
         raise UserError(
             "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation. Leave it out."
         )
-    if compile:  # before sharding and DDP, so that their hooks stay outside of the compiled graphs
-        net.compile()  # in place: a wrapper would put `_orig_mod.` in front of every key
+    if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
+        net.compile()  # in place: a wrapper would prefix every key with `_orig_mod.`
     shard_or_replicate = getattr(strategy, "parallelize", None)  # fsdp and dp have one
     return shard_or_replicate(net) if shard_or_replicate else net

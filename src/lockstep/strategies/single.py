@@ -18,7 +18,7 @@ class SingleStrategy(OneFormat, SingleDeviceStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        return self.parallel_devices[0] if self.parallel_devices else self._root_device
+        return self.parallel_devices[0] if self.parallel_devices else super().root_device
 
 
 def single(

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lockstep.reporting.recorder import write_json
+from lockstep.machine.files import write_json
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # what a job is given beside what was typed for it
 FIRST, LAST = ("status",), ("train/steps", "wall_s")

@@ -90,7 +90,8 @@ class TaskModule(pl.LightningModule):
     ) -> None:
         if self.step_weight is not None:  # gradients are of the mean of loss x weight; divided by the mean weight now
             mean = self.trainer.strategy.reduce(self.step_weight.clone(), reduce_op="mean")
-            scale_gradients(self.parameters(), self.trainer.accumulate_grad_batches / mean)
+            scale = self.trainer.accumulate_grad_batches / mean
+            scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch in which nothing counts
             self.step_weight = None
         if gradient_clip_val is None or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -109,6 +110,17 @@ class TaskModule(pl.LightningModule):
         scale = self.trainer.accumulate_grad_batches / then  # the window sums over micro-batches
         self.window_loss = checkpoint["window"]["loss"] * scale
         self.window_weight = checkpoint["window"]["weight"] * scale
+
+    def in_exact_sums(self) -> None:
+        """Figures sum up in float64 as the loss does, also where `trainer.precision=bf16-true` has converted the module."""
+        for metric in self.figures.values():
+            metric.to(self.mean_loss.exact)  # its integers stay integers
+
+    def on_validation_epoch_start(self) -> None:
+        self.in_exact_sums()
+
+    def on_test_epoch_start(self) -> None:
+        self.in_exact_sums()
 
     def evaluation_step(self, batch: Batch) -> None:
         """Figures of the real samples: those of a filler are dropped before the task sees them."""
@@ -129,10 +141,11 @@ class TaskModule(pl.LightningModule):
             metric.reset()
 
     def named(self, name: str, value: Any) -> dict[str, Tensor]:
-        """A figure; of a metric with a value for each class, one figure a class."""
+        """A figure; of a metric with several values, such as one for each class, a figure for each."""
         if isinstance(value, Tensor) and value.numel() > 1:
-            classes = self.task.about.get("classes", range(value.numel()))
-            return {f"{name}/{each}": part for each, part in zip(classes, value.flatten(), strict=True)}
+            names = self.task.about.get(self.task.names, ())
+            names = names if len(names) == value.numel() else range(value.numel())
+            return {f"{name}/{each}": part for each, part in zip(names, value.flatten(), strict=True)}
         return {name: value.float() if isinstance(value, Tensor) else torch.tensor(float(value))}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

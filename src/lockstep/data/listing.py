@@ -1,0 +1,125 @@
+"""Which image files there are, what is asked of each, and which part it belongs to. Free of torch, and of Pillow."""
+
+import csv
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.config.checks import nearest
+from lockstep.errors import UserError, raise_problems
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+PART_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Image files by their paths below `base`. `parts` says `train` for all where the data has no parts of its own."""
+
+    base: Path
+    paths: list[str]
+    targets: list[str]  # the class's name, or what a CSV says
+    parts: list[str]
+
+
+def class_folders(root: Path) -> Listing:
+    """Of `root/<class>/...` or `root/train/<class>/...`, with `val` and `test` beside `train` or not.
+
+    Raises:
+        UserError: there are no classes, or only one; a class has no images; a part has a class that `train` lacks.
+    """
+    if not root.is_dir():
+        raise UserError(
+            f"data.root={root} does not exist. Type data.root=<folder with a folder of images for each class>."
+        )
+    given = {name: folder for folder in folders(root) if (name := PART_NAMES.get(folder.name.lower()))}
+    if given and "train" not in given:
+        others = ", ".join(f"{folder.name}/" for folder in given.values())
+        raise UserError(f"data.root={root} has {others} but no train/. Move the other classes into {root / 'train'}.")
+    listing = Listing(root, [], [], [])
+    classes: list[str] = []
+    for part, top in sorted(given.items(), key=lambda item: item[0] != "train") or [("train", root)]:
+        found = list(folders(top))
+        raise_problems(part_problems(top, [folder.name for folder in found], classes))
+        classes = classes or [folder.name for folder in found]
+        for folder in found:
+            add_images(listing, folder, part, optional=part != "train")
+    return listing
+
+
+def part_problems(top: Path, names: list[str], classes: list[str]) -> Iterator[str]:
+    """Of the class folders of a part; `classes` are those of `train`, empty for `train` itself."""
+    if not classes and len(names) < 2:
+        there = f"only the folder {names[0]}/" if names else "no folders"
+        yield (
+            f"{top} has {there}. Images are in a folder for each class, two or more: {top}/<class>/<image>. "
+            "For a list of files and targets, type data.csv=<file>."
+        )
+    for name in names:
+        if classes and name not in classes:
+            yield f"{top / name}: train/ has no class {name}{nearest(name, classes)}. Rename or remove the folder."
+
+
+def folders(root: Path) -> Iterator[Path]:
+    """Folders right below `root`, by name; not the hidden ones, such as .ipynb_checkpoints."""
+    yield from sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def add_images(listing: Listing, folder: Path, part: str, *, optional: bool) -> None:
+    """Adds the image files anywhere below `folder`, the folder of a class."""
+    before, base = len(listing.paths), len(str(listing.base)) + 1
+    for place, below, names in os.walk(folder, followlinks=True):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for name in sorted(names):
+            if name.lower().endswith(ENDINGS) and not name.startswith("."):
+                listing.paths.append(f"{place}{os.sep}{name}"[base:])
+    count = len(listing.paths) - before
+    if not count and not optional:
+        raise UserError(
+            f"{folder} holds no images (files that end in {', '.join(ENDINGS)}). Remove the folder, or name the folder of the classes with data.root=<folder>."
+        )
+    listing.targets.extend([folder.name] * count)
+    listing.parts.extend([part] * count)
+
+
+def from_csv(path: Path) -> Listing:
+    """Of a CSV with the columns path, target and, if it likes, split; paths are relative to the CSV.
+
+    Raises:
+        UserError: there is no such file, a column is missing, or a split has an unknown name.
+    """
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist. data.csv is looked for in data.root: type data.root=<folder> data.csv=<file>."
+        )
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        columns = reader.fieldnames or []
+        missing = [name for name in ("path", "target") if name not in columns]
+        if missing:
+            raise UserError(
+                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line names the columns: path,target or path,target,split."
+            )
+        rows = list(reader)
+    if not rows:
+        raise UserError(f"{path} lists no images below its first line.")
+    parts = [PART_NAMES.get((row.get("split") or "train").strip().lower(), "") for row in rows]
+    if "" in parts:
+        line = parts.index("")
+        raise UserError(
+            f"{path}, line {line + 2}: split={rows[line]['split']} is unknown; use one of {', '.join(PART_NAMES)}."
+        )
+    if "train" not in parts:
+        raise UserError(f"{path} has no row with split=train.")
+    paths, targets = [row["path"] for row in rows], [(row["target"] or "").strip() for row in rows]
+    return Listing(path.parent, paths, targets, parts)
+
+
+SEPARATORS = re.compile(r"[|;]")
+
+
+def labels_of(text: str) -> list[str]:
+    """The labels of a sample with several: `red|round` or `red;round`."""
+    return [label for part in SEPARATORS.split(text) if (label := part.strip())]

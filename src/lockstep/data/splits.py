@@ -1,0 +1,33 @@
+"""A fixed part of every class, held out from training: the same files whatever `seed` is. Free of torch."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.dataset import Indices
+from lockstep.data.sampler import SPLIT_SEED, permute
+
+PARTS = ("train", "val", "test")
+
+
+def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
+    """Places of a `fraction` of each stratum: at least one sample of it, and never all."""
+    order = np.argsort(strata, kind="stable")
+    ends = np.flatnonzero(np.diff(strata[order])) + 1
+    chosen = []
+    for members in np.split(order, ends):
+        count = min(max(1, round(len(members) * fraction)), len(members) - 1)
+        if count > 0:
+            chosen.append(members[permute(np.arange(count), len(members), SPLIT_SEED, int(strata[members[0]]))])
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+
+
+def divided(
+    part_N: NDArray[np.str_], strata_N: NDArray[np.int64], *, test_fraction: float, val_fraction: float
+) -> NDArray[np.str_]:
+    """The part of each sample, where `part_N` says train, val or test; a part that is not there is taken from train."""
+    part_N = part_N.copy()
+    for name, fraction in (("test", test_fraction), ("val", val_fraction)):
+        if not (part_N == name).any():
+            train = np.flatnonzero(part_N == "train")
+            part_N[train[held_out(strata_N[train], fraction)]] = name
+    return part_N

@@ -1,0 +1,72 @@
+"""Files are written whole or not at all."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from lockstep.machine import files
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    with files.replacing(path) as part:
+        part.write_text("half of")
+        assert path.read_text() == "old"
+    assert path.read_text() == "half of"
+    assert names(tmp_path) == ["report.json"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_error_keeps_the_old_file_and_leaves_no_part(shared, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), files.replacing(path, shared=shared) as part:
+        part.write_text("half of")
+        raise KeyboardInterrupt
+    assert (names(tmp_path), path.read_text()) == (["report.json"], "old")
+
+
+def test_a_kill_keeps_the_old_file_and_the_next_write_leaves_no_part(tmp_path):
+    path = tmp_path / "report.json"
+    files.write_text(path, "old")
+    killed = (
+        "import os, pathlib, signal; from lockstep.machine import files\n"
+        f"with files.replacing(pathlib.Path({str(path)!r})) as part:\n"
+        "    part.write_text('half of'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
+    assert path.read_text() == "old"
+    files.write_text(path, "new")
+    assert (names(tmp_path), path.read_text()) == (["report.json"], "new")
+
+
+def test_processes_that_write_at_once_have_parts_of_their_own(tmp_path):
+    path = tmp_path / "data"
+    with files.replacing(path, shared=True) as one, files.replacing(path, shared=True) as other:
+        one.write_bytes(b"one")
+        other.write_bytes(b"other")
+    assert (names(tmp_path), path.read_bytes()) == (["data"], b"one")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
+def test_permissions_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        files.write_bytes(tmp_path / "data", b"")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o640
+
+
+def test_json_has_no_numbers_that_json_lacks(tmp_path):
+    files.write_json(tmp_path / "report.json", {"a": float("nan"), "b": float("inf"), "c": 1.5, "d": None})
+    assert json.loads((tmp_path / "report.json").read_text()) == {"a": None, "b": None, "c": 1.5, "d": None}
