@@ -8,6 +8,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.errors import Pruned
 from lockstep.sweeps.trials import STORAGE, trial_id
+from lockstep.training.steps import steps_done
 
 
 class Pruning(pl.Callback):
@@ -38,8 +39,8 @@ class Pruning(pl.Callback):
             return
         prune = False
         if self.trial is not None:
-            if trainer.global_step not in self.storage.get_trial(self.id).intermediate_values:
-                self.trial.report(float(trainer.callback_metrics[self.monitor]), trainer.global_step)
+            if steps_done(trainer) not in self.storage.get_trial(self.id).intermediate_values:
+                self.trial.report(float(trainer.callback_metrics[self.monitor]), steps_done(trainer))
             prune = self.trial.should_prune()
         if trainer.strategy.broadcast(prune):
-            raise Pruned(f"given up after {trainer.global_step} steps: other trials were better by then.")
+            raise Pruned(f"given up after {steps_done(trainer)} steps: other trials were better by then.")

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.compat.wandb_anonymous import without_anonymous
 from lockstep.machine import files
+from lockstep.training.steps import steps_done
 
 WANDB_SERVER = "https://api.wandb.ai"
 
@@ -80,13 +81,14 @@ class CutAtResume(pl.Callback):
     """Lets logs go on where the checkpoint is, without a row twice. W&B keeps what it has been sent."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for logger in trainer.loggers if trainer.global_step else ():
+        steps = steps_done(trainer)
+        for logger in trainer.loggers if steps else ():
             if isinstance(logger, MetricsCsv):
-                logger.cut(trainer.global_step)
+                logger.cut(steps)
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 writer = logger.experiment
                 writer.close()  # it opens a new file, which begins by revoking what the old ones say from this step on
-                writer.purge_step = trainer.global_step
+                writer.purge_step = steps
 
 
 def has_wandb_key() -> bool:

@@ -28,6 +28,8 @@ class TaskModule(PlainHookName):
     `parallelize` gets the network once, before the optimizer is made, and returns what is called in its place.
     """
 
+    of_task = True  # it takes named batches with fillers; other LightningModules do not
+
     def __init__(
         self,
         net: nn.Module,
