@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from your_own import FOLDER, Page
+from your_own import Page
 
 import lockstep
 from lockstep.errors import RunFailed

@@ -67,6 +67,13 @@ ENGINE_DATA = (
 )
 
 
+def has_own_loaders(cfg: DictConfig) -> bool:
+    """Whether `data` names a LightningDataModule, whose dataloaders are its own; asked without importing Lightning."""
+    path = cfg.data.get("_target_")
+    target = target_of(path, "data") if isinstance(path, str) else None
+    return any(base.__module__.startswith("lightning.pytorch.") for base in getattr(target, "__mro__", ()))
+
+
 def create_data(cfg: DictConfig) -> Any:
     """The data set of a config, without its batches."""
     node = to_plain(cfg.data)
