@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lockstep.reporting.recorder import SPEED
 from lockstep.training.steps import completes_step, has_row
 
 
@@ -17,8 +18,6 @@ def waited_s(trainer: pl.Trainer) -> float:
 class Throughput(pl.Callback):
     """Measures windows of `log_every_n_steps` steps. The first window, which holds warm-up and compiling, counts alone
     only when there is no other."""
-
-    FIGURES = ("train/images_per_s", "train/data_wait_share", "train/first_step_s")
 
     def __init__(self) -> None:
         self.windows: list[tuple[int, float, float]] = []  # images, seconds, seconds of them waiting for data
@@ -60,16 +59,10 @@ class Throughput(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close(trainer)
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> dict[str, float | None]:
-        """The figures of a run; nothing is known without this callback."""
-        own = [callback for callback in trainer.callbacks if isinstance(callback, cls)]  # type: ignore[attr-defined]
-        return own[0].figures() if own else dict.fromkeys(cls.FIGURES)
-
-    def figures(self) -> dict[str, float | None]:
-        """Over the whole run, for its report."""
+    def report_figures(self) -> dict[str, float | None]:
+        """Over the whole run; reporting/recorder.py asks for them."""
         images, seconds, waited = (
             sum(column) for column in zip(*(self.windows[1:] or self.windows or [(0, 0, 0)]), strict=True)
         )
         shares = (images / seconds, waited / seconds) if seconds else (None, None)
-        return dict(zip(self.FIGURES, (*shares, self.first_step_s), strict=True))
+        return dict(zip(SPEED, (*shares, self.first_step_s), strict=True))

@@ -34,6 +34,19 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
+def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What the callbacks add to the report: a callback with a method `report_figures() -> dict` is asked, on every rank."""
+    figures: dict[str, Any] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        figures |= getattr(callback, "report_figures", dict)()
+    return figures
+
+
+SPEED = (
+    "train/images_per_s",
+    "train/data_wait_share",
+    "train/first_step_s",
+)  # null without the callback that measures them
 LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
 
 
@@ -121,17 +134,16 @@ class Recorder:
 
     def trained(self, checkpoint: str | None) -> None:
         """Figures of the training itself; every rank takes part."""
-        from lockstep.callbacks import Throughput
         from lockstep.reporting.flops import flops_per_s
         from lockstep.reporting.loggers import MetricsCsv
 
         trainer = self.trainer
-        speed = Throughput.of(trainer)
-        rank_0s = speed["train/images_per_s"] if self.rank == 0 else None
+        figures = dict.fromkeys(SPEED) | offered_figures(trainer)
+        rank_0s = figures["train/images_per_s"] if self.rank == 0 else None
         self.report |= {
             "train/steps": trainer.global_step,
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
-            **speed,
+            **figures,
             "train/flops_per_s": flops_per_s(self.cfg, self.data.about, rank_0s),
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
