@@ -60,7 +60,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         for process in processes:
             process.join(0.02)
             if process.exitcode and not first:
-                first, deadline = process.exitcode, time.monotonic() + local.LAST_WORDS_S
+                first, deadline = process.exitcode, time.monotonic() + local.FAILING_S
     for process in processes:
         process.kill()
         process.join()

@@ -35,6 +35,6 @@ def decided(cfg: DictConfig, world: World, prepared: "Prepared") -> DictConfig:
         if cfg.trainer.precision == "auto":
             cfg.trainer.precision = precision(world.accelerator)
         if cfg.data.num_workers == "auto":
-            on_device = cfg.data.get("on_device") is True
+            on_device = cfg.data.on_device is True
             cfg.data.num_workers = 0 if on_device else workers(prepared.images_bytes, world)
     return cfg

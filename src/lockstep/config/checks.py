@@ -149,12 +149,12 @@ def image_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             yield f"data.{key}={value} has {len(value)} numbers; {cfg.data.name} images have {channels} channels. Give one number for each."
     if isinstance(plain(cfg.data.std), list) and not all(s > 0 for s in cfg.data.std):
         yield f"data.std={plain(cfg.data.std)} must be above 0."
-    if cfg.data.get("on_device") is True and world.accelerator == "cpu":
+    if cfg.data.on_device is True and world.accelerator == "cpu":
         yield "data.on_device=true has no effect on a CPU: images are in its memory. Type data.on_device=auto."
-    if cfg.data.get("on_device") is True and cfg.data.num_workers not in (0, "auto"):
+    if cfg.data.on_device is True and cfg.data.num_workers not in (0, "auto"):
         yield f"data.on_device=true leaves nothing for data.num_workers={cfg.data.num_workers} to load. Leave one of them out."
     for key in ("prefetch_factor", "persistent_workers"):
-        if cfg.data.get(key) is not None and cfg.data.num_workers in (0, "auto"):
+        if cfg.data[key] is not None and cfg.data.num_workers in (0, "auto"):
             yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
     if cfg.data.source == "embedded" and cfg.data.name != "mnist":
         yield f"data.source=embedded exists for mnist only; {cfg.data.name} needs its files. Type data.root=<folder>, or data.source=download."
@@ -177,7 +177,7 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"strategy=fsdp does not support trainer.precision={precision}; it takes one of 32-true, bf16-mixed, bf16-true, 16-true. Type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
-    if cfg.get("tf32") and world.accelerator != "cuda":
+    if cfg.tf32 and world.accelerator != "cuda":
         yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
     if cfg.trainer.sync_batchnorm and name == "dp":
         yield "trainer.sync_batchnorm=true has no effect under strategy=dp: each replica normalises its own part. Type strategy=ddp."
@@ -214,7 +214,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
     if not trainer.enable_checkpointing and cfg.checkpoint.every_n_steps:
         yield "checkpoint.every_n_steps has no effect with trainer.enable_checkpointing=false. Leave one of them out."
-    if not trainer.enable_checkpointing and not cfg.checkpoint.get("background", True):
+    if not trainer.enable_checkpointing and not cfg.checkpoint.background:
         yield "checkpoint.background=false has no effect with trainer.enable_checkpointing=false. Leave one of them out."
     if cfg.model.get("pretrained") and cfg.model.get("checkpoint_path"):
         yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."

@@ -46,7 +46,7 @@ def main(job: Job, name: str) -> None:
     received, given = local.received_job(), slots.received_config()
     if received is not None:
         with signals.noted():
-            ended.append(reported(partial(local.told, partial(job, *received)), received[1].rank))
+            ended.append(reported(partial(local.report_out_of_memory, partial(job, *received)), received[1].rank))
         if ended[0]:
             leave(ended[0])  # at once: exit handlers might wait for what the failed job has left
     elif given is not None:

@@ -1,4 +1,4 @@
-"""When memory runs out: one message, with a micro-batch that fits. The global batch stays what it is."""
+"""Out-of-memory errors: one message that suggests a micro-batch that fits. The global batch stays the same."""
 
 import copy
 import gc
@@ -49,10 +49,10 @@ def explained(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: 
             raise
         log.info("%s: %s", type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)  # they hold the activations
-        raise told(cfg, trainer, task, data) from None
+        raise explanation(cfg, trainer, task, data) from None
 
 
-def told(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> OutOfMemory:
+def explanation(cfg: DictConfig, trainer: pl.Trainer, task: Classification, data: DataModule) -> OutOfMemory:
     loop, world = trainer.fit_loop.epoch_loop, trainer.world_size
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
