@@ -126,9 +126,6 @@ def preload() -> None:
 
     with lean.imports():
         import lockstep.build
-    import matplotlib.backends.backend_svg
-    import matplotlib.figure
-    import timm
 
     import lockstep.launch.start
     import lockstep.reporting.comparison
@@ -207,7 +204,9 @@ def fork(connection: Connection, request: dict[str, Any], ours: list[Any]) -> in
             os.dup2(descriptor, number)
         for mine in [*ours, connection]:
             mine.close()
-        with contextlib.suppress(PermissionError):  # a group of pytest's session: its Ctrl-C ends pytest, and then these
+        with contextlib.suppress(
+            PermissionError
+        ):  # a group of pytest's session: its Ctrl-C ends pytest, and then these
             os.setpgid(0, request["group"])
         run(request)
     except BaseException:
