@@ -79,8 +79,8 @@ def thin(folder: Path, package: str, data: str, requirement: str | None) -> None
             "[tool.hatch.metadata]\nallow-direct-references = true\n\n[tool.hatch.build.targets.wheel]\n",
         )
     else:
-        path = f'[tool.uv.sources]\nlockstep = {{path = "{address(folder, None)}", editable = true}}\n\n[tool.hatch'
-        edit(project, "[tool.hatch", path)
+        table = f'[tool.uv.sources]\nlockstep = {{path = "{address(folder, None)}", editable = true}}\n\n[tool.hatch'
+        edit(project, "[tool.hatch", table)
 
 
 def address(folder: Path, requirement: str | None) -> str:
