@@ -45,6 +45,10 @@ class DataModule(pl.LightningDataModule):
         self.val_part = "train" if dataset.val is None else "val"
         self.val_split = Split(total, 0, val) if dataset.val is None else whole(len(dataset.val))
         self.test_split = whole(len(dataset.test))
+        if on_device is True and dataset.bytes_in_memory is None:
+            raise UserError(
+                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Type data.on_device=auto."
+            )
         if batch_size > self.train_split.count:
             raise UserError(
                 f"data.batch_size={batch_size} is more than the {self.train_split.count} training {self.unit} ({dataset.source}). Type data.batch_size={self.train_split.count} or less."
