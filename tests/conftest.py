@@ -16,13 +16,20 @@ import numpy as np
 import pytest
 
 from lockstep import ROOT
-from lockstep.data import files
+from lockstep.data import cifar10
 from lockstep.launch import local
 
 # A shell's background jobs ignore it, and so would what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# One thread for each process, before torch is imported: pytest runs a worker a core, and threads that wait spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker a core for all tests; some files run in this process, which imports torch once."""
+    return len(os.sched_getaffinity(0)) if config.args == config.getini("testpaths") else 0
 
 
 def digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,16 +59,16 @@ def write_mnist(root: Path, train: int, test: int) -> Path:
 
 
 def write_cifar10(root: Path, per_file: int) -> dict[str, str]:
-    """`root` with CIFAR-10's six pickles, `per_file` images each; returns their MD5s, which differ from the real ones."""
-    folder = root / files.CIFAR10_FOLDER
+    """`root` with CIFAR-10's six pickles, `per_file` images each. Returns their MD5s, which differ from the published ones."""
+    folder = root / cifar10.CIFAR10_FOLDER
     folder.mkdir(parents=True)
     random = np.random.default_rng(2)
-    for name in files.CIFAR10_MD5:
+    for name in cifar10.CIFAR10_MD5:
         labels = random.integers(0, 10, per_file)
         images = (random.integers(0, 80, (per_file, 3, 32, 32)) + 15 * labels[:, None, None, None]).astype(np.uint8)
         batch = {b"data": images.reshape(per_file, -1), b"labels": labels.tolist()}
         (folder / name).write_bytes(pickle.dumps(batch))
-    return {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in files.CIFAR10_MD5}
+    return {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in cifar10.CIFAR10_MD5}
 
 
 @pytest.fixture(scope="session")

@@ -27,10 +27,10 @@ def test_the_device_mixes_bits_as_the_sampler_does(values):
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
 def test_an_image_is_changed_alike_in_whatever_batch_it_comes(data, seed, epoch):
-    change, image_BCHW, index_B = Augment(seed=seed, shift=3, flip=True), images(), torch.arange(1000, 1064)
-    whole = change(image_BCHW, index_B, epoch)
+    change, image_BCHW, index_B = Augment(shift=3, flip=True), images(), torch.arange(1000, 1064)
+    whole = change(image_BCHW, index_B, seed, epoch)
     order = torch.tensor(data.draw(st.permutations(range(64)))[: data.draw(st.integers(1, 64))])
-    assert torch.equal(change(image_BCHW[order], index_B[order], epoch), whole[order])
+    assert torch.equal(change(image_BCHW[order], index_B[order], seed, epoch), whole[order])
 
 
 def test_seed_epoch_and_sample_each_make_a_difference():
@@ -41,10 +41,10 @@ def test_seed_epoch_and_sample_each_make_a_difference():
 
 
 def test_shifts_and_mirror_images_are_equally_frequent():
-    change, count, s = Augment(seed=0, shift=2, flip=True), 25_000, 2
+    change, count, s = Augment(shift=2, flip=True), 25_000, 2
     marked = torch.zeros(count, 1, 7, 8, dtype=torch.uint8)
     marked[:, 0, 3, 3] = 1  # in the mirror image, in column 4
-    _, _, rows, columns = change(marked, torch.arange(count), 5).nonzero(as_tuple=True)
+    _, _, rows, columns = change(marked, torch.arange(count), 0, 5).nonzero(as_tuple=True)
     assert len(rows) == count
     down = torch.bincount(rows - 3 + s, minlength=2 * s + 1)
     assert len(down) == 5
@@ -58,7 +58,7 @@ def test_shifts_and_mirror_images_are_equally_frequent():
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 28, 28), (3, 9, 12)])
 def test_each_image_is_a_crop_of_the_padded_one_or_of_its_mirror_image(channels, height, width):
     s, image_BCHW = 3, images(40, channels, height, width)
-    made = Augment(seed=1, shift=s, flip=True)(image_BCHW, torch.arange(40), 0)
+    made = Augment(shift=s, flip=True)(image_BCHW, torch.arange(40), 1, 0)
     kinds = set()
     for image, result in zip(image_BCHW, made, strict=True):
         padded = tv.pad(image, [s, s, s, s])
@@ -77,7 +77,7 @@ def test_each_image_is_a_crop_of_the_padded_one_or_of_its_mirror_image(channels,
 
 def test_without_a_shift_images_are_mirrored_only():
     image_BCHW = images()
-    made = Augment(seed=0, shift=0, flip=True)(image_BCHW, torch.arange(64), 0)
+    made = Augment(shift=0, flip=True)(image_BCHW, torch.arange(64), 0, 0)
     same = [torch.equal(a, b) for a, b in zip(image_BCHW, made, strict=True)]
     mirrored = [torch.equal(a.flip(-1), b) for a, b in zip(image_BCHW, made, strict=True)]
     assert all(a != b for a, b in zip(same, mirrored, strict=True))
@@ -88,6 +88,6 @@ def test_a_shift_alone_mirrors_nothing():
     image_BCHW = torch.zeros(500, 1, 5, 6, dtype=torch.uint8)
     image_BCHW[..., 2] = 1
     image_BCHW[..., 3] = 2
-    made = Augment(seed=0, shift=1, flip=False)(image_BCHW, torch.arange(500), 0)
+    made = Augment(shift=1, flip=False)(image_BCHW, torch.arange(500), 0, 0)
     (ones, twos) = ((made[:, 0, 2] == value).nonzero()[:, 1] for value in (1, 2))
     assert torch.equal(ones + 1, twos)

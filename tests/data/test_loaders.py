@@ -6,19 +6,51 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
-from lockstep.data.loaders import IGNORED, Images, InMemory, MemoryLoader, Place, WorkerLoader
+from lockstep.data.dataset import Arrays
+from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, samples_of
 from lockstep.data.sampler import EvalBatches, Split, TrainBatches
 
 SPLIT = Split(103, 10, 90)
 
 
 @pytest.fixture
-def arrays():
+def arrays() -> Arrays:
     random = np.random.default_rng(0)
-    return random.integers(0, 256, (103, 3, 4, 5), dtype=np.uint8), random.integers(0, 10, 103, dtype=np.uint8)
+    images = random.integers(0, 256, (103, 3, 4, 5), dtype=np.uint8)
+    return Arrays(input=images, target=random.integers(0, 10, 103))
+
+
+class Pairs(Dataset):
+    """The same samples as a torch Dataset, which gives them one at a time."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays.arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays["target"])
+
+    def __getitem__(self, place: int):
+        return torch.from_numpy(self.arrays["input"][place]), int(self.arrays["target"][place])
+
+
+class Dicts(Pairs):
+    def __getitem__(self, place: int):
+        return dict(zip(("input", "target"), super().__getitem__(place), strict=True))
+
+
+class MapStyle:
+    """An object of one's own, which gives several at a time and is never asked for a filler."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.arrays = arrays.arrays
+
+    def __getitem__(self, indices):
+        assert (indices >= 0).all()
+        return {name: array[indices] for name, array in self.arrays.items()}
 
 
 def samplers() -> list:
@@ -29,55 +61,75 @@ def samplers() -> list:
     ]
 
 
+def assert_same(batches: list, expected: list) -> None:
+    for batch, other in zip(batches, expected, strict=True):
+        assert batch.keys() == other.keys() == {"input", "target", "index", "count"}
+        count = batch["count"]
+        assert count == other["count"] == int((batch["index"] >= 0).sum())
+        assert torch.equal(batch["index"], other["index"])
+        assert (batch["index"][:count] >= 0).all()  # the real ones come first
+        for name in ("input", "target"):
+            assert torch.equal(batch[name][:count], other[name][:count])
+            assert len(batch[name]) == len(batch["index"])
+
+
 @pytest.mark.parametrize("at_once", [0, 10 * 60 * 2, 2**19])  # a batch, three, all
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("which", [0, 1])
 def test_memory_and_workers_give_the_same_batches(arrays, which, device, at_once, monkeypatch):
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
-    memory = MemoryLoader(InMemory(*arrays, device), samplers()[which])
-    workers = WorkerLoader(Images(*arrays), sampler=samplers()[which], batch_size=None)
-    batches = list(zip(memory, workers, strict=True))
-    assert len(batches) == len(memory) > 1
-    for (image, label, index), (expected_image, expected_label, expected_index) in batches:
-        assert torch.equal(label, expected_label)
-        assert torch.equal(index, expected_index)
-        there = index >= 0
-        assert torch.equal(image[there], expected_image[there])
-        assert (label[~there] == IGNORED).all()
-    assert which == 0 or (batches[-1][0][1] == IGNORED).any()
+    memory = list(MemoryLoader(InMemory(arrays, device), samplers()[which]))
+    assert len(memory) == len(samplers()[which]) > 1
+    assert (memory[-1]["count"] < len(memory[-1]["index"])) == (which == 1)
+    workers = WorkerLoader(Indexed(arrays), sampler=samplers()[which], batch_size=None)
+    assert_same(memory, list(workers))
+
+
+@pytest.mark.parametrize("form", [Pairs, Dicts, MapStyle])
+@pytest.mark.parametrize("which", [0, 1])
+def test_samples_give_the_same_batches_in_whatever_form_they_come(arrays, form, which):
+    memory = list(MemoryLoader(InMemory(arrays, None), samplers()[which]))
+    own = WorkerLoader(Indexed(samples_of(form(arrays))), sampler=samplers()[which], batch_size=None)
+    assert_same(memory, list(own))
 
 
 def test_images_on_the_cpu_are_the_given_array_itself(arrays):
-    there = InMemory(*arrays, None)
-    assert np.shares_memory(there.images_NCHW, arrays[0])
+    there = InMemory(arrays, None)
+    assert there.arrays.arrays["input"] is arrays.arrays["input"]
+    assert not there.on_device
 
 
 def test_spawned_workers_map_the_file_again(arrays, tmp_path):
-    paths = [tmp_path / f"{name}.npy" for name in ("images", "labels")]
-    for path, array in zip(paths, arrays, strict=True):
-        np.save(path, array)
-    content = pickle.dumps(Images(*(np.load(path, mmap_mode="r") for path in paths)))
-    assert len(content) < 1000 < arrays[0].nbytes
+    for name, array in arrays.arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in arrays.arrays}
+    content = pickle.dumps(Arrays(**mapped))
+    assert len(content) < 1000 < arrays.nbytes
     again = pickle.loads(content)
-    assert isinstance(again.images_NCHW, np.memmap)
-    part = pickle.loads(pickle.dumps(Images(np.load(paths[0], mmap_mode="r")[7:], arrays[1])))
-    assert np.array_equal(part.images_NCHW, arrays[0][7:])
-    for found, expected in zip(again[np.arange(103)], Images(*arrays)[np.arange(103)], strict=True):
-        assert torch.equal(found, expected)
+    assert isinstance(again.arrays["input"], np.memmap)
+    part = pickle.loads(pickle.dumps(Arrays(input=mapped["input"][7:])))
+    assert np.array_equal(part.arrays["input"], arrays.arrays["input"][7:])
+    for name, found in again[np.arange(103)].items():
+        assert np.array_equal(found, arrays.arrays[name])
 
 
 def test_a_batch_is_the_stored_images_in_order(arrays):
-    image, label, index = InMemory(*arrays, None).batch(np.array([5, 102, 0]))
-    assert np.array_equal(image.numpy(), arrays[0][[5, 102, 0]])
-    assert label.tolist() == arrays[1][[5, 102, 0]].tolist()
-    assert (label.dtype, index.tolist()) == (torch.int64, [5, 102, 0])
+    batch = InMemory(arrays, None).batch(np.array([5, 102, 0]))
+    assert np.array_equal(batch["input"].numpy(), arrays.arrays["input"][[5, 102, 0]])
+    assert batch["target"].tolist() == arrays.arrays["target"][[5, 102, 0]].tolist()
+    assert (batch["target"].dtype, batch["index"].tolist()) == (torch.int64, [5, 102, 0])
+
+
+def test_arrays_of_different_lengths_are_refused(arrays):
+    with pytest.raises(ValueError, match=r"one length.*'input': 103, 'target': 102"):
+        Arrays(input=arrays.arrays["input"], target=arrays.arrays["target"][1:])
 
 
 def test_training_begins_where_it_stands_and_knows_how_long_it_waited(arrays):
-    images, (sampler, _) = InMemory(*arrays, None), samplers()
-    whole = [index for *_, index in MemoryLoader(images, sampler)]
+    images, (sampler, _) = InMemory(arrays, None), samplers()
+    whole = [batch["index"] for batch in MemoryLoader(images, sampler)]
     place = Place(lambda: 2)
-    rest = [index for *_, index in MemoryLoader(images, sampler, place=place)]
+    rest = [batch["index"] for batch in MemoryLoader(images, sampler, place=place)]
     assert [i.tolist() for i in rest] == [i.tolist() for i in whole[2:]]
     assert 0 < place.waited_s < 10
 
@@ -96,14 +148,17 @@ def test_images_live_on_the_gpu_where_they_are_asked_to_or_take_little_of_it(
     device, asked, size, expected, monkeypatch
 ):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 4000))
-    data = SimpleNamespace(device=torch.device(device), on_device=asked, prepared=SimpleNamespace(images_bytes=size))
-    assert DataModule.home(data) == (expected and torch.device(expected))
+    data = SimpleNamespace(device=torch.device(device), on_device=asked)
+    images = Arrays(input=np.zeros((size, 1), np.uint8))
+    assert DataModule.home(data, images) == (expected and torch.device(expected))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_images_on_the_gpu_give_the_same_batches(arrays):
-    there, here = InMemory(*arrays, torch.device("cuda")), InMemory(*arrays, None)
+    there, here = InMemory(arrays, torch.device("cuda")), InMemory(arrays, None)
     for indices in samplers()[1]:
-        for of_gpu, of_cpu in zip(there.batch(indices), here.batch(indices), strict=True):
-            assert of_gpu.device.type == "cuda"
-            assert torch.equal(of_gpu.cpu(), of_cpu)
+        of_gpu, of_cpu = there.batch(indices), here.batch(indices)
+        real = torch.from_numpy(indices >= 0)
+        for name, values in of_gpu.items():
+            assert values.device.type == "cuda"
+            assert torch.equal(values.cpu()[real], of_cpu[name][real])

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
+from lockstep.config.identity import title
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
 from lockstep.machine.world import World, available, world_of
 
@@ -109,8 +110,19 @@ def accumulated(cfg: DictConfig) -> int:
     return 1 if given == "auto" else int(given)
 
 
+def of_lockstep(node: DictConfig) -> bool:
+    """Whether a node names a class of Lockstep's, which is known without importing it."""
+    return str(node.get("_target_")).startswith("lockstep.")
+
+
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Of the batches that are trained on; an evaluation's need not be divisible."""
+    """Of another class's batches, `division_problems` says it when the class is known."""
+    if of_lockstep(cfg.data):
+        yield from division_problems(cfg, world)
+
+
+def division_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    """Of the global batches that are trained on; an evaluation's need not be divisible."""
     batch, accumulate = cfg.data.batch_size, accumulated(cfg)
     parts = world.size * accumulate
     if batch % parts:
@@ -141,13 +153,20 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             )
 
 
+def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
+    """Of a LightningDataModule, whose batches Lockstep cannot divide."""
+    if cfg.trainer.accumulate_grad_batches == "auto":
+        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
+
+
 def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    if cfg.data.on_device is True and world.accelerator == "cpu":
+    on_device, workers = cfg.data.get("on_device"), cfg.data.get("num_workers")
+    if on_device is True and world.accelerator == "cpu":
         yield "data.on_device=true has no effect on a CPU: samples are in its memory. Type data.on_device=auto."
-    if cfg.data.on_device is True and cfg.data.num_workers not in (0, "auto"):
-        yield f"data.on_device=true leaves nothing for data.num_workers={cfg.data.num_workers} to load. Leave one of them out."
+    if on_device is True and workers not in (0, "auto"):
+        yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Leave one of them out."
     for key in ("prefetch_factor", "persistent_workers"):
-        if cfg.data[key] is not None and cfg.data.num_workers in (0, "auto"):
+        if cfg.data.get(key) is not None and workers in (0, "auto"):
             yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
 
 
@@ -185,6 +204,22 @@ def wrong_mode(cfg: DictConfig) -> str | None:
     known = {str(cfg.task.monitor): str(cfg.task.mode), "val/loss": "min"}
     good = known.get(str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode))
     return None if good == cfg.checkpoint.mode else good
+
+
+def task_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    """Of Lockstep's own tasks; of another class, build.py says it when the class is known."""
+    if not of_lockstep(cfg.task):
+        return
+    yield from missing_groups(cfg)
+    if not str(cfg.checkpoint.monitor).startswith("val/"):
+        yield f"checkpoint.monitor={shown(cfg.checkpoint.monitor)} is not possible; it takes a figure of the validation, val/<name>. Type for example checkpoint.monitor=val/loss."
+
+
+def missing_groups(cfg: DictConfig) -> Iterator[str]:
+    """Groups that every Task needs."""
+    for group, usual in {"model": "basic_net", "optim": "adamw", "schedule": "constant"}.items():
+        if not cfg[group]:
+            yield f"{group}=none is for a LightningModule that brings its own; task={title(cfg.task)} needs one. Type {group}={usual}."
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
@@ -229,7 +264,15 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
 
 
 EVALUATION = (device_problems, data_problems, strategy_problems)
-TRAINING = (device_problems, data_problems, batch_problems, auto_problems, strategy_problems, training_problems)
+TRAINING = (
+    device_problems,
+    data_problems,
+    batch_problems,
+    auto_problems,
+    strategy_problems,
+    task_problems,
+    training_problems,
+)
 
 
 def component_problems(cfg: DictConfig) -> Iterator[str]:

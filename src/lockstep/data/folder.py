@@ -167,7 +167,7 @@ class Folder(AnyImages):
     def fingerprint(self) -> str:  # type: ignore[override]  # of the files, whatever they are decoded to
         return str(self.cached.extra()["sha256"])
 
-    @property
+    @cached_property
     def about(self) -> dict[str, Any]:
         mine = {"class": {"classes": self.names}, "labels": {"labels": self.names}, "number": {"targets": ["target"]}}
         return {**super().about, **mine[self.kind]}

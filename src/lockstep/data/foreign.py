@@ -36,7 +36,7 @@ class Foreign(AnyImages):
     def unit(self) -> str:  # type: ignore[override]
         return "images" if self.holds_images else "samples"
 
-    @property
+    @cached_property
     def about(self) -> dict[str, Any]:
         images = super().about if self.holds_images else {}
         return {**images, **{name: list(values) for name, values in self.names.items()}}

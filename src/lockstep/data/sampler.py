@@ -6,11 +6,13 @@ process holds the indices of a few thousand samples at a time, not n of them, an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Indices
+from lockstep.data.dataset import DataSet, Indices
+from lockstep.errors import UserError
 
 FILLER = -1  # stands where a rank has no sample left in an evaluation's last batch
 ROUNDS = (
@@ -73,6 +75,25 @@ class Split:
 def val_count(train: int, fraction: float) -> int:
     """How many of `train` samples are kept for validation: at least one."""
     return max(1, round(train * fraction))
+
+
+def splits(
+    dataset: DataSet, *, batch_size: int, val_fraction: float, limit_train: int | None
+) -> tuple[Split, Split, Split]:
+    """What is trained on, validated on and tested on. Raises UserError: the global batch is larger than the first."""
+    total = len(dataset.train)
+    val = 0 if dataset.val is not None else val_count(total, val_fraction)
+    train = Split(total, val, min(total - val, limit_train or total))
+    if batch_size > train.count:
+        raise UserError(
+            f"data.batch_size={batch_size} is more than the {train.count} training {dataset.unit} ({dataset.source}). Type data.batch_size={train.count} or less."
+        )
+    held_out = Split(total, 0, val) if dataset.val is None else whole(len(dataset.val))
+    return train, held_out, whole(len(dataset.test))
+
+
+def whole(count: int) -> Split:
+    return Split(count, 0, count, shuffled=False)
 
 
 class TrainBatches:
@@ -140,3 +161,30 @@ class EvalBatches:
             samples = np.full(self.share, FILLER, np.int64)
             samples[inside] = self.split.indices(positions[inside])
             yield samples
+
+
+class EvalShares:
+    """Every sample of a split once over all ranks, without fillers: for steps that know nothing of them.
+
+    Global batches are the same for every number of ranks, whose shares of one differ by a sample at most. None is empty: a
+    remainder of fewer samples than ranks joins the batch before it.
+    """
+
+    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1) -> None:
+        if split.count < world:
+            raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
+        self.split, self.rank, self.world = split, rank, world
+        self.bounds = [*range(0, split.count, min(batch, split.count)), split.count]
+        if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
+            del self.bounds[-2]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __iter__(self) -> Iterator[Indices]:
+        for first, end in pairwise(self.bounds):
+            begin, stop = (first + (end - first) * rank // self.world for rank in (self.rank, self.rank + 1))
+            yield self.split.indices(np.arange(begin, stop))
+
+
+Sampler = TrainBatches | EvalBatches | EvalShares

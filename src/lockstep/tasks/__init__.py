@@ -1,6 +1,10 @@
 """What networks are trained to do. One file a task; the loss stands nowhere else."""
 
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.language_model import LanguageModel
+from lockstep.tasks.multilabel import Multilabel
+from lockstep.tasks.regression import Regression
+from lockstep.tasks.segmentation import Segmentation
 from lockstep.tasks.task import Task
 
-__all__ = ["Classification", "Task"]
+__all__ = ["Classification", "LanguageModel", "Multilabel", "Regression", "Segmentation", "Task"]

@@ -21,6 +21,7 @@ class Task(nn.Module):
     """
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
+    names: ClassVar[str] = "classes"  # the key of `about` that names the parts of a metric with several values
     about: Mapping[str, Any]
 
     def bind(self, about: Mapping[str, Any]) -> None:
@@ -66,8 +67,9 @@ class Task(nn.Module):
         return {"output": output}
 
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        """The figure that people read first, and its value."""
-        name = str(report["monitor"]).replace("val/", "test/", 1)
+        """The figure that people read first, and its value: the monitored one, or for the loss the first of `metrics`."""
+        figure = str(report["monitor"]).removeprefix("val/")
+        name = f"test/{next(iter(self.metrics()), 'loss') if figure == 'loss' else figure}"
         return name.replace("/", " "), f"{report[name]:.4f} of {report['test/count']:,} {report['unit']}"
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
+from lockstep.compat.hook_name import PlainHookName
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, scale_gradients
@@ -21,11 +22,13 @@ from lockstep.training.steps import completes_step, has_row
 from lockstep.training.trees import first_rows, float32
 
 
-class TaskModule(pl.LightningModule):
+class TaskModule(PlainHookName):
     """Trains `net` on a task.
 
     `parallelize` gets the network once, before the optimizer is made, and returns what is called in its place.
     """
+
+    of_task = True  # it takes named batches with fillers; other LightningModules do not
 
     def __init__(
         self,
@@ -88,7 +91,8 @@ class TaskModule(pl.LightningModule):
     ) -> None:
         if self.step_weight is not None:  # gradients are of the mean of loss x weight; divided by the mean weight now
             mean = self.trainer.strategy.reduce(self.step_weight.clone(), reduce_op="mean")
-            scale_gradients(self.parameters(), self.trainer.accumulate_grad_batches / mean)
+            scale = self.trainer.accumulate_grad_batches / mean
+            scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch in which nothing counts
             self.step_weight = None
         if gradient_clip_val is None or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -107,6 +111,17 @@ class TaskModule(pl.LightningModule):
         scale = self.trainer.accumulate_grad_batches / then  # the window sums over micro-batches
         self.window_loss = checkpoint["window"]["loss"] * scale
         self.window_weight = checkpoint["window"]["weight"] * scale
+
+    def in_exact_sums(self) -> None:
+        """Figures sum up in float64 as the loss does, also where `trainer.precision=bf16-true` has converted the module."""
+        for metric in self.figures.values():
+            metric.to(self.mean_loss.exact)  # its integers stay integers
+
+    def on_validation_epoch_start(self) -> None:
+        self.in_exact_sums()
+
+    def on_test_epoch_start(self) -> None:
+        self.in_exact_sums()
 
     def evaluation_step(self, batch: Batch) -> None:
         """Figures of the real samples: those of a filler are dropped before the task sees them."""
@@ -127,10 +142,11 @@ class TaskModule(pl.LightningModule):
             metric.reset()
 
     def named(self, name: str, value: Any) -> dict[str, Tensor]:
-        """A figure; of a metric with a value for each class, one figure a class."""
+        """A figure; of a metric with several values, such as one for each class, a figure for each."""
         if isinstance(value, Tensor) and value.numel() > 1:
-            classes = self.task.about.get("classes", range(value.numel()))
-            return {f"{name}/{each}": part for each, part in zip(classes, value.flatten(), strict=True)}
+            names = self.task.about.get(self.task.names, ())
+            names = names if len(names) == value.numel() else range(value.numel())
+            return {f"{name}/{each}": part for each, part in zip(names, value.flatten(), strict=True)}
         return {name: value.float() if isinstance(value, Tensor) else torch.tensor(float(value))}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -1,0 +1,97 @@
+"""The next token of a sequence."""
+
+# B batch · T token of a sequence · V token of the vocabulary
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lockstep.tasks.task import Task
+
+
+class LanguageModel(Task):
+    """logits_BTV and target_BT: the tokens of `input`, one further. Every token weighs the same, in whatever sequence it is.
+
+    Tokens of `ignore_index`, as padding should have them, do not count.
+    """
+
+    needs = ("vocabulary", "sequence_length")
+    names = "vocabulary"
+
+    def __init__(self, *, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def network_arguments(self) -> dict[str, Any]:
+        return {
+            "vocabulary_size": len(self.about["vocabulary"]),
+            "sequence_length": self.about["sequence_length"],
+        }
+
+    def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        logits_NV, target_N = self.metric_inputs(output, batch)
+        loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
+        loss_BT = loss_N.view(batch["target"].shape)
+        return loss_BT.sum(1) / (batch["target"] != self.ignore_index).sum(1).clamp(min=1)
+
+    def weight(self, batch: Mapping[str, Any]) -> Tensor:
+        """Tokens that count, as a share of a full sequence."""
+        weight_B: Tensor = (batch["target"] != self.ignore_index).sum(1) / self.about["sequence_length"]
+        return weight_B
+
+    def metrics(self) -> dict[str, Metric]:
+        size = len(self.about["vocabulary"])
+        return {
+            "perplexity": Perplexity(self.ignore_index),
+            "acc": MulticlassAccuracy(size, average="micro", ignore_index=self.ignore_index, validate_args=False),
+        }
+
+    def metric_arguments(self) -> dict[str, Any]:
+        return {"num_classes": len(self.about["vocabulary"]), "ignore_index": self.ignore_index}
+
+    def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """logits_NV and target_N of the tokens of all sequences."""
+        return output.flatten(0, 1), batch["target"].flatten().long()
+
+    def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
+        """The token after the sequence."""
+        probability_BV = output[:, -1].float().softmax(1)
+        tokens = [self.about["vocabulary"][place] for place in probability_BV.argmax(1).tolist()]
+        return {"token": tokens, "probability": probability_BV.amax(1)}
+
+    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        return [
+            ("Loss", "cross-entropy of a token", ("train/loss", "val/loss")),
+            ("Perplexity", "exp(loss)", ("val/perplexity",)),
+            ("Accuracy", "share of tokens", ("val/acc",)),
+        ]
+
+
+class Perplexity(Metric):
+    """exp of the mean cross-entropy of all tokens.
+
+    torchmetrics' (1.9) takes the logarithm of probabilities, of which improbable ones are 0 in float32: it is infinite then.
+    """
+
+    full_state_update = False
+    loss_sum: Tensor
+    count: Tensor
+
+    def __init__(self, ignore_index: int) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.add_state("loss_sum", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits_NV: Tensor, target_N: Tensor) -> None:
+        loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
+        self.loss_sum += loss_N.sum(dtype=self.loss_sum.dtype)
+        self.count += (target_N != self.ignore_index).sum()
+
+    def compute(self) -> Tensor:
+        return (self.loss_sum / self.count).exp()

@@ -1,0 +1,73 @@
+"""Any number of labels for each sample."""
+
+# B batch · L label
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
+
+from lockstep.errors import UserError
+from lockstep.tasks.task import Task, class_weight
+
+
+class Multilabel(Task):
+    """logits_BL and target_BL of 0 and 1. `pos_weight`: a factor of the loss where a label is present, one per label."""
+
+    needs = ("labels",)
+    names = "labels"
+    pos_weight_L: Tensor | None
+
+    def __init__(self, *, threshold: float = 0.5, pos_weight: Sequence[float] | None = None) -> None:
+        super().__init__()
+        if not 0 < threshold < 1:
+            raise UserError(f"task.threshold={threshold} is a probability, between 0 and 1. Type task.threshold=0.5.")
+        self.threshold = threshold
+        self.register_buffer("pos_weight_L", class_weight(pos_weight), persistent=False)
+
+    def bind(self, about: Mapping[str, Any]) -> None:
+        super().bind(about)
+        if self.pos_weight_L is not None and len(self.pos_weight_L) != len(about["labels"]):
+            raise UserError(
+                f"task.pos_weight has {len(self.pos_weight_L)} numbers; the data has {len(about['labels'])} labels. Give one for each."
+            )
+
+    def network_arguments(self) -> dict[str, Any]:
+        return {"num_classes": len(self.about["labels"])}
+
+    def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        target_BL = batch["target"].to(output.dtype)
+        loss_BL = F.binary_cross_entropy_with_logits(output, target_BL, reduction="none", pos_weight=self.pos_weight_L)
+        return loss_BL.mean(1)
+
+    def metrics(self) -> dict[str, Metric]:
+        arguments: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
+        return {
+            "f1": MultilabelF1Score(average="macro", **arguments),
+            "acc": MultilabelAccuracy(average="micro", **arguments),
+        }
+
+    def metric_arguments(self) -> dict[str, Any]:
+        return {"num_labels": len(self.about["labels"]), "threshold": self.threshold}
+
+    def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        # Probabilities: torchmetrics takes logits for such where all of a batch lie between 0 and 1.
+        return output.sigmoid(), batch["target"].long()
+
+    def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
+        probability_BL = output.float().sigmoid()
+        present = [
+            [label for label, there in zip(self.about["labels"], row, strict=True) if there]
+            for row in (probability_BL > self.threshold).tolist()
+        ]
+        return {"labels": present, "probabilities": probability_BL}
+
+    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        return [
+            ("Loss", "binary cross-entropy", ("train/loss", "val/loss")),
+            ("F1", "mean over labels", ("val/f1",)),
+            ("Accuracy", "share of labels", ("val/acc",)),
+        ]

@@ -1,0 +1,94 @@
+"""One number or several for each sample."""
+
+# B batch · T target
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
+
+from lockstep.tasks.task import Task, per_sample
+
+
+class Regression(Task):
+    """Outputs of BT and target_BT, or target_B where there is one. `huber_delta`: errors above it count linearly."""
+
+    needs = ("targets",)
+    names = "targets"
+
+    def __init__(self, *, loss: Literal["mse", "mae", "huber"] = "mse", huber_delta: float = 1.0) -> None:
+        super().__init__()
+        losses: dict[str, Callable[..., Tensor]] = {
+            "mse": F.mse_loss,
+            "mae": F.l1_loss,
+            "huber": partial(F.huber_loss, delta=huber_delta),
+        }
+        self.error = losses[loss]
+
+    def network_arguments(self) -> dict[str, Any]:
+        return {"num_classes": len(self.about["targets"])}
+
+    def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        output, target = self.metric_inputs(output, batch)
+        return per_sample(self.error(output, target, reduction="none"))
+
+    def metrics(self) -> dict[str, Metric]:
+        return {
+            "rmse": MeanSquaredError(squared=False),
+            "mae": MeanAbsoluteError(),
+            "r2": R2(len(self.about["targets"])),
+        }
+
+    def metric_arguments(self) -> dict[str, Any]:
+        return {"num_outputs": len(self.about["targets"])}
+
+    def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Both in the target's shape, so that nothing is broadcast, and in at least single precision."""
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        return output.reshape(batch["target"].shape).to(dtype), batch["target"].to(dtype)
+
+    def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
+        return dict(zip(self.about["targets"], output.float().flatten(1).unbind(1), strict=True))
+
+    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        return [
+            ("Loss", "loss", ("train/loss", "val/loss")),
+            ("Error", "in units of the targets", ("val/rmse", "val/mae")),
+            ("R²", "explained share of the variance", ("val/r2",)),
+        ]
+
+
+class R2(Metric):
+    """The coefficient of determination, its mean over targets. A target that is constant gives 1 where it is met, else 0.
+
+    torchmetrics' R2Score (1.9) gives 1 wherever the squared errors sum up to less than 1e-4, and fails on one sample.
+    """
+
+    full_state_update = False
+    count: Tensor
+    sum_T: Tensor
+    squares_T: Tensor
+    errors_T: Tensor
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__()
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+        for name in ("sum_T", "squares_T", "errors_T"):
+            self.add_state(name, torch.zeros(num_outputs), dist_reduce_fx="sum")
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        output_BT, target_BT = (x.reshape(len(x), -1).to(self.sum_T.dtype) for x in (output, target))
+        self.count += len(target_BT)
+        self.sum_T += target_BT.sum(0)
+        self.squares_T += target_BT.square().sum(0)
+        self.errors_T += (output_BT - target_BT).square().sum(0)
+
+    def compute(self) -> Tensor:
+        deviations_T = self.squares_T - self.sum_T.square() / self.count
+        constant = (self.errors_T == 0).to(self.errors_T.dtype)
+        return torch.where(deviations_T > 0, 1 - self.errors_T / deviations_T, constant).mean()

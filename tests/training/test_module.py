@@ -1,0 +1,52 @@
+"""The LightningModule of every task: figures sum up exactly, and a batch in which nothing counts changes nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.tasks import Regression, Segmentation, Task
+from lockstep.training.module import TaskModule
+
+FLOAT64 = pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps has no float64")
+
+
+def module(task: Task, net: nn.Module) -> TaskModule:
+    task.bind({"targets": ["height"], "classes": ["land", "sea"]})
+    never = pytest.fail
+    return TaskModule(
+        net, task, optimizer=never, schedule=never, parallelize=never, metrics=task.metrics(), network_arguments={}
+    )
+
+
+@FLOAT64
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_figures_sum_up_in_float64(dtype):
+    made = module(Regression(), nn.Flatten()).to(dtype)  # as Lightning does for precision bf16-true
+    made.on_test_epoch_start()
+    for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
+        batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "count": 1}
+        made.evaluation_step(batch)
+    assert made.figures["rmse"].total.dtype == torch.int64
+    expected = torch.tensor((2.0**26 + 7) / 8, dtype=torch.float64).sqrt()
+    assert made.figures["rmse"].compute().item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
+    net = nn.Conv2d(1, 2, 1)
+    made = module(Segmentation(), net)
+    trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=SimpleNamespace(reduce=lambda value, **_: value))
+    made.trainer, made.log = trainer, pytest.fail
+    batch = {"input": torch.ones(2, 1, 3, 3), "target": torch.full((2, 3, 3), 255)}
+    loss_B, weight_B = made.task.loss(net(batch["input"]), batch), made.task.weight(batch)
+    (loss_B * weight_B).mean().backward()
+    made.step_weight = weight_B.mean()
+    made.configure_gradient_clipping(None, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+    assert [parameter.grad.abs().sum().item() for parameter in net.parameters()] == [0.0, 0.0]
+
+
+def test_the_values_of_a_metric_are_named_by_what_the_task_says():
+    made = module(Segmentation(), nn.Identity())
+    assert set(made.named("iou", torch.tensor([0.5, 0.25]))) == {"iou/land", "iou/sea"}
+    assert set(made.named("matrix", torch.eye(2))) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
