@@ -1,5 +1,8 @@
 """From a config node to an object, one function a stage. The only file that joins the packages."""
 
+from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
+
+# isort: split
 import os
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +25,7 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_weights, read
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.checkpoints.weights import load_into
-from lockstep.compat.overhead import NoProfiler, without_sigterm_broadcast
+from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.checks import fused_problem, missing_groups, nearest
 from lockstep.config.identity import run_dir, title
 from lockstep.config.instantiate import (
@@ -45,6 +48,7 @@ from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.tasks import Task
 from lockstep.training import foreign, memory
 from lockstep.training.module import TaskModule
+from lockstep.training.profiler import NoProfiler
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,

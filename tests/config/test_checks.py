@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS
 from lockstep.checkpoints import resuming
-from lockstep.config.checks import OWNED, check
+from lockstep.config.checks import OWNED, check, component_problems
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
 from lockstep.config.schema import KEYS
 from lockstep.errors import UserError
@@ -27,7 +27,8 @@ def options(group: str) -> list[str]:
 def problems(*overrides: str) -> list[str]:
     """What a user is told about a command line."""
     try:
-        return check(compose_config("train", list(overrides)))
+        cfg = compose_config("train", list(overrides))
+        return [*check(cfg), *component_problems(cfg)]
     except CONFIG_ERRORS as e:
         return explain(e, "train", list(overrides))
 

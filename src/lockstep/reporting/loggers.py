@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.compat.wandb_anonymous import without_anonymous
 from lockstep.machine import files
 from lockstep.training.steps import steps_done
 
@@ -122,8 +123,7 @@ def wandb(
         mode=mode,
         settings=client.Settings(console="off", silent=True),
     )
-    # Lightning 2.6 passes anonymous=None, about which wandb 0.31 complains on the screen; drop when it does not.
-    del logger._wandb_init["anonymous"]
+    without_anonymous(logger)
     return logger
 
 

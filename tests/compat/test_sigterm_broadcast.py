@@ -1,0 +1,24 @@
+"""Lightning still asks rank 0 by a broadcast at each step, and a trainer of ours does not."""
+
+import inspect
+
+import lightning.pytorch as pl
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+
+from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+
+
+def test_lightning_still_broadcasts():
+    """When this fails, see whether compat/sigterm_broadcast.py can go."""
+    assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
+
+
+def test_no_process_asks_another(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda self: asked.append(self))
+    trainer = pl.Trainer(logger=False, accelerator="cpu")
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert len(asked) == 1
+    without_sigterm_broadcast(trainer)
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert len(asked) == 1
