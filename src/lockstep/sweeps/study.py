@@ -174,7 +174,8 @@ class StudySweeper(SweeperSteps):
         own = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
         left = [t.number for t in own if t.number not in self.unfinished]
         if left:
-            ids = [trial_id(self.storage, self.study.study_name, number) for number in left[: self.n_jobs]]
+            storage: Any = self.storage
+            ids = [trial_id(storage, self.study.study_name, number) for number in left[: self.n_jobs]]
             return [Trial(self.study, id) for id in ids]
         new: list[Trial] = []
         for _ in range(min(self.n_jobs, self.n_trials - len(trials))):
