@@ -62,6 +62,12 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
                 )
 
 
+def missing_targets(cfg: DictConfig) -> Iterator[str]:
+    for group in GROUPS:
+        if isinstance(cfg.get(group), DictConfig) and OmegaConf.is_missing(cfg[group], "_target_"):
+            yield f"{group}._target_ is missing; it names a class of yours, as in {group}._target_=my_package.my_module.MyClass."
+
+
 def wrong_values(cfg: DictConfig) -> Iterator[str]:
     for key, kind in KEYS.items():
         group, _, name = key.rpartition(".")
@@ -169,6 +175,8 @@ def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
     """Of a LightningDataModule, whose batches Lockstep cannot divide."""
     if cfg.trainer.accumulate_grad_batches == "auto":
         yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
+    if cfg.data.get("num_workers") == "auto":
+        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."
 
 
 def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -289,7 +297,7 @@ TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
     """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
-    problems = [*unknown_keys(cfg), *wrong_values(cfg)]
+    problems = [*unknown_keys(cfg), *missing_targets(cfg), *wrong_values(cfg)]
     for cross_check in EVALUATION if evaluating else TRAINING:
         try:
             problems += cross_check(cfg, world_of(cfg))
