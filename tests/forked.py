@@ -8,6 +8,7 @@ started. All test workers share the server.
 import atexit
 import contextlib
 import fcntl
+import importlib
 import os
 import runpy
 import selectors
@@ -122,17 +123,20 @@ def start_server(folder: Path) -> None:
 
 
 def preload() -> None:
-    from lockstep.compat import lean
-
-    with lean.imports():
-        import lockstep.build
-
+    import lockstep.build
     import lockstep.launch.start
     import lockstep.reporting.comparison
     import lockstep.reporting.flops
     import lockstep.reporting.page
     import lockstep.sweeps.table
     import lockstep.training.memory  # noqa: F401
+
+    for heavy in (
+        "matplotlib.backends.backend_svg",
+        "matplotlib.figure",
+        "timm",
+    ):  # after Lockstep, which leaves them out
+        importlib.import_module(heavy)
 
 
 def serve(address: str) -> None:

@@ -20,7 +20,13 @@ QUICK = (
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=2", "trainer.log_every_n_steps=1",
     "checkpoint.every_n_steps=4", "trainer.enable_progress_bar=false", "+callbacks.witness._target_=witness.Witness",
 )  # fmt: skip
-MNIST = ("data.root={mnist}", "data.cache_dir={cache}", "data.batch_size=16", "data.limit_train=96", "data.eval_batch_size=51")
+MNIST = (
+    "data.root={mnist}",
+    "data.cache_dir={cache}",
+    "data.batch_size=16",
+    "data.limit_train=96",
+    "data.eval_batch_size=51",
+)
 OWN = ("data.data_dir={raw}", "data.batch_size=96", "data.num_workers={workers}")
 UNUSED = ("strategy.find_unused_parameters=true",)
 # Writes down the rows of every step, and fails at one: a callback of the project's.

@@ -285,7 +285,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
 
 def data_set_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     """Of Lockstep's own data sets, which import no torch; others are asked when they are made."""
-    module, _, name = str(cfg.data.get("_target_")).rpartition(".")
+    module, name = str(cfg.data.get("_target_")).rpartition(".")[::2]
     if module.startswith("lockstep.data"):
         data_set = getattr(importlib.import_module(module), name, None)
         yield from data_set.problems(plain(cfg.data)) if data_set else ()
