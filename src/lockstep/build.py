@@ -38,7 +38,7 @@ from lockstep.config.instantiate import (
     target_of,
     to_plain,
 )
-from lockstep.data.datamodule import DataModule
+from lockstep.data.datamodule import DataModule, facts
 from lockstep.errors import UserError, of_users_code, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads
@@ -233,7 +233,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     """
     own: list[pl.Callback] = [
         callbacks.StepSeed(cfg.seed),
-        callbacks.Plan(cfg, data),
+        callbacks.Plan(cfg, data, facts(data)),
         CutAtResume(),
         saving.Position(to_plain(cfg)),
     ]

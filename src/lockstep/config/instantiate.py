@@ -5,6 +5,7 @@ What may be made is listed, so that a config or a checkpoint cannot run any code
 
 import importlib
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -52,6 +53,22 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         return instantiate(kept, **given, _execution_whitelist_=list(trusted()), _convert_="all")
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
+    except TypeError as e:
+        raise_problems(refused_argument(e, kept, key))
+        raise
+
+
+def refused_argument(error: TypeError, node: Mapping[str, Any], key: str) -> Iterator[str]:
+    """A key that a class took as one of **arguments and passed on to another one, which does not know it."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if found and found[1] in node and found[1] not in (parameters(node["_target_"]) or {}):
+        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], inherited(node['_target_']))}."
+
+
+def inherited(path: str) -> list[str]:
+    """The arguments of a class and of those that it is made from."""
+    classes = [base for base in getattr(locate(path), "__mro__", ()) if "__init__" in vars(base)]
+    return [name for base in classes for name in inspect.signature(base).parameters]
 
 
 # Keys of a `data` node that the engine reads; the class gets the others, and those of them that it names.
@@ -78,6 +95,8 @@ def create_data(cfg: DictConfig) -> Any:
     """The data set of a config, without its batches."""
     node = to_plain(cfg.data)
     raise_problems(target_problems(node, "data"))
+    data_set = target_of(node["_target_"], "data")
+    raise_problems(getattr(data_set, "problems", lambda _: ())(node))
     named = parameters(node["_target_"]) or {}
     return create({key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}, "data")
 
@@ -110,23 +129,25 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
 
 
 def locate(path: str) -> Any:
-    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass."""
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        module = ".".join(parts[:end])
+    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass.
+
+    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.ddp` is a function.
+    """
+    found, parts = None, path.split(".")
+    for place, part in enumerate(parts):
+        if found is not None and hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        here, module = ".".join(parts[:place]), ".".join(parts[: place + 1])
         try:
-            found: Any = importlib.import_module(module)
+            found = importlib.import_module(module)
         except ModuleNotFoundError as e:
             if e.name is None or not f"{module}.".startswith(f"{e.name}."):
                 raise  # a module that this one imports
-            continue
-        for place in range(end, len(parts)):
-            if not hasattr(found, parts[place]):
-                near = nearest(parts[place], dir(found))
-                raise LookupError(f"{'.'.join(parts[:place])} has no {parts[place]}{near}")
-            found = getattr(found, parts[place])
-        return found
-    raise LookupError(f"there is no package {parts[0]}")
+            if not here:
+                raise LookupError(f"there is no package {part}") from None
+            raise LookupError(f"{here} has no {part}{nearest(part, dir(found))}") from None
+    return found
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check, component_problems, division_problems, own_loader_problems
+from lockstep.config.checks import check, division_problems, own_loader_problems
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
@@ -62,7 +62,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
         raise_problems(check(cfg))
     cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
-    raise_problems([*check(cfg, evaluating=evaluating), *component_problems(cfg)])
+    raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
     data = prepare_data(cfg)
     raise_problems(own_loader_problems(cfg) if data is None else [] if evaluating else division_problems(cfg, world))

@@ -32,6 +32,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
+def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What the callbacks add to the report: a callback with a method `report_figures() -> dict` is asked, on every rank."""
+    figures: dict[str, Any] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        figures |= getattr(callback, "report_figures", dict)()
+    return figures
+
+
 LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
 
 
@@ -149,10 +157,10 @@ class Recorder:
         self.report |= {
             "train/steps": steps_done(trainer),
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
+            # null without the callback that measures them
             **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
+            **offered_figures(trainer),
         }
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            self.report |= getattr(callback, "report_figures", dict)()
         rate = self.report[f"train/{unit}_per_s"] if self.rank == 0 else None
         model = OmegaConf.to_container(self.cfg.model, resolve=True)
         self.report |= {
