@@ -9,6 +9,7 @@ import resource
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,7 +48,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
     port, config = local.free_port(), OmegaConf.to_container(cfg, resolve=True)
     processes: list[BaseProcess] = []
     for rank in range(world.devices):
-        own = World(world.accelerator, world.devices, world.nodes, world.strategy, rank)
+        own = replace(world, rank=rank)
         environment = local.environment(cfg, own, 0, port) | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
         environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world.devices))}
         processes.append(

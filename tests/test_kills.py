@@ -8,7 +8,6 @@ import pytest
 
 import lockstep
 from lockstep.errors import RunFailed
-from lockstep.launch import cli
 from lockstep.reporting import comparison
 
 SETUPS = {
@@ -45,7 +44,7 @@ OPTIONS = [
 def train(tmp_path, mnist, cache, monkeypatch, forked):
     """Trains in processes that can be killed, one process alone included."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "ONE_PROCESS", ())
+    monkeypatch.setattr("lockstep.launch.start.runs_here", lambda _: False)
     base = [f"data.root={mnist}", f"data.cache_dir={cache}", *OPTIONS]
     return lambda *overrides: lockstep.train([*base, *overrides])
 
