@@ -53,7 +53,7 @@ class Driver:
     def __init__(self, major: int) -> None:
         self.major = major
 
-    def cuDeviceGetAttribute(self, value, attribute: int, device: int) -> int:  # noqa: N802  # the driver's name
+    def cuDeviceGetAttribute(self, value, attribute: int, device: int) -> int:  # the driver's name
         assert (attribute, device) == (75, 0)
         value._obj.value = self.major
         return 0

@@ -33,6 +33,7 @@ TRUSTED = (
 )
 # Keys of a node that the engine reads itself. They are passed on only where the signature names them.
 ENGINE = ("name", "monitor", "mode", "metrics", "traits", "_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+MISSING = "???"  # OmegaConf's
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
@@ -83,10 +84,18 @@ ENGINE_DATA = (
 )
 
 
+def has_own_loaders(cfg: DictConfig) -> bool:
+    """Whether `data` names a LightningDataModule, whose dataloaders are its own; asked without importing Lightning."""
+    path = cfg.data.get("_target_")
+    target = target_of(path, "data") if isinstance(path, str) else None
+    return any(base.__module__.startswith("lightning.pytorch.") for base in getattr(target, "__mro__", ()))
+
+
 def create_data(cfg: DictConfig) -> Any:
     """The data set of a config, without its batches."""
     node = to_plain(cfg.data)
-    data_set = target_of(str(node.get("_target_")), "data")
+    raise_problems(target_problems(node, "data"))
+    data_set = target_of(node["_target_"], "data")
     raise_problems(getattr(data_set, "problems", lambda _: ())(node))
     named = parameters(node["_target_"]) or {}
     return create({key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}, "data")
@@ -142,13 +151,22 @@ def locate(path: str) -> Any:
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The arguments of a target by name; None where Python does not know them."""
-    target = locate(path)
+    """The arguments of a target by name, with those that `**kwargs` hands on to base classes; None where unknown."""
+    target, bases = locate(path), iter(constructors(locate(path))[1:])
     try:
         found = dict(inspect.signature(target).parameters)
+        while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
+            _, *inherited = inspect.signature(base).parameters.values()  # without `self`
+            found = {p.name: p for p in inherited} | {k: p for k, p in found.items() if k not in rest}
     except (TypeError, ValueError):
         return None
     return found
+
+
+def constructors(target: Any) -> list[Callable[..., Any]]:
+    """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
+    classes = getattr(target, "__mro__", (object,))[:-1]
+    return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
 
 
 def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,17 +175,24 @@ def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if named is not None and name in named}
 
 
-def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """What is wrong with the keys of a node. Without `given`, arguments that the engine adds are not missed."""
-    target = node.get("_target_")
-    if not isinstance(target, str):
+def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
+    """Whether a node names a class that is there and may be made."""
+    target = node.get("_target_", MISSING)
+    if target == MISSING:
         yield f"{key}._target_ is missing; it names the class, as in {key}._target_=my_package.my_module.MyClass."
         return
     try:
-        target_of(target, key)
+        target_of(str(target), key)
     except UserError as e:
         yield from e.problems
+
+
+def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """What is wrong with the keys of a node. Without `given`, arguments that the engine adds are not missed."""
+    if wrong := list(target_problems(node, key)):
+        yield from wrong
         return
+    target: str = node["_target_"]
     named = parameters(target)
     if named is None:
         return
@@ -223,4 +248,5 @@ def has_target(value: Any) -> bool:
 def hints(target: str) -> dict[str, Any]:
     """Annotations as types, also where they are written as texts."""
     found: Any = locate(target)
-    return typing.get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
+    functions = constructors(found) if isinstance(found, type) else [found]
+    return {name: hint for each in reversed(functions) for name, hint in typing.get_type_hints(each).items()}

@@ -30,8 +30,8 @@ def curve(title: str, unit: str, names: tuple[str, ...], metrics: list[dict[str,
     series = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
     if not any(series.values()):
         return ""
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(8, 3))
+    axes = figure.add_axes((0.1, 0.18, 0.87, 0.7))  # fixed: matplotlib's layout engines take as long as the drawing
     for name, points in series.items():
         if points:
             axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None)

@@ -20,7 +20,7 @@ class ReplicatedStrategy(OneFormat, DDPStrategy):
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        known = getattr(self.lightning_module, "task", None) is not None  # another LightningModule's forward is its own
+        known = getattr(self.lightning_module, "of_task", False)  # another LightningModule's forward is its own
         self.resumed = known and self.lightning_module.trainer.global_step > 0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
