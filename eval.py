@@ -6,13 +6,11 @@ python eval.py run=<name> [key=value ...]      python eval.py checkpoint=<path> 
 from omegaconf import DictConfig
 
 from lockstep import launch
-from lockstep.compat import lean
 
 
 def evaluate(cfg: DictConfig, world: launch.World) -> None:
     """One process's part. `cfg` is the run's own config with the strategy and devices of this command line."""
-    with lean.imports():
-        from lockstep import build
+    from lockstep import build
     from lockstep.reporting.recorder import show_evaluation
 
     build.quiet(world)

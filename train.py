@@ -6,13 +6,11 @@ python train.py [key=value ...]      python train.py --help
 from omegaconf import DictConfig
 
 from lockstep import launch
-from lockstep.compat import lean
 
 
 def train(cfg: DictConfig, world: launch.World) -> None:
     """One process's part of a run. The config is checked, the data is prepared and the run has its name by now."""
-    with lean.imports():  # torch and lightning, 7 s: not before the config is known to be right
-        from lockstep import build
+    from lockstep import build  # torch and lightning, 7 s: only when the config is known to be right
     from lockstep.reporting.recorder import Recorder
 
     build.quiet(world)

@@ -28,6 +28,7 @@ from lockstep import build, strategies
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import create
+from lockstep.data.datamodule import DataModule
 from lockstep.launch import jobs
 from lockstep.launch.start import start
 from lockstep.machine import process
@@ -100,6 +101,7 @@ def lockstep(steps: int, *more: str) -> float:
     def job(cfg: DictConfig, world: World) -> None:
         run_dir(cfg).mkdir(parents=True)
         data = build.data(cfg)
+        assert isinstance(data, DataModule)
         parallelize = partial(strategies.parallelize, sync_batchnorm=False, channels_last=False, compile=False)
         parts = {"optimizer": build.optimizer(cfg), "schedule": create(cfg.schedule, "schedule")}
         trainer = build.trainer(cfg, world, data)

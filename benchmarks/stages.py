@@ -19,4 +19,6 @@ def ready(cfg: DictConfig, world: World) -> tuple[DataModule, TaskModule, pl.Tra
     build.process(cfg, world)
     build.seed(cfg)
     data = build.data(build.with_numbers(cfg))
-    return data, build.module(cfg, data), build.trainer(cfg, world, data)
+    module = build.module(cfg, data)
+    assert isinstance(data, DataModule) and isinstance(module, TaskModule)
+    return data, module, build.trainer(cfg, world, data)

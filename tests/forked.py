@@ -8,6 +8,7 @@ started. All test workers share the server.
 import atexit
 import contextlib
 import fcntl
+import importlib
 import os
 import runpy
 import selectors
@@ -131,20 +132,20 @@ def connected(address: Path) -> Connection | None:
 
 
 def preload() -> None:
-    from lockstep.compat import lean
-
-    with lean.imports():
-        import lockstep.build
-    import matplotlib.backends.backend_svg
-    import matplotlib.figure
-    import timm
-
+    import lockstep.build
     import lockstep.launch.start
     import lockstep.reporting.comparison
     import lockstep.reporting.flops
     import lockstep.reporting.page
     import lockstep.sweeps.table
     import lockstep.training.memory  # noqa: F401
+
+    for heavy in (
+        "matplotlib.backends.backend_svg",
+        "matplotlib.figure",
+        "timm",
+    ):  # after Lockstep, which leaves them out
+        importlib.import_module(heavy)
 
 
 def serve(address: str) -> None:
@@ -216,7 +217,9 @@ def fork(connection: Connection, request: dict[str, Any], ours: list[Any]) -> in
             os.dup2(descriptor, number)
         for mine in [*ours, connection]:
             mine.close()
-        with contextlib.suppress(PermissionError):  # a group of pytest's session: its Ctrl-C ends pytest, and then these
+        with contextlib.suppress(
+            PermissionError
+        ):  # a group of pytest's session: its Ctrl-C ends pytest, and then these
             os.setpgid(0, request["group"])
         run(request)
     except BaseException:

@@ -9,10 +9,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parents[1]  # the checkout: train.py, eval.py and configs/ live beside src/
-WHEEL = (PACKAGE / "configs").is_dir()  # a wheel has them inside
+ROOT = PACKAGE.parents[
+    1
+]  # the checkout, where configs/, train.py and scripts/ lie beside src/; a wheel has them inside
+WHEEL = (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
-JOBS = PACKAGE / "jobs" if WHEEL else ROOT  # train.py and eval.py
 
 
 def train(overrides: list[str] | None = None) -> dict[str, Any]:
@@ -38,14 +39,20 @@ def evaluate(overrides: list[str]) -> dict[str, Any]:
 def load_model(what: str | Path) -> "nn.Module":
     """The bare network of a run (`runs/<name>`, or its name) or of a checkpoint, with its weights, for evaluation, on the CPU.
 
-    image_BCHW to logits_BK; of a run, the checkpoint that was tested.
+    image_BCHW to logits_BK; of a run, the checkpoint that was tested. Where the task is a LightningModule of your own, that
+    module itself.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
-    from lockstep.checkpoints.content import load_network
+    from lockstep.checkpoints.content import holds_module, load_network
     from lockstep.checkpoints.finding import tested_checkpoint
     from lockstep.machine import process
 
     with process.restored():
-        return load_network(tested_checkpoint(str(what), "load_model"))
+        path = tested_checkpoint(str(what), "load_model")
+        if not holds_module(path):
+            return load_network(path)
+        from lockstep import build
+
+        return build.load_module(path)

@@ -1,6 +1,10 @@
 """From a config node to an object, one function a stage. The only file that joins the packages."""
 
+from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
+
+# isort: split
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,27 +17,38 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchmetrics import Metric
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_weights
+from lockstep.checkpoints.content import load_weights, read
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.compat.overhead import NoProfiler, without_sigterm_broadcast
-from lockstep.config.checks import fused_problem, nearest
-from lockstep.config.identity import run_dir
-from lockstep.config.instantiate import ENGINE_DATA, accepted, create, create_data, locate, to_plain
-from lockstep.data.datamodule import DataModule
-from lockstep.errors import UserError, of_users_code
+from lockstep.checkpoints.weights import load_into
+from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep.config.checks import fused_problem, missing_groups, nearest
+from lockstep.config.identity import run_dir, title
+from lockstep.config.instantiate import (
+    ENGINE_DATA,
+    accepted,
+    create,
+    create_data,
+    has_own_loaders,
+    locate,
+    target_of,
+    to_plain,
+)
+from lockstep.data.datamodule import DataModule, facts
+from lockstep.errors import UserError, of_users_code, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.tasks import Task
-from lockstep.training import memory
+from lockstep.training import foreign, memory
 from lockstep.training.module import TaskModule
+from lockstep.training.profiler import NoProfiler
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -73,7 +88,8 @@ def with_numbers(cfg: DictConfig) -> DictConfig:
     if not wanted:
         return cfg
     dataset = locate(cfg.data._target_)
-    of_network = getattr(locate(cfg.model._target_), "normalisation", lambda _: None)(cfg.model.get("name"))
+    network_class = locate(cfg.model._target_) if cfg.model else None
+    of_network = getattr(network_class, "normalisation", lambda _: None)(cfg.model.get("name"))
     own = dataset.normalisation(to_plain(cfg.data))
     if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colours, used on grey
         of_network = None
@@ -83,7 +99,10 @@ def with_numbers(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def data(cfg: DictConfig) -> DataModule:
+def data(cfg: DictConfig) -> pl.LightningDataModule:
+    if has_own_loaders(cfg):
+        own: pl.LightningDataModule = create(cfg.data, "data")
+        return own
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
     return DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
@@ -97,13 +116,27 @@ def optimizer(cfg: DictConfig) -> Any:
     return create(node, "optim")
 
 
-def module(cfg: DictConfig, data: DataModule, weights: str | None = None) -> TaskModule:
+def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = None) -> pl.LightningModule:
     """The task's LightningModule with a new network, or with the weights of the checkpoint `weights`.
 
     Raises:
         UserError: network, task and data do not fit together.
     """
+    if foreign.is_foreign(target_of(cfg.task._target_, "task")):
+        made = foreign_module(cfg, offered_by(data), Path(weights) if weights else None)
+        raise_problems(foreign.problems(cfg, made, data))
+        return made
+    raise_problems(missing_groups(cfg))
     goal: Task = create(cfg.task, "task")
+    if not isinstance(goal, Task):
+        raise UserError(
+            f"task._target_={cfg.task._target_} is neither a lockstep.tasks.Task nor a lightning.pytorch.LightningModule."
+        )
+    if not isinstance(data, DataModule):
+        raise UserError(
+            f"task={title(cfg.task)} needs data that says what it is; data={title(cfg.data)} brings dataloaders of its own. "
+            "Write a lockstep.data.DataSet, or take a LightningModule as the task."
+        )
     goal.bind(data.about)
     if any(True for _ in goal.parameters()) and cfg.strategy.traits.shards:
         raise UserError(
@@ -127,6 +160,39 @@ def module(cfg: DictConfig, data: DataModule, weights: str | None = None) -> Tas
         metrics=metrics(cfg, goal),
         network_arguments=offered,
     )
+
+
+def offered_by(data: pl.LightningDataModule) -> dict[str, Any]:
+    """What a network may ask for, beside what a task offers."""
+    if not isinstance(data, DataModule):
+        return {}
+    classes = {"num_classes": len(data.about["classes"])} if data.about.get("classes") else {}
+    return {**classes, **data.dataset.network_arguments()}
+
+
+def foreign_module(cfg: DictConfig, offered: dict[str, Any], weights: Path | None) -> pl.LightningModule:
+    """A LightningModule of the user's, with the network, optimizer and schedule that it asks for."""
+    raise_problems(foreign.config_problems(cfg))
+    asked = foreign.asked(to_plain(cfg.task))
+    net = network(to_plain(cfg.model), offered, with_weights=weights is None) if "net" in asked else None
+    schedule = foreign.Scheduler(create(cfg.schedule, "schedule")) if "scheduler" in asked and cfg.schedule else None
+    parts = {"net": net, "optimizer": optimizer(cfg) if "optimizer" in asked else None, "scheduler": schedule}
+    made: Any = create(cfg.task, "task", **{name: parts[name] for name in asked})
+    made.lockstep = foreign.Given(net, offered, schedule)
+    if schedule:
+        schedule.module = made
+    if weights:
+        content = read(weights)
+        made.on_load_checkpoint(content)
+        load_into(made.state_dict(), content["state_dict"], weights)
+    module: pl.LightningModule = made
+    return module
+
+
+def load_module(path: Path) -> pl.LightningModule:
+    """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError: it does not fit."""
+    content = read(path)
+    return foreign_module(OmegaConf.create(content["config"]), content["module_arguments"], path).eval()
 
 
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
@@ -153,7 +219,13 @@ def loggers(cfg: DictConfig) -> list[Logger]:
     ]
 
 
-def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
+def of_foreign_module(cfg: DictConfig, save: Callable[[pl.Trainer], None] | None = None) -> list[pl.Callback]:
+    """First in the list, so that it says first what is wrong."""
+    found = foreign.is_foreign(target_of(cfg.task._target_, "task"))
+    return [callbacks.Foreign(cfg, strategies.parallelize, save)] if found else []
+
+
+def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
     """The Trainer of a training run.
 
     Raises:
@@ -161,7 +233,7 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
     """
     own: list[pl.Callback] = [
         callbacks.StepSeed(cfg.seed),
-        callbacks.Plan(cfg, data),
+        callbacks.Plan(cfg, data, facts(data)),
         CutAtResume(),
         saving.Position(to_plain(cfg)),
     ]
@@ -170,20 +242,19 @@ def trainer(cfg: DictConfig, world: World, data: DataModule) -> pl.Trainer:
     save = None
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
-        if cfg.trainer.limit_val_batches != 0:
+        if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             own.append(saving.best_checkpoints(cfg, folder))
         own.append(last := saving.last_checkpoint(cfg, folder))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    return lightning_trainer(cfg, world, callbacks=[*chosen, *own], logger=loggers(cfg))
+    return lightning_trainer(cfg, world, callbacks=[*of_foreign_module(cfg, save), *chosen, *own], logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
     """A Trainer that tests only: no logger, the strategy and precision of the config."""
-    return lightning_trainer(
-        cfg, world, callbacks=[callbacks.Preemption(None)], logger=False, enable_checkpointing=False, profiler=None
-    )
+    own = [*of_foreign_module(cfg), callbacks.Preemption(None)]
+    return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
@@ -208,7 +279,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
             **given,
             strategy=strategy,
             plugins=plugins,
-            use_distributed_sampler=False,
+            use_distributed_sampler=has_own_loaders(cfg),
             default_root_dir=run_dir(cfg),
         )
     except (ValueError, TypeError, MisconfigurationException) as e:
@@ -221,7 +292,7 @@ def quiet(world: World) -> None:
     console.quiet(world.rank)
 
 
-def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> str | None:
+def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
     """Trains; returns the checkpoint to test.
 
     Raises:
@@ -238,20 +309,28 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
     return saving.best_checkpoint(trainer)
 
 
-def evaluate(cfg: DictConfig, world: World, data: DataModule, tested: str | pl.LightningModule) -> dict[str, float]:
+def evaluate(
+    cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule
+) -> dict[str, float]:
     """Figures of a checkpoint, or of a module as it is. The same code after training and in eval.py."""
     subject = module(cfg, data, weights=tested) if isinstance(tested, str) else tested
+    if not foreign.evaluates(subject, data, "test", "test"):
+        console.say(f"nothing is tested: {type(subject).__name__} has no test_step, or the data no test_dataloader")
+        return {}
     trainer = evaluator(cfg, world)
     with memory.explained(cfg, trainer, subject, data):
-        (figures,) = trainer.test(subject, data, verbose=False, weights_only=True)
+        found = trainer.test(subject, data, verbose=False, weights_only=True)  # one for each dataloader
+    figures = {name: value for each in found for name, value in each.items()}
     return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
 
 
-def validate(cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule) -> dict[str, float]:
+def validate(
+    cfg: DictConfig, world: World, data: pl.LightningDataModule, module: pl.LightningModule
+) -> dict[str, float]:
     """Validation figures for a run that ended before its first validation; none where validation is turned off."""
-    if cfg.trainer.limit_val_batches == 0:
+    if cfg.trainer.limit_val_batches == 0 or not foreign.evaluates(module, data, "validation", "val"):
         return {}
     trainer = evaluator(cfg, world)
     with memory.explained(cfg, trainer, module, data):
-        (figures,) = trainer.validate(module, data, verbose=False, weights_only=True)
-    return {name: value for name, value in figures.items() if name != "val/count"}
+        found = trainer.validate(module, data, verbose=False, weights_only=True)
+    return {name: value for each in found for name, value in each.items() if name != "val/count"}

@@ -12,24 +12,6 @@ from lockstep import ROOT
 
 ALSO_HEAVY = {"torch", "lightning", "torchvision", "torchmetrics", "numba", "sympy"}
 OF_TORCHVISION = {"PIL"}  # not ours to leave out: it has the types of its annotations
-LEAN = """
-import sys
-from lockstep.compat import lean
-with lean.imports():
-    import lightning.pytorch
-    import torchmetrics
-    assert not sys.modules["scipy"] and not sys.modules["matplotlib"]
-from lightning_utilities.core.imports import package_available
-from torchmetrics.utilities.imports import _SCIPY_AVAILABLE
-assert _SCIPY_AVAILABLE and package_available("scipy")
-import matplotlib.figure, scipy.signal
-import torch
-from torchmetrics.functional.audio import permutation_invariant_training, signal_noise_ratio
-sound = torch.randn(2, 4, 100)  # with three voices and more, scipy finds who is who
-assert permutation_invariant_training(sound[:, [2, 0, 3, 1]], sound, signal_noise_ratio)[1].tolist() == [[1, 3, 0, 2]] * 2
-with lean.imports():  # too late, and without effect
-    import scipy, matplotlib
-"""
 TRACE = """import time: self [us] | cumulative | imported package
 import time:       100 |        100 |     deep.inside
 import time:       200 |        300 |   deep
@@ -61,11 +43,6 @@ def test_a_default_run_imports_nothing_heavy_that_it_does_not_use(traced):
         "matplotlib",
         *OF_TORCHVISION,
     }  # the report's plots, which hold nothing up
-
-
-def test_lightning_is_imported_without_scipy_and_matplotlib_which_are_there_afterwards():
-    done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("optim.lrr=3", 2), ("data.batch_size=-1", 2)])

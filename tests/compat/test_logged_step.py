@@ -28,7 +28,7 @@ class Steps(pl.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if self.corrected:
-            set_logged_step(trainer)
+            set_logged_step(trainer, trainer.global_step)
         if trainer.global_step == 2 and not trainer.ckpt_path:
             trainer.save_checkpoint(self.path)
         self.counts.append((trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped))

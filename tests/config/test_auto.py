@@ -1,24 +1,17 @@
 """What `auto` becomes, on machines of all kinds."""
 
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from lockstep.data.prepare import Prepared
 
 from lockstep.config import auto
 from lockstep.config.compose import compose_config
 from lockstep.machine import hardware
 from lockstep.machine.world import World, threads, world_of
 
-WORLD = World("cpu", 1, 1, "single")
-
-
-class Stored(Prepared):
-    images_bytes = 54_880_000
-
-
-PREPARED = Stored(Path("absent"), "disk", "0", 60_000, 10_000)
+WORLD = World("cpu", 1, 1, "single", one_process=True)
+DATA = SimpleNamespace(bytes_in_memory=54_880_000)
 
 
 @pytest.fixture
@@ -28,7 +21,7 @@ def bf16(monkeypatch):
 
 def decided(*overrides: str):
     cfg = compose_config("train", ["trainer.accelerator=cpu", *overrides])
-    return auto.decided(cfg, world_of(cfg), PREPARED)
+    return auto.decided(cfg, world_of(cfg), DATA)
 
 
 @pytest.mark.parametrize(("has", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
@@ -60,7 +53,7 @@ class Driver:
     def __init__(self, major: int) -> None:
         self.major = major
 
-    def cuDeviceGetAttribute(self, value, attribute: int, device: int) -> int:  # noqa: N802  # the driver's name
+    def cuDeviceGetAttribute(self, value, attribute: int, device: int) -> int:  # the driver's name
         assert (attribute, device) == (75, 0)
         value._obj.value = self.major
         return 0
@@ -78,12 +71,12 @@ def test_a_gpu_is_asked_for_its_generation(monkeypatch, driver, expected):
 
 @pytest.mark.parametrize(
     ("size", "cores", "devices", "expected"),
-    [(10, 16, 4, 0), (60, 16, 4, 3), (60, 2, 1, 1), (60, 2, 4, 1), (60, 128, 2, 8)],
+    [(10, 16, 4, 0), (60, 16, 4, 3), (60, 2, 1, 1), (60, 2, 4, 1), (60, 128, 2, 8), (None, 16, 4, 3)],
 )
-def test_workers_load_what_does_not_fit_into_memory(monkeypatch, size, cores, devices, expected):
+def test_workers_load_what_does_not_fit_into_memory_or_has_to_be_decoded(monkeypatch, size, cores, devices, expected):
     monkeypatch.setattr(auto, "memory_bytes", lambda: 100)
     monkeypatch.setattr(auto, "cores", lambda: cores)
-    assert auto.workers(size, replace(WORLD, devices=devices, strategy="ddp")) == expected
+    assert auto.workers(size, replace(WORLD, devices=devices, strategy="ddp", one_process=False)) == expected
 
 
 @pytest.mark.parametrize(("on_device", "expected"), [("auto", 3), ("true", 0)])

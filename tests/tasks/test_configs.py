@@ -39,10 +39,10 @@ def test_the_headline_is_a_figure_that_people_know(name):
     title, value = task.headline({**REPORT, "monitor": cfg.task.monitor})
     assert (title, value) == {
         "classification": ("test accuracy", "50.00% of 1,000 images"),
-        "multilabel": ("test f1", "0.5000 of 1,000 images"),
-        "regression": ("test rmse", "0.2500 of 1,000 images"),
-        "segmentation": ("test iou", "0.5000 of 1,000 images"),
-        "language_model": ("test perplexity", "7.0000 of 1,000 images"),
+        "multilabel": ("test f1", "0.5000 on 1,000 images"),
+        "regression": ("test rmse", "0.2500 on 1,000 images"),
+        "segmentation": ("test iou", "0.5000 on 1,000 images"),
+        "language_model": ("test perplexity", "7.0000 on 1,000 images"),
     }[name]
 
 

@@ -1,8 +1,9 @@
-"""Callbacks: each observes one thing."""
+"""Callbacks: each observes one thing. One with a method `report_figures() -> dict` adds these figures to report.json."""
 
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.ema import EMA
 from lockstep.callbacks.finite_loss import FiniteLoss
+from lockstep.callbacks.foreign import Foreign
 from lockstep.callbacks.plan import Plan
 from lockstep.callbacks.preemption import Preemption
 from lockstep.callbacks.progress import Progress
@@ -10,4 +11,15 @@ from lockstep.callbacks.pruning import Pruning
 from lockstep.callbacks.step_seed import StepSeed
 from lockstep.callbacks.throughput import Throughput
 
-__all__ = ["EMA", "EarlyStopping", "FiniteLoss", "Plan", "Preemption", "Progress", "Pruning", "StepSeed", "Throughput"]
+__all__ = [
+    "EMA",
+    "EarlyStopping",
+    "FiniteLoss",
+    "Foreign",
+    "Plan",
+    "Preemption",
+    "Progress",
+    "Pruning",
+    "StepSeed",
+    "Throughput",
+]

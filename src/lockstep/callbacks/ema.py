@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.training.steps import completes_step
+from lockstep.training.steps import completes_step, steps_done
 
 
 class EMA(pl.Callback):
@@ -29,7 +29,7 @@ class EMA(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
+        step = steps_done(trainer)
         if not completes_step(trainer, batch_idx) or (step - 1) % self.update_every_n_steps:
             return
         now = tensors(pl_module)

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lockstep.errors import TrainingFailed
-from lockstep.training.steps import completes_step, has_row
+from lockstep.training.steps import completes_step, has_row, steps_done
 
 
 class FiniteLoss(pl.Callback):
@@ -19,10 +19,9 @@ class FiniteLoss(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.loss = (
-            outputs.get("loss") if isinstance(outputs, dict) else None
-        )  # manual optimization returns what it likes
-        if completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step):
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None  # manual optimization returns what it likes
+        self.loss = loss if isinstance(loss, Tensor) else None
+        if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
             self.look(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -32,6 +31,6 @@ class FiniteLoss(pl.Callback):
         loss = 0.0 if self.loss is None else self.loss.item()  # SYNC: once every log_every_n_steps
         if not math.isfinite(loss):
             raise TrainingFailed(
-                f"the loss is {loss} at step {trainer.global_step} (epoch {trainer.current_epoch}). "
+                f"the loss is {loss} at step {steps_done(trainer)} (epoch {trainer.current_epoch}). "
                 "Try a lower optim.lr, trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find where it begins."
             )

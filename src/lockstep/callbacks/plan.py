@@ -1,17 +1,17 @@
 """One line on what is going to happen, when everything is known and nothing has."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 from omegaconf import DictConfig
 
-from lockstep.config.identity import title
+from lockstep.config.identity import model_title, title
+from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
-
-if TYPE_CHECKING:
-    from lockstep.data.datamodule import DataModule
-
+from lockstep.training.foreign import promises
+from lockstep.training.steps import steps_done
 
 FILES = "all nodes must see the same files. Check runs_dir and data.root."
 
@@ -19,15 +19,15 @@ FILES = "all nodes must see the same files. Check runs_dir and data.root."
 class Plan(pl.Callback):
     """Says model, data, strategy, batches, precision and steps before the first step."""
 
-    def __init__(self, cfg: DictConfig, data: "DataModule") -> None:
-        self.cfg, self.data = cfg, data
+    def __init__(self, cfg: DictConfig, data: pl.LightningDataModule, facts: Mapping[str, Any]) -> None:
+        self.cfg, self.data, self.facts = cfg, data, facts
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.agree(trainer, "is the run", self.cfg.run)
         words = "nodes of one job differ in what they compute fast. Type trainer.precision=32-true, or bf16-mixed."
         self.agree(trainer, "computes in precision", self.cfg.trainer.precision, words)
         self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
-        self.agree(trainer, "has data with SHA-256", self.data.dataset.fingerprint)
+        self.agree(trainer, "has data with SHA-256", self.facts["data/sha256"])
 
     def agree(self, trainer: pl.Trainer, what: str, own: object, words: str = FILES) -> None:
         """Each process has looked for itself. Raises TrainingFailed where one found something else than rank 0."""
@@ -36,8 +36,8 @@ class Plan(pl.Callback):
             raise TrainingFailed(f"rank {trainer.global_rank} {what} {own}, and rank 0 {first}: {words}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.agree(trainer, "goes on after step", trainer.global_step)
-        cfg, data, world = self.cfg, self.data, trainer.world_size
+        self.agree(trainer, "goes on after step", steps_done(trainer))
+        cfg, world = self.cfg, trainer.world_size
         parameters = sum(p.numel() for p in pl_module.parameters())
         device = trainer.strategy.root_device.type
         replicas = f"{world} process{'es' if world > 1 else ''} on {device}"
@@ -48,13 +48,26 @@ class Plan(pl.Callback):
                 if gpus > 1
                 else f"ONE device ({device}): there are no two GPUs to split batches over"
             )
-        accumulate = trainer.accumulate_grad_batches
-        share = cfg.data.batch_size // (world * accumulate)
         say(
-            f"{cfg.run}: {title(cfg.model)} ({parameters:,} parameters) · {title(cfg.data)} from {data.dataset.source}"
-            f" ({data.train_split.count:,} train, {data.val_split.count:,} val, {data.test_split.count:,} test) · "
-            f"{cfg.strategy.name}, {replicas} · batch {cfg.data.batch_size} = {world} x {share}"
-            + (f" x {accumulate} accumulated" if accumulate > 1 else "")
-            + f" · {trainer.precision} · {trainer.estimated_stepping_batches:g} steps"
-            + (f", {trainer.global_step} of them done" if trainer.global_step else "")
+            f"{cfg.run}: {model_title(cfg)} ({parameters:,} parameters) · {title(cfg.data)} from {self.samples()} · "
+            f"{cfg.strategy.name}, {replicas} · {self.batches(trainer)}"
+            f" · {trainer.precision} · {trainer.estimated_stepping_batches:g} steps"
+            + (f", {steps_done(trainer)} of them done" if steps_done(trainer) else "")
         )
+        if not getattr(pl_module, "of_task", False):
+            say(promises(pl_module, self.data, world))
+
+    def samples(self) -> str:
+        known = self.facts
+        counts = ", ".join(
+            f"{known[f'data/{part}']:,} {part}" for part in ("train", "val", "test") if known["data/train"]
+        )
+        return f"{known['data/source']} ({counts})" if counts else str(known["data/source"])
+
+    def batches(self, trainer: pl.Trainer) -> str:
+        world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
+        accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
+        if has_own_loaders(self.cfg):
+            return f"batches of its own in each process{accumulated}"
+        batch = self.cfg.data.batch_size
+        return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}"

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.errors import Preempted
 from lockstep.machine import signals
+from lockstep.training.steps import steps_done
 
 LOOK_S = 1.0  # how often the processes ask each other whether one was warned
 
@@ -27,8 +28,8 @@ class Preemption(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signals.install()  # Lightning 2.6 puts a broadcast into its handler of SIGTERM, which other processes do not expect
-        self.next_look = trainer.global_step + 1
-        self.looked_at = trainer.global_step, time.monotonic()
+        self.next_look = steps_done(trainer) + 1
+        self.looked_at = steps_done(trainer), time.monotonic()
         if trainer.world_size > 1 and torch.distributed.get_backend() != "gloo":
             self.group = torch.distributed.new_group(backend="gloo")
 
@@ -55,7 +56,7 @@ class Preemption(pl.Callback):
 
     def words(self, trainer: pl.Trainer) -> str:
         by = signals.received[0].name if signals.received else "a signal to another process"
-        return f"ended by {by} after {trainer.global_step} steps" + (
+        return f"ended by {by} after {steps_done(trainer)} steps" + (
             "; type it again with resume=auto to go on." if self.save else "."
         )
 
@@ -63,7 +64,7 @@ class Preemption(pl.Callback):
         """Whether any process was; the same answer in all of them."""
         if trainer.world_size == 1:
             return bool(signals.received)
-        step = trainer.global_step
+        step = steps_done(trainer)
         if step < self.next_look:
             return False
         since, began_s = self.looked_at

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from lockstep.reporting.console import say
-from lockstep.training.steps import completes_step, has_row
+from lockstep.training.steps import completes_step, has_row, steps_done
 
 EVERY_S = 10.0  # between lines when the output is not a terminal
 
@@ -38,7 +38,7 @@ class Progress(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         total = trainer.estimated_stepping_batches
-        self.total, self.first = (None if math.isinf(total) else int(total)), trainer.global_step
+        self.total, self.first = (None if math.isinf(total) else int(total)), steps_done(trainer)
         self.began_s = self.shown_s = time.monotonic()
         if trainer.is_global_zero and sys.stdout.isatty():
             columns = (
@@ -56,7 +56,10 @@ class Progress(pl.Callback):
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
         unit = getattr(trainer.datamodule, "unit", "samples")  # type: ignore[attr-defined]
         shown = [("loss", "train/loss", ".4f"), (f"{unit}/s", f"train/{unit}_per_s", ",.0f")]
-        shown += [(name, name, ".4f") for name in (self.monitor,) if name]
+        known = [key for _, key, _ in shown]
+        shown += [
+            (name, name, ".4f") for name in (self.monitor, *trainer.progress_bar_metrics) if name and name not in known
+        ]
         return " · ".join(f"{name} {float(metrics[key]):{form}}" for name, key, form in shown if key in metrics)
 
     def on_train_batch_end(
@@ -64,7 +67,7 @@ class Progress(pl.Callback):
     ) -> None:
         if not trainer.is_global_zero or not completes_step(trainer, batch_idx):
             return
-        step, row = trainer.global_step, has_row(trainer, trainer.global_step)
+        step, row = steps_done(trainer), has_row(trainer, steps_done(trainer))
         if self.bar is not None:
             task = self.bar.task_ids[0]
             left = time_left(time.monotonic() - self.began_s, step - self.first, (self.total or step) - step)

@@ -6,6 +6,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lockstep.training.steps import steps_done
+
 
 def step_seed(seed: int, micro_batch: int, rank: int) -> int:
     digest = hashlib.blake2b(f"{seed} {micro_batch} {rank}".encode(), digest_size=8).digest()
@@ -31,7 +33,6 @@ class StepSeed(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        micro_batch = (
-            trainer.global_step * trainer.accumulate_grad_batches + batch_idx % trainer.accumulate_grad_batches
-        )
+        accumulate = trainer.accumulate_grad_batches
+        micro_batch = steps_done(trainer) * accumulate + batch_idx % accumulate
         seed_generators(step_seed(self.seed, micro_batch, trainer.global_rank), trainer.strategy.root_device.type)

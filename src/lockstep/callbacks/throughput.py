@@ -1,25 +1,31 @@
 """Training speed in samples per second, over all processes, and the share of it that went to waiting for data; validation
 is left out."""
 
+import math
 import time
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lockstep.training.steps import completes_step, has_row
+from lockstep.training.steps import completes_step, has_row, steps_done
 
 
 def waited_s(trainer: pl.Trainer) -> float:
-    return float(getattr(trainer.datamodule, "waited_s", 0.0))  # type: ignore[attr-defined]
+    """NaN where dataloaders of the user's do not say it."""
+    return float(getattr(trainer.datamodule, "waited_s", math.nan))  # type: ignore[attr-defined]
 
 
 def size_of(batch: Any) -> int:
-    """Samples of a batch: of Lockstep's data it is known, of another dataloader's the first dimension tells."""
+    """Samples of a batch: of Lockstep's data it is known, of another dataloader's the first dimension tells; 0 without one."""
     if isinstance(batch, dict) and "count" in batch:
         return int(batch["count"])
-    return int(extract_batch_size(batch))
+    try:
+        return int(extract_batch_size(batch))
+    except MisconfigurationException:
+        return 0
 
 
 class Throughput(pl.Callback):
@@ -49,11 +55,11 @@ class Throughput(pl.Callback):
         self.samples += size_of(batch) * trainer.world_size
         if self.first_step_s is None and self.began_s is not None:
             self.first_step_s = time.perf_counter() - self.began_s
-        if completes_step(trainer, batch_idx) and has_row(trainer, trainer.global_step):
+        if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
             self.close(trainer)
             self.began_s = time.perf_counter()  # waiting for the next batch counts
-            samples, seconds, _ = self.windows[-1]
-            pl_module.log(f"train/{self.unit}_per_s", samples / seconds, prog_bar=True)
+            for samples, seconds, _ in self.windows[-1:]:
+                pl_module.log(f"train/{self.unit}_per_s", samples / seconds, prog_bar=True)
 
     def close(self, trainer: pl.Trainer) -> None:
         if self.began_s is not None and self.samples:
@@ -75,6 +81,7 @@ class Throughput(pl.Callback):
         samples, seconds, waited = (
             sum(column) for column in zip(*(self.windows[1:] or self.windows or [(0, 0, 0)]), strict=True)
         )
-        shares = (samples / seconds, waited / seconds) if seconds else (None, None)
+        known = seconds and not math.isnan(waited)
+        shares = (samples / seconds if seconds else None, waited / seconds if known else None)
         names = (f"train/{self.unit}_per_s", "train/data_wait_share", "train/first_step_s")
         return dict(zip(names, (*shares, self.first_step_s), strict=True))

@@ -35,3 +35,8 @@ def load_network(path: Path) -> nn.Module:
     net = network(content["config"]["model"], content["network"], with_weights=False)
     load_into(net.state_dict(), network_of(content), path)
     return net.eval()
+
+
+def holds_module(path: Path) -> bool:
+    """Whether it is a checkpoint of a LightningModule of the user's, whose network nobody but itself knows."""
+    return "module_arguments" in read(path)

@@ -15,6 +15,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lockstep.checkpoints import content, shards
+from lockstep.checkpoints.plain import refused
 from lockstep.checkpoints.trees import leaves
 from lockstep.errors import NotSaved
 
@@ -113,6 +114,10 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def save(self, checkpoint: dict[str, Any], path: Path, write: Write, step: int | None) -> None:
         """Calls `write(checkpoint, path)`, in the background with a copy. `step` is the step that the checkpoint belongs to."""
+        if odd := next(refused(checkpoint), None):
+            raise NotSaved(
+                f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."
+            )
         if self.queue:
             in_use = step is not None and step == self.step
             if not in_use:

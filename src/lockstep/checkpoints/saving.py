@@ -13,6 +13,7 @@ from lockstep.checkpoints.finding import BEST
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import save_logged_step, set_logged_step
 from lockstep.errors import UserError
+from lockstep.training.steps import steps_done
 
 
 def wait_until_saved(trainer: pl.Trainer) -> None:
@@ -52,7 +53,7 @@ class Position(pl.Callback):
         batches["total"] = dict.fromkeys(batches["total"], batches["total"]["processed"])
         batches["current"] = dict.fromkeys(batches["current"], 0 if ended else done)
         batches["is_last_batch"] = False
-        save_logged_step(loop, trainer.global_step)
+        save_logged_step(loop, steps_done(trainer))
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -77,7 +78,7 @@ class Position(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        set_logged_step(trainer)
+        set_logged_step(trainer, steps_done(trainer))
 
 
 class LastCheckpoint(Checkpoint):
@@ -99,9 +100,9 @@ class LastCheckpoint(Checkpoint):
         return self.resumed is not None and self.resumed.resolve().parent == self.path.parent.resolve()
 
     def save(self, trainer: pl.Trainer) -> None:
-        if self.saved_at != trainer.global_step:
+        if self.saved_at != steps_done(trainer):
             trainer.save_checkpoint(self.path, weights_only=False)
-            self.saved_at = trainer.global_step
+            self.saved_at = steps_done(trainer)
 
     def save_and_wait(self, trainer: pl.Trainer) -> None:
         self.save(trainer)
@@ -133,7 +134,7 @@ class LastCheckpoint(Checkpoint):
                 state["best_model_path"] = ""  # another run's
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.saved_at = trainer.global_step
+        self.saved_at = steps_done(trainer)
         self.tidy(trainer)
         trainer.ckpt_path = None  # ModelCheckpoint never removes this path, even when it is no longer among the best
 
@@ -141,7 +142,7 @@ class LastCheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         begins_step = batch_idx % trainer.accumulate_grad_batches == 0
-        if begins_step and self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
+        if begins_step and self.every_n_steps and steps_done(trainer) % self.every_n_steps == 0:
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 
-def set_logged_step(trainer: pl.Trainer) -> None:
-    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+def set_logged_step(trainer: pl.Trainer, step: int) -> None:
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
 def save_logged_step(fit_loop: dict[str, Any], step: int) -> None:

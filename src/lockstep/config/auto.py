@@ -28,13 +28,13 @@ def workers(bytes_in_memory: int | None, world: World) -> int:
     return max(1, min(MOST_WORKERS, cores() // (world.size // world.nodes) - 1))
 
 
-def decided(cfg: DictConfig, world: World, data: "DataSet") -> DictConfig:
-    """`cfg` with a value in the place of each `auto` that depends on the machine."""
+def decided(cfg: DictConfig, world: World, data: "DataSet | None") -> DictConfig:
+    """`cfg` with a value in the place of each `auto` that depends on the machine. `data`: None has its own dataloaders."""
     cfg = cfg.copy()
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
             cfg.trainer.precision = precision(world.accelerator)
-        if cfg.data.num_workers == "auto":
+        if data is not None and cfg.data.num_workers == "auto":
             on_device = cfg.data.on_device is True
             cfg.data.num_workers = 0 if on_device else workers(data.bytes_in_memory, world)
     return cfg

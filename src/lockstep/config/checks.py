@@ -1,14 +1,16 @@
 """Every check of a config, across its groups, without torch: a mistake is told in half a second, all at once."""
 
 import difflib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from lockstep.config.identity import title
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
 from lockstep.machine.world import World, available, world_of
 
@@ -60,6 +62,12 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
                 )
 
 
+def missing_targets(cfg: DictConfig) -> Iterator[str]:
+    for group in GROUPS:
+        if isinstance(cfg.get(group), DictConfig) and OmegaConf.is_missing(cfg[group], "_target_"):
+            yield f"{group}._target_ is missing; it names a class of yours, as in {group}._target_=my_package.my_module.MyClass."
+
+
 def wrong_values(cfg: DictConfig) -> Iterator[str]:
     for key, kind in KEYS.items():
         group, _, name = key.rpartition(".")
@@ -68,8 +76,19 @@ def wrong_values(cfg: DictConfig) -> Iterator[str]:
             continue
         if OmegaConf.is_missing(node, name):
             yield f"{key} is missing; type {key}=<{name}>."
+            continue
+        if OmegaConf.is_interpolation(node, name):  # its value is checked where it stands
+            yield from unresolved(node, name, key)
         elif not kind.accepts(plain(node[name])):
             yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
+
+
+def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
+    try:
+        node[name]
+    except InterpolationResolutionError:
+        refers = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
+        yield f"{key}={refers} refers to a key that is not in the config. Set that key, or {key}."
 
 
 def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -109,8 +128,19 @@ def accumulated(cfg: DictConfig) -> int:
     return 1 if given == "auto" else int(given)
 
 
+def of_lockstep(node: DictConfig) -> bool:
+    """Whether a node names a class of Lockstep's, which is known without importing it."""
+    return str(node.get("_target_")).startswith("lockstep.")
+
+
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Of the batches that are trained on; an evaluation's need not be divisible."""
+    """Of another class's batches, `division_problems` says it when the class is known."""
+    if of_lockstep(cfg.data):
+        yield from division_problems(cfg, world)
+
+
+def division_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    """Of the global batches that are trained on; an evaluation's need not be divisible."""
     batch, accumulate = cfg.data.batch_size, accumulated(cfg)
     parts = world.size * accumulate
     if batch % parts:
@@ -141,13 +171,22 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             )
 
 
+def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
+    """Of a LightningDataModule, whose batches Lockstep cannot divide."""
+    if cfg.trainer.accumulate_grad_batches == "auto":
+        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
+    if cfg.data.get("num_workers") == "auto":
+        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."
+
+
 def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    if cfg.data.on_device is True and world.accelerator == "cpu":
+    on_device, workers = cfg.data.get("on_device"), cfg.data.get("num_workers")
+    if on_device is True and world.accelerator == "cpu":
         yield "data.on_device=true has no effect on a CPU: samples are in its memory. Type data.on_device=auto."
-    if cfg.data.on_device is True and cfg.data.num_workers not in (0, "auto"):
-        yield f"data.on_device=true leaves nothing for data.num_workers={cfg.data.num_workers} to load. Leave one of them out."
+    if on_device is True and workers not in (0, "auto"):
+        yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Leave one of them out."
     for key in ("prefetch_factor", "persistent_workers"):
-        if cfg.data[key] is not None and cfg.data.num_workers in (0, "auto"):
+        if cfg.data.get(key) is not None and workers in (0, "auto"):
             yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
 
 
@@ -185,6 +224,22 @@ def wrong_mode(cfg: DictConfig) -> str | None:
     known = {str(cfg.task.monitor): str(cfg.task.mode), "val/loss": "min"}
     good = known.get(str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode))
     return None if good == cfg.checkpoint.mode else good
+
+
+def task_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    """Of Lockstep's own tasks; of another class, build.py says it when the class is known."""
+    if not of_lockstep(cfg.task):
+        return
+    yield from missing_groups(cfg)
+    if not str(cfg.checkpoint.monitor).startswith("val/"):
+        yield f"checkpoint.monitor={shown(cfg.checkpoint.monitor)} is not possible; it takes a figure of the validation, val/<name>. Type for example checkpoint.monitor=val/loss."
+
+
+def missing_groups(cfg: DictConfig) -> Iterator[str]:
+    """Groups that every Task needs."""
+    for group, usual in {"model": "basic_net", "optim": "adamw", "schedule": "constant"}.items():
+        if not cfg[group]:
+            yield f"{group}=none is for a LightningModule that brings its own; task={title(cfg.task)} needs one. Type {group}={usual}."
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
@@ -228,26 +283,25 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
-EVALUATION = (device_problems, data_problems, strategy_problems)
-TRAINING = (device_problems, data_problems, batch_problems, auto_problems, strategy_problems, training_problems)
+def data_set_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    """Of Lockstep's own data sets, which import no torch; others are asked when they are made."""
+    module, name = str(cfg.data.get("_target_")).rpartition(".")[::2]
+    if module.startswith("lockstep.data"):
+        data_set = getattr(importlib.import_module(module), name, None)
+        yield from data_set.problems(plain(cfg.data)) if data_set else ()
 
 
-def component_problems(cfg: DictConfig) -> Iterator[str]:
-    """Of a data set that can be asked without importing torch, which are all of Lockstep's own."""
-    target = cfg.data.get("_target_")
-    if isinstance(target, str) and target.startswith("lockstep.data."):
-        from lockstep.config.instantiate import locate
-
-        yield from locate(target).problems(plain(cfg.data))
+EVALUATION = (device_problems, data_problems, strategy_problems, data_set_problems)
+TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems)
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
     """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
-    problems = [*unknown_keys(cfg), *wrong_values(cfg)]
+    problems = [*unknown_keys(cfg), *missing_targets(cfg), *wrong_values(cfg)]
     for cross_check in EVALUATION if evaluating else TRAINING:
         try:
             problems += cross_check(cfg, world_of(cfg))
-        except (TypeError, ValueError, ArithmeticError, MissingMandatoryValue):
+        except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
             if not problems:  # otherwise a value that is already reported stood in the way
                 raise
     return problems

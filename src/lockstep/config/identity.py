@@ -32,8 +32,13 @@ def title(node: DictConfig) -> str:
     return str(node.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target).lower())
 
 
+def model_title(cfg: DictConfig) -> str:
+    """The model's title; of a task that makes its own network, the task's."""
+    return title(cfg.model if cfg.model else cfg.task)
+
+
 def model_and_data(cfg: DictConfig) -> str:
-    return f"{title(cfg.model).replace('/', '-')}-{title(cfg.data)}"
+    return f"{model_title(cfg).replace('/', '-')}-{title(cfg.data)}"
 
 
 def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | None:
@@ -56,12 +61,12 @@ def run_dir(cfg: DictConfig) -> Path:
     return Path(cfg.runs_dir) / str(cfg.run)
 
 
-def identify(cfg: DictConfig, data_source: str) -> DictConfig:
+def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
     """The config with all that a run decides once: its name, its seed, its data, its W&B id."""
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
-    if "source" in cfg.data:
+    if data_source and "source" in cfg.data:
         cfg.data.source = data_source
     if cfg.seed is None:
         cfg.seed = secrets.randbelow(2**31)

@@ -5,6 +5,7 @@ What may be made is listed, so that a config or a checkpoint cannot run any code
 
 import importlib
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,6 +33,7 @@ TRUSTED = (
 )
 # Keys of a node that the engine reads itself. They are passed on only where the signature names them.
 ENGINE = ("name", "monitor", "mode", "metrics", "traits", "_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+MISSING = "???"  # OmegaConf's
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
@@ -51,6 +53,22 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         return instantiate(kept, **given, _execution_whitelist_=list(trusted()), _convert_="all")
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
+    except TypeError as e:
+        raise_problems(refused_argument(e, kept, key))
+        raise
+
+
+def refused_argument(error: TypeError, node: Mapping[str, Any], key: str) -> Iterator[str]:
+    """A key that a class took as one of **arguments and passed on to another one, which does not know it."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+    if found and found[1] in node and found[1] not in (parameters(node["_target_"]) or {}):
+        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], inherited(node['_target_']))}."
+
+
+def inherited(path: str) -> list[str]:
+    """The arguments of a class and of those that it is made from."""
+    classes = [base for base in getattr(locate(path), "__mro__", ()) if "__init__" in vars(base)]
+    return [name for base in classes for name in inspect.signature(base).parameters]
 
 
 # Keys of a `data` node that the engine reads; the class gets the others, and those of them that it names.
@@ -66,10 +84,19 @@ ENGINE_DATA = (
 )
 
 
+def has_own_loaders(cfg: DictConfig) -> bool:
+    """Whether `data` names a LightningDataModule, whose dataloaders are its own; asked without importing Lightning."""
+    path = cfg.data.get("_target_")
+    target = target_of(path, "data") if isinstance(path, str) else None
+    return any(base.__module__.startswith("lightning.pytorch.") for base in getattr(target, "__mro__", ()))
+
+
 def create_data(cfg: DictConfig) -> Any:
     """The data set of a config, without its batches."""
     node = to_plain(cfg.data)
-    target_of(str(node.get("_target_")), "data")
+    raise_problems(target_problems(node, "data"))
+    data_set = target_of(node["_target_"], "data")
+    raise_problems(getattr(data_set, "problems", lambda _: ())(node))
     named = parameters(node["_target_"]) or {}
     return create({key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}, "data")
 
@@ -102,33 +129,44 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
 
 
 def locate(path: str) -> Any:
-    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass."""
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        module = ".".join(parts[:end])
+    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass.
+
+    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.ddp` is a function.
+    """
+    found, parts = None, path.split(".")
+    for place, part in enumerate(parts):
+        if found is not None and hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        here, module = ".".join(parts[:place]), ".".join(parts[: place + 1])
         try:
-            found: Any = importlib.import_module(module)
+            found = importlib.import_module(module)
         except ModuleNotFoundError as e:
             if e.name is None or not f"{module}.".startswith(f"{e.name}."):
                 raise  # a module that this one imports
-            continue
-        for place in range(end, len(parts)):
-            if not hasattr(found, parts[place]):
-                near = nearest(parts[place], dir(found))
-                raise LookupError(f"{'.'.join(parts[:place])} has no {parts[place]}{near}")
-            found = getattr(found, parts[place])
-        return found
-    raise LookupError(f"there is no package {parts[0]}")
+            if not here:
+                raise LookupError(f"there is no package {part}") from None
+            raise LookupError(f"{here} has no {part}{nearest(part, dir(found))}") from None
+    return found
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The arguments of a target by name; None where Python does not know them."""
-    target = locate(path)
+    """The arguments of a target by name, with those that `**kwargs` hands on to base classes; None where unknown."""
+    target, bases = locate(path), iter(constructors(locate(path))[1:])
     try:
         found = dict(inspect.signature(target).parameters)
+        while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
+            _, *inherited = inspect.signature(base).parameters.values()  # without `self`
+            found = {p.name: p for p in inherited} | {k: p for k, p in found.items() if k not in rest}
     except (TypeError, ValueError):
         return None
     return found
+
+
+def constructors(target: Any) -> list[Callable[..., Any]]:
+    """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
+    classes = getattr(target, "__mro__", (object,))[:-1]
+    return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
 
 
 def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,17 +175,24 @@ def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if named is not None and name in named}
 
 
-def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """What is wrong with the keys of a node. Without `given`, arguments that the engine adds are not missed."""
-    target = node.get("_target_")
-    if not isinstance(target, str):
+def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
+    """Whether a node names a class that is there and may be made."""
+    target = node.get("_target_", MISSING)
+    if target == MISSING:
         yield f"{key}._target_ is missing; it names the class, as in {key}._target_=my_package.my_module.MyClass."
         return
     try:
-        target_of(target, key)
+        target_of(str(target), key)
     except UserError as e:
         yield from e.problems
+
+
+def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """What is wrong with the keys of a node. Without `given`, arguments that the engine adds are not missed."""
+    if wrong := list(target_problems(node, key)):
+        yield from wrong
         return
+    target: str = node["_target_"]
     named = parameters(target)
     if named is None:
         return
@@ -203,4 +248,5 @@ def has_target(value: Any) -> bool:
 def hints(target: str) -> dict[str, Any]:
     """Annotations as types, also where they are written as texts."""
     found: Any = locate(target)
-    return typing.get_type_hints(found.__init__ if isinstance(found, type) else found)  # type: ignore[misc]
+    functions = constructors(found) if isinstance(found, type) else [found]
+    return {name: hint for each in reversed(functions) for name, hint in typing.get_type_hints(each).items()}

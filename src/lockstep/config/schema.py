@@ -63,9 +63,7 @@ def is_channels(v: Any) -> bool:
 FLAG = one_of(True, False, example="true")
 TEXT = Kind(lambda v: isinstance(v, str) and v != "", "a text", "name")
 BATCHES = Kind(is_batches, "a number of batches (an integer) or a share of them (0.0 to 1.0)", "10").or_null()
-MONITOR = Kind(
-    lambda v: isinstance(v, str) and v.startswith("val/"), "a figure of the validation, val/<name>", "val/loss"
-)
+MONITOR = Kind(TEXT.accepts, "the name of a figure of the validation", "val/loss").or_null()
 
 # The keys of the nodes that Lockstep reads itself. A node with a `_target_` passes unknown keys on to its class.
 KEYS: dict[str, Kind] = {
@@ -104,6 +102,7 @@ KEYS: dict[str, Kind] = {
     "data.decode": one_of("auto", "cache", "workers"),
     "data.skip_broken": FLAG,
     "data.limit_train": whole(1, 1000).or_null(),
+    "data.channels_last": FLAG,
     "data.random_shift": whole(0, 4, "a whole number of pixels"),
     "data.random_flip": FLAG,
     "data.num_workers": Kind(

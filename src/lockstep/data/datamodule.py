@@ -9,9 +9,10 @@ import torch
 
 from lockstep.data.dataset import Arrays, Batch, DataSet
 from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch, samples_of
-from lockstep.data.sampler import EvalBatches, Split, TrainBatches, splits
+from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, splits
 from lockstep.errors import UserError
 
+OWN_LOADERS = "own dataloaders"
 ON_DEVICE_SHARE = 0.1  # of a GPU's free memory, which a data set may take without being asked
 
 
@@ -43,11 +44,20 @@ class DataModule(pl.LightningDataModule):
             dataset, batch_size=batch_size, val_fraction=val_fraction, limit_train=limit_train
         )
         self.val_part = "train" if dataset.val is None else "val"
+        if on_device is True and dataset.bytes_in_memory is None:
+            raise UserError(
+                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Type data.on_device=auto."
+            )
 
     @property
     def device(self) -> torch.device:
         assert self.trainer is not None
         return self.trainer.strategy.root_device
+
+    @property
+    def module_of_task(self) -> bool:
+        """Whether it trains a Task. Any other LightningModule gets real samples only, as a tuple."""
+        return bool(getattr(self.trainer and self.trainer.lightning_module, "of_task", False))
 
     def home(self, arrays: Arrays) -> torch.device | None:
         """The GPU, if its user wants the arrays there or they take little of it; otherwise they stay where they are."""
@@ -64,9 +74,7 @@ class DataModule(pl.LightningDataModule):
             self.in_memory[part] = InMemory(arrays, self.home(arrays))
         return self.in_memory[part]
 
-    def loader(
-        self, part: str, sampler: TrainBatches | EvalBatches, place: Place | None = None
-    ) -> MemoryLoader | WorkerLoader:
+    def loader(self, part: str, sampler: Sampler, place: Place | None = None) -> MemoryLoader | WorkerLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
         if not self.num_workers and isinstance(samples, Arrays):
             data = self.memory(part)
@@ -99,8 +107,9 @@ class DataModule(pl.LightningDataModule):
 
     def eval_loader(self, part: str, split: Split) -> MemoryLoader | WorkerLoader:
         assert self.trainer is not None
+        batches = EvalBatches if self.module_of_task else EvalShares
         world, rank = self.trainer.world_size, self.trainer.global_rank
-        return self.loader(part, EvalBatches(split, batch=self.eval_batch_size, rank=rank, world=world))
+        return self.loader(part, batches(split, batch=self.eval_batch_size, rank=rank, world=world))
 
     def val_dataloader(self) -> MemoryLoader | WorkerLoader:
         return self.eval_loader(self.val_part, self.val_split)
@@ -117,7 +126,15 @@ class DataModule(pl.LightningDataModule):
             batch["input"] = trainer.precision_plugin.convert_input(batch["input"])
         if trainer.training:
             self.place.waited_s += time.perf_counter() - began_s
-        return batch
+        return batch if self.module_of_task else self.for_module(batch, dataloader_idx)
+
+    def for_module(self, batch: Batch, dataloader_idx: int) -> Any:
+        """As a LightningModule of the user's takes it: its own hook comes after the data set's preparation."""
+        assert self.trainer is not None
+        module = self.trainer.lightning_module
+        named = getattr(module, "named_batches", False)
+        taken = batch if named else tuple(v for name, v in batch.items() if name not in ("index", "count"))
+        return module.on_after_batch_transfer(taken, dataloader_idx)
 
     def finished(self, batch: Batch, *, training: bool, epoch: int = 0) -> Batch:
         """As the network and the task get it."""
@@ -149,3 +166,19 @@ class DataModule(pl.LightningDataModule):
                 f"({self.dataset.source}, sha256 {here[:12]}). Type data.root=<the folder of then>, "
                 "or init_from=<checkpoint> to start a new run from its weights."
             )
+
+
+def facts(data: pl.LightningDataModule) -> dict[str, Any]:
+    """What the report says of the data. A LightningDataModule of the user's has dataloaders of its own, of which nothing is known."""
+    if not isinstance(data, DataModule):
+        unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
+        return {"unit": "samples", "data/source": OWN_LOADERS, **unknown}
+    return {
+        "unit": data.unit,
+        "data/source": data.dataset.source,
+        "data/sha256": data.dataset.fingerprint,
+        "data/train": data.train_split.count,
+        "data/val": data.val_split.count,
+        "data/test": data.test_split.count,
+        **{f"data/{name}": value for name, value in data.dataset.facts.items()},
+    }

@@ -98,9 +98,9 @@ class DataSet:
         """Figures of the data for the report, under data/, such as how many files were skipped."""
         return {}
 
-    @property
+    @cached_property
     def about(self) -> dict[str, Any]:
-        """Plain values that a task needs, such as `classes`. They are kept in every checkpoint."""
+        """Plain values that a task needs, such as `classes`. They are kept in every checkpoint. May be set in `__init__`."""
         return {}
 
     def network_arguments(self) -> dict[str, Any]:

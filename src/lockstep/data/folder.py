@@ -1,10 +1,9 @@
 """Image files of your own: a folder for each class, or a CSV of paths and targets. Free of torch."""
 
-# N file · L label
+# N file
 
 import hashlib
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,15 @@ from numpy.typing import NDArray
 from lockstep.config.checks import nearest
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
 from lockstep.data.dataset import Arrays
-from lockstep.data.decoding import Files, read_all
+from lockstep.data.decoding import Files, read_all, scratch, shown
 from lockstep.data.images import AnyImages
-from lockstep.data.listing import Listing, class_folders, from_csv, labels_of
+from lockstep.data.listing import Listing, class_folders, from_csv
 from lockstep.data.splits import PARTS, divided
+from lockstep.data.targets import KINDS, names_of, targets_of
 from lockstep.errors import UserError
-from lockstep.machine.world import rank_of
 
 CACHE_BYTES = 2 * 2**30  # of decoded images, which decode=auto puts into the cache
 SHOWN = 10  # broken files in a message
-TARGETS = ("class", "labels", "number")
 
 
 class Folder(AnyImages):
@@ -52,14 +50,14 @@ class Folder(AnyImages):
         super().__init__(channels=channels, image_size=image_size, **images)
         self.root, self.csv, self.kind, self.asked = Path(root).expanduser(), csv, target, decode
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
-        self.fractions = {"test_fraction": test_fraction, "val_fraction": val_fraction}
+        self.fractions = {"test": test_fraction, "val": val_fraction}
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
         found, kind = super().problems(data), data.get("target")
-        if kind not in TARGETS:
+        if kind not in KINDS:
             found.append(
-                f"data.target={kind} is unknown; use one of {', '.join(TARGETS)}{nearest(str(kind), list(TARGETS))}."
+                f"data.target={kind} is unknown; use one of {', '.join(KINDS)}{nearest(str(kind), list(KINDS))}."
             )
         elif kind != "class" and data.get("csv") is None:
             found.append(
@@ -76,41 +74,28 @@ class Folder(AnyImages):
     @cached_property
     def names(self) -> list[str]:
         """Classes or labels, in the order of their numbers."""
-        texts: Iterable[str] = set(self.listing.targets) if self.kind != "number" else ()
-        names = sorted({label for text in texts for label in labels_of(text)} if self.kind == "labels" else texts)
-        if self.kind != "number" and len(names) < 2:
-            raise UserError(f"{self.where} has one {self.kind} only, {', '.join(names)}: there is nothing to learn.")
-        return names
+        return names_of(self.listing.targets, self.kind, self.where)
 
     @property
     def where(self) -> str:
         return f"data.root={self.root}" if self.csv is None else f"data.csv={self.csv}"
 
     @cached_property
-    def target_N(self) -> NDArray[Any]:
-        """Class numbers; for `labels` 0 or 1 for each of L labels; for `number` one number."""
-        place, texts = {name: i for i, name in enumerate(self.names)}, self.listing.targets
-        if self.kind == "class":
-            return np.array([place[text] for text in texts], np.int64)
-        if self.kind == "labels":
-            target_NL = np.zeros((len(texts), len(place)), np.float32)
-            for row, text in zip(target_NL, texts, strict=True):
-                row[[place[label] for label in labels_of(text)]] = 1
-            return target_NL
-        return np.array([[number(text, self.where, line)] for line, text in enumerate(texts, 2)], np.float32)
+    def targets(self) -> NDArray[Any]:
+        return targets_of(self.listing.targets, self.kind, self.names, self.where)
 
     @cached_property
-    def part_N(self) -> NDArray[np.str_]:
+    def parts(self) -> NDArray[np.str_]:
         """Decided for broken files too: to skip them moves no other."""
-        parts = np.array(self.listing.parts)
-        strata = self.target_N if self.kind == "class" else np.zeros(len(parts), np.int64)
-        parts = divided(parts, strata, **self.fractions)
+        parts, targets = np.array(self.listing.parts), self.targets
+        strata = targets if self.kind == "class" else np.zeros(len(parts), np.int64)
+        parts = divided(parts, strata, self.fractions)
         for part in PARTS:
             if not (parts == part).any():
                 raise UserError(
                     f"{self.where} has {len(parts)} images: too few for a {part} part. Add images, or put some into {part}/."
                 )
-        if self.kind == "class" and (lost := set(self.target_N) - set(self.target_N[parts == "train"])):
+        if self.kind == "class" and (lost := set(targets) - set(targets[parts == "train"])):
             raise UserError(
                 f"{self.where}: no training image of class {self.names[min(lost)]}. Add some, or leave the class out."
             )
@@ -126,7 +111,7 @@ class Folder(AnyImages):
     def key(self) -> str:
         """Of the cache: files by name, size and time, what is asked of them, and to what they are decoded."""
         listing, digest = self.listing, hashlib.sha256()
-        for path, target, part in zip(listing.paths, listing.targets, self.part_N, strict=True):
+        for path, target, part in zip(listing.paths, listing.targets, self.parts, strict=True):
             try:
                 stat = (listing.base / path).stat()
                 digest.update(repr((path, target, str(part), stat.st_size, stat.st_mtime_ns)).encode())
@@ -153,7 +138,7 @@ class Folder(AnyImages):
         """Reads all files; the arrays of each part where images go into the cache."""
         digest, parts, broken = hashlib.sha256(repr(self.names).encode()), Parts(), dict[str, str]()
         for part in PARTS:
-            places = np.flatnonzero(self.part_N == part)
+            places = np.flatnonzero(self.parts == part)
             shape = (len(places), self.channels, self.image_size, self.image_size)
             rows, good = scratch(self.cache, shape) if self.in_cache else None, np.ones(len(places), bool)
             paths = [self.listing.paths[place] for place in places]
@@ -167,7 +152,7 @@ class Folder(AnyImages):
                     broken[paths[row]] = problem
             if rows is not None:
                 parts[f"{part}/input"] = rows if good.all() else rows[good]
-                parts[f"{part}/target"] = self.target_N[places[good]]
+                parts[f"{part}/target"] = self.targets[places[good]]
         return parts, {"sha256": digest.hexdigest(), "broken": broken}
 
     def prepare(self) -> None:
@@ -182,7 +167,7 @@ class Folder(AnyImages):
     def fingerprint(self) -> str:  # type: ignore[override]  # of the files, whatever they are decoded to
         return str(self.cached.extra()["sha256"])
 
-    @property
+    @cached_property
     def about(self) -> dict[str, Any]:
         mine = {"class": {"classes": self.names}, "labels": {"labels": self.names}, "number": {"targets": ["target"]}}
         return {**super().about, **mine[self.kind]}
@@ -190,12 +175,14 @@ class Folder(AnyImages):
     # --- the parts ---
 
     def samples(self, part: str) -> Arrays | Files:
+        broken = self.cached.extra()["broken"]
+        places = [int(i) for i in np.flatnonzero(self.parts == part) if self.listing.paths[i] not in broken]
+        if not places:
+            raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")
         if self.in_cache:
             return Arrays(**self.cached.arrays(part))
-        broken = self.cached.extra()["broken"]
-        places = [int(i) for i in np.flatnonzero(self.part_N == part) if self.listing.paths[i] not in broken]
         paths = [self.listing.paths[place] for place in places]
-        return Files(self.listing.base, paths, self.target_N[places], channels=self.channels, size=self.image_size)
+        return Files(self.listing.base, paths, self.targets[places], channels=self.channels, size=self.image_size)
 
     @cached_property
     def train(self) -> Arrays | Files:
@@ -208,30 +195,3 @@ class Folder(AnyImages):
     @cached_property
     def test(self) -> Arrays | Files:
         return self.samples("test")
-
-
-def number(text: str, where: str, line: int) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not np.isfinite(value):
-        raise UserError(
-            f"{where}, line {line}: target={text} is no number. Type data.target=class, or repair the line."
-        )
-    return value
-
-
-def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An array on the disk that is gone with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return np.memmap(file, np.uint8, mode="w+", shape=shape)
-
-
-def shown(results: Iterable[Any], text: str, total: int) -> Iterable[Any]:
-    """The results, with a bar on standard error."""
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(results, text, total, console=Console(stderr=True), disable=rank_of() > 0, transient=True)

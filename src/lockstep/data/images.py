@@ -69,7 +69,7 @@ class Images(DataSet):
     def channels(self) -> int:
         return len(self.pixel_mean)
 
-    @property
+    @cached_property
     def about(self) -> dict[str, Any]:
         return {
             "channels": self.channels,

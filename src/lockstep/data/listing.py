@@ -2,7 +2,6 @@
 
 import csv
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,11 +114,3 @@ def from_csv(path: Path) -> Listing:
         raise UserError(f"{path} has no row with split=train.")
     paths, targets = [row["path"] for row in rows], [(row["target"] or "").strip() for row in rows]
     return Listing(path.parent, paths, targets, parts)
-
-
-SEPARATORS = re.compile(r"[|;]")
-
-
-def labels_of(text: str) -> list[str]:
-    """The labels of a sample with several: `red|round` or `red;round`."""
-    return [label for part in SEPARATORS.split(text) if (label := part.strip())]

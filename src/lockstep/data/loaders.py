@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.data.dataset import Arrays, Batch, Indices, Samples, is_torch
-from lockstep.data.sampler import FILLER, EvalBatches, TrainBatches
+from lockstep.data.sampler import FILLER, Sampler
 
 AT_ONCE = 2**22  # bytes of samples. BasicNet's bf16 step waited 0.9 % of its time so, and 2.0 % one batch at a time
 
@@ -128,9 +128,7 @@ class MemoryLoader(Placed):
 
     batch_sampler = None  # Lightning 2.6 looks for it in all that has a sampler
 
-    def __init__(
-        self, data: InMemory, sampler: TrainBatches | EvalBatches, *, pin: bool = False, place: Place | None = None
-    ) -> None:
+    def __init__(self, data: InMemory, sampler: Sampler, *, pin: bool = False, place: Place | None = None) -> None:
         self.data, self.sampler, self.pin, self.place = data, sampler, pin, place
 
     def __len__(self) -> int:
@@ -142,7 +140,8 @@ class MemoryLoader(Placed):
         for first_B in indices:
             several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.data.sample_bytes))]
             taken = self.data.batch(np.concatenate(several))
-            parts = zip(*(tensor.split(len(first_B)) for tensor in taken.values()), strict=True)
+            sizes = [len(indices_B) for indices_B in several]
+            parts = zip(*(tensor.split(sizes) for tensor in taken.values()), strict=True)
             for part, indices_B in zip(parts, several, strict=True):
                 named = dict(zip(taken, part, strict=True))
                 batch = complete(named, named["index"], indices_B)

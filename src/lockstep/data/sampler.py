@@ -6,6 +6,7 @@ process holds the indices of a few thousand samples at a time, not n of them, an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -160,3 +161,30 @@ class EvalBatches:
             samples = np.full(self.share, FILLER, np.int64)
             samples[inside] = self.split.indices(positions[inside])
             yield samples
+
+
+class EvalShares:
+    """Every sample of a split once over all ranks, without fillers: for steps that know nothing of them.
+
+    Global batches are the same for every number of ranks, whose shares of one differ by a sample at most. None is empty: a
+    remainder of fewer samples than ranks joins the batch before it.
+    """
+
+    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1) -> None:
+        if split.count < world:
+            raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
+        self.split, self.rank, self.world = split, rank, world
+        self.bounds = [*range(0, split.count, min(batch, split.count)), split.count]
+        if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
+            del self.bounds[-2]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __iter__(self) -> Iterator[Indices]:
+        for first, end in pairwise(self.bounds):
+            begin, stop = (first + (end - first) * rank // self.world for rank in (self.rank, self.rank + 1))
+            yield self.split.indices(np.arange(begin, stop))
+
+
+Sampler = TrainBatches | EvalBatches | EvalShares

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lockstep.checkpoints.content import DATA, network_of, read
+from lockstep.checkpoints.content import DATA, holds_module, network_of, read
 from lockstep.checkpoints.weights import load_into
 from lockstep.config.instantiate import accepted
 from lockstep.data import transforms
@@ -33,6 +33,11 @@ def export(path: Path, folder: Path) -> Path:
     if folder.exists():
         raise UserError(f"{folder} exists. Type another folder, or remove it.")
     content = read(path)
+    if holds_module(path):
+        raise UserError(
+            f"{path} holds the LightningModule {content['config']['task']['_target_']}, whose network nobody but itself knows. "
+            f'lockstep.load_model("{path}") returns it with its weights; export what you need of it.'
+        )
     model, about = dict(content["config"]["model"]), content[DATA]["about"]
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
     net = network(model, content["network"], with_weights=False)

@@ -4,7 +4,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.compat import lean
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
 from lockstep.errors import UserError
 from lockstep.launch import jobs
@@ -28,8 +27,8 @@ def guarded(run: jobs.Run) -> jobs.Run:
     """`run`, with the libraries of this process left as it found them."""
 
     def run_and_restore(cfg: DictConfig, world: World) -> Any:
-        with lean.imports():  # first: what an import sets up stays
-            import lockstep.build  # noqa: F401
+        import lockstep.build  # noqa: F401  # first: what an import sets up stays
+
         with process.libraries_restored():
             return run(cfg, world)
 

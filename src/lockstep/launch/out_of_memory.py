@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from lockstep.checkpoints.finding import checkpoints
 from lockstep.config.identity import run_dir
+from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import OutOfMemory
 from lockstep.machine import signals
 from lockstep.machine.world import World
@@ -72,6 +73,10 @@ def killed(cfg: DictConfig, world: World, *, by_kernel: bool, trains: bool) -> O
     fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
     if not trains:
         return OutOfMemory(f"a process of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
+    if has_own_loaders(cfg):
+        return OutOfMemory(
+            f"a process of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
+        )
     now, batch = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
     more = next((k for k in accumulations(batch, world.size) if k > now), None)
     smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"

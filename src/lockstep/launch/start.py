@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check, component_problems
+from lockstep.config.checks import check, division_problems, own_loader_problems
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
@@ -23,11 +23,16 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
 
-def prepare_data(cfg: DictConfig) -> "DataSet":
-    """Prepares the data, once for all processes, and says loudly when it is not the whole set."""
-    from lockstep.config.instantiate import create_data
+def prepare_data(cfg: DictConfig) -> "DataSet | None":
+    """Prepares the data, once for all processes, and says loudly when it is not the whole set.
+
+    None: a LightningDataModule prepares its own in training.
+    """
+    from lockstep.config.instantiate import create_data, has_own_loaders
     from lockstep.data.sampler import splits
 
+    if has_own_loaders(cfg):
+        return None
     data: DataSet = create_data(cfg)
     data.prepare()
     splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train")})
@@ -57,10 +62,11 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
         raise_problems(check(cfg))
     cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
-    raise_problems([*check(cfg, evaluating=evaluating), *component_problems(cfg)])
+    raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
     data = prepare_data(cfg)
-    cfg = identify(decided(cfg, world, data), data.source)
+    raise_problems(own_loader_problems(cfg) if data is None else [] if evaluating else division_problems(cfg, world))
+    cfg = identify(decided(cfg, world, data), data.source if data else None)
     if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
         out_of_memory.begin_anew(cfg)
     in_processes = partial(local.run_processes, job.script)

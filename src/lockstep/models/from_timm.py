@@ -1,14 +1,11 @@
 """Any network of timm, with the channels and classes of the data."""
 
 import difflib
-import os
-import socket
-import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from torch import nn
 
+from lockstep.compat.hub_offline import go_offline_without_network
 from lockstep.errors import UserError
 
 
@@ -70,21 +67,6 @@ def known(name: str) -> bool:
         return timm.is_model(name) and (timm.get_pretrained_cfg(name) is not None or "." not in name)
     except RuntimeError:  # an unknown tag
         return False
-
-
-def go_offline_without_network() -> None:
-    """huggingface_hub retries for half a minute where there is no network; offline, it looks into its cache at once."""
-    address = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy"):
-        return
-    try:
-        socket.create_connection(
-            (address.hostname or "", address.port or (80 if address.scheme == "http" else 443)), timeout=3
-        ).close()
-    except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-        if "huggingface_hub.constants" in sys.modules:
-            sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
 
 
 def normalisation(name: str) -> tuple[list[float], list[float]] | None:

@@ -90,7 +90,12 @@ def speed(report: dict[str, Any]) -> str:
         return "not measured"
     flops = report["train/flops_per_s"]
     return (
-        f"{report[f'train/{unit}_per_s']:,.0f} {unit}/s, {report['train/data_wait_share']:.1%} of the time waiting for data"
+        f"{report[f'train/{unit}_per_s']:,.0f} {unit}/s"
+        + (
+            f", {wait:.1%} of the time waiting for data"
+            if (wait := report["train/data_wait_share"]) is not None
+            else ""
+        )
         + (f", {flops / 1e9:,.0f} GFLOP/s" if flops else "")
     )
 

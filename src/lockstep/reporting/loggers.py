@@ -13,7 +13,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.compat.wandb_anonymous import without_anonymous
 from lockstep.machine import files
+from lockstep.training.steps import steps_done
 
 WANDB_SERVER = "https://api.wandb.ai"
 
@@ -79,13 +81,14 @@ class CutAtResume(pl.Callback):
     """Lets logs go on where the checkpoint is, without a row twice. W&B keeps what it has been sent."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for logger in trainer.loggers if trainer.global_step else ():
+        steps = steps_done(trainer)
+        for logger in trainer.loggers if steps else ():
             if isinstance(logger, MetricsCsv):
-                logger.cut(trainer.global_step)
+                logger.cut(steps)
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 writer = logger.experiment
                 writer.close()  # it opens a new file, which begins by revoking what the old ones say from this step on
-                writer.purge_step = trainer.global_step
+                writer.purge_step = steps
 
 
 def has_wandb_key() -> bool:
@@ -120,8 +123,7 @@ def wandb(
         mode=mode,
         settings=client.Settings(console="off", silent=True),
     )
-    # Lightning 2.6 passes anonymous=None, about which wandb 0.31 complains on the screen; drop when it does not.
-    del logger._wandb_init["anonymous"]
+    without_anonymous(logger)
     return logger
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.identity import evaluation_file, run_dir, title
+from lockstep.config.identity import evaluation_file, model_title, run_dir, title
+from lockstep.config.project import command
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
@@ -23,8 +24,6 @@ from lockstep.training.micro_batches import batches
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lockstep.data.datamodule import DataModule
-
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of metrics.csv, without their empty cells."""
@@ -32,6 +31,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return []
     with path.open(newline="") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What the callbacks add to the report: a callback with a method `report_figures() -> dict` is asked, on every rank."""
+    figures: dict[str, Any] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        figures |= getattr(callback, "report_figures", dict)()
+    return figures
 
 
 LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
@@ -59,7 +66,7 @@ class Recorder:
             "status": "running",
             "run": cfg.run,
             "task": title(cfg.task),
-            "model": title(cfg.model),
+            "model": model_title(cfg),
             "strategy": cfg.strategy.name,
             "world_size": world.size,
             "accelerator": world.accelerator,
@@ -80,17 +87,11 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def begin(self, trainer: "pl.Trainer", data: "DataModule", module: "pl.LightningModule") -> None:
+    def begin(self, trainer: "pl.Trainer", data: "pl.LightningDataModule", module: "pl.LightningModule") -> None:
+        from lockstep.data.datamodule import facts
+
         self.trainer, self.data, self.module = trainer, data, module
-        self.report |= {
-            "unit": data.unit,
-            "data/source": data.dataset.source,
-            "data/sha256": data.dataset.fingerprint,
-            "data/train": data.train_split.count,
-            "data/val": data.val_split.count,
-            "data/test": data.test_split.count,
-            **{f"data/{name}": value for name, value in data.dataset.facts.items()},
-        }
+        self.report |= facts(data)
         if self.rank == 0:
             self.open()
 
@@ -144,23 +145,24 @@ class Recorder:
         assert self.trainer is not None
         self.report |= figures
         for logger in self.trainer.loggers if self.rank == 0 else ():
-            logger.log_metrics(figures, self.trainer.global_step)
+            logger.log_metrics(figures, self.report["train/steps"])
 
     def trained(self, checkpoint: str | None) -> None:
         """Figures of the training itself; every rank takes part."""
         from lockstep.reporting.flops import flops_per_s
         from lockstep.reporting.loggers import MetricsCsv
+        from lockstep.training.steps import steps_done
 
-        trainer, monitor = self.trainer, self.cfg.checkpoint.monitor
+        trainer, monitor, unit = self.trainer, self.cfg.checkpoint.monitor, self.report["unit"]
         assert trainer is not None
         self.report |= {
-            "train/steps": trainer.global_step,
+            "train/steps": steps_done(trainer),
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
-            **dict.fromkeys((f"train/{self.data.unit}_per_s", "train/data_wait_share", "train/first_step_s")),
+            # null without the callback that measures them
+            **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
+            **offered_figures(trainer),
         }
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            self.report |= getattr(callback, "report_figures", dict)()
-        rate = self.report[f"train/{self.data.unit}_per_s"] if self.rank == 0 else None
+        rate = self.report[f"train/{unit}_per_s"] if self.rank == 0 else None
         model = OmegaConf.to_container(self.cfg.model, resolve=True)
         self.report |= {
             "train/flops_per_s": flops_per_s(self.module, model, self.data, rate),  # type: ignore[arg-type]
@@ -172,14 +174,14 @@ class Recorder:
         self.was_validated = trainer.strategy.broadcast(monitor in self.report)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
-                logger.cut(trainer.global_step)  # the test row of a run that had ended before
+                logger.cut(self.report["train/steps"])  # the test row of a run that had ended before
 
     def validated(self) -> dict[str, float]:
         """The validation figures of the checkpoint that is tested: the best by `checkpoint.monitor`."""
         monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
         rows = [row for row in read_metrics(self.dir / "metrics.csv") if monitor in row] if self.rank == 0 else []
         best = max(rows, key=lambda row: sign * row[monitor], default={})
-        return {name: value for name, value in best.items() if name.startswith("val/") and name != "val/count"}
+        return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         ended = "interrupted" if kind and not issubclass(kind, Exception) else "failed"
@@ -223,9 +225,10 @@ class Recorder:
         from lockstep.reporting.console import figures_table, number, say, size, speed
         from lockstep.reporting.loggers import wandb_sync_line
         from lockstep.reporting.page import write_html
+        from lockstep.training.module import TaskModule
 
         report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
-        task = getattr(self.module, "task", None)
+        task = self.module.task if isinstance(self.module, TaskModule) else None
         headline = task.headline(report) if task is not None else plain_headline(report)
         write_html(self.dir, report, read_metrics(self.dir / "metrics.csv"), self.cfg, headline, task)
         compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if self.cfg.compile else ""
@@ -240,7 +243,7 @@ class Recorder:
         ]
         sync = wandb_sync_line(self.dir)
         figures_table(str(run), rows)
-        say(f"evaluate it: python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
+        say(f"evaluate it: {command('eval')} run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
         if sync:
             say(f"send it to W&B: {sync}")
 

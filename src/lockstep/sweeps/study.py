@@ -1,7 +1,7 @@
-"""A sweep that Optuna steers: Hydra's sweeper, with what it lacks.
+"""An Optuna sweep that can be interrupted, continued, and shared by several machines.
 
-A study belongs to a storage, and may be worked on by several machines; a trial belongs to the sweep that began it. Trials
-take their values from the reports that their runs leave, so that every launcher serves.
+A study belongs to a storage, and several machines may work on it. A trial belongs to the sweep that began it. Its values are read
+from its run's report, so every launcher works.
 """
 
 import contextlib
@@ -16,25 +16,26 @@ import optuna
 from filelock import FileLock, Timeout
 from hydra.core.utils import JobStatus
 from hydra.types import HydraContext, TaskFunction
-from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl, create_params_from_overrides
 from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution
 from optuna.samplers import GridSampler
+from optuna.storages import RDBStorage
 from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.sweeps import study_files
+from lockstep.sweeps.trials import STORAGE, trial_id
 
 LESS_IS_BETTER = ("val/loss", "peak_memory_bytes", "parameters", "wall_s")
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
-TRIES = 5
-STORAGE = "LOCKSTEP_STORAGE"
-OWNER = "sweep"  # the attribute of a trial that says which sweep began it
+ATTEMPTS = 5
+OWNER = "sweep"  # the user attribute of a trial that names the sweep it belongs to
 
 
 def objectives_of(given: Any) -> list[str]:
-    """Raises UserError for a figure that nothing should be chosen by."""
+    """Raises UserError for a figure that must not be optimised."""
     names = [given] if isinstance(given, str) else list(given)
     unknown = [n for n in names if not n.startswith("val/") and n not in LESS_IS_BETTER and not n.endswith("_per_s")]
     if unknown or not names:
@@ -59,17 +60,17 @@ def directions(objectives: list[str], monitor: str, mode: str) -> list[str]:
     return [{"min": "minimize", "max": "maximize"}[known[name]] for name in objectives]
 
 
-def storage_of(url: Any) -> Any:
-    """The storage at `url`. Machines that begin at the same moment get into each other's way when its tables are made."""
-    for _ in range(TRIES - 1):
+def open_storage(url: str) -> RDBStorage:
+    """The storage at `url`. Creating its tables fails when two machines do it at once: try again."""
+    for _ in range(ATTEMPTS - 1):
         with contextlib.suppress(SQLAlchemyError):
-            return optuna.storages.get_storage(url)
+            return RDBStorage(url)
         time.sleep(1)
-    return optuna.storages.get_storage(url)
+    return RDBStorage(url)
 
 
-class StudySweeper(OptunaSweeperImpl):
-    """Runs what is missing of `n_trials`: first the trials of this sweep that were interrupted, with `resume=auto`, then new ones."""
+class StudySweeper(SweeperSteps):
+    """Runs what is missing of `n_trials`: first this sweep's interrupted trials, with `resume=auto`, then new ones."""
 
     def __init__(
         self, objective: Any, monitor: str, mode: str, pruner: DictConfig | None, sampler: Any, **options: Any
@@ -87,7 +88,7 @@ class StudySweeper(OptunaSweeperImpl):
             raise UserError(
                 f"hydra.sweeper.n_jobs={options['n_jobs']} is not possible; it takes a number of at least 1."
             )
-        self.unfinished: set[int] = set()  # the system has ended them; they are for the next call
+        self.unfinished: set[int] = set()  # ended by the system; the next call of this sweep continues them
         super().__init__(
             sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
             direction=directions(self.objectives, monitor, mode),
@@ -99,8 +100,8 @@ class StudySweeper(OptunaSweeperImpl):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.folder = Path(str(config.hydra.sweep.dir))
         self.name = str(self.folder.relative_to(str(config.runs_dir)))
-        self.storage = self.storage or f"sqlite:///{self.folder.resolve() / 'study.db'}"
-        os.environ[STORAGE] = self.storage  # for callbacks/pruning.py
+        self.url = self.storage or f"sqlite:///{self.folder.resolve() / 'study.db'}"
+        os.environ[STORAGE] = self.url  # for callbacks/pruning.py
         self.study_name = self.study_name or self.name
 
     def sweep(self, arguments: list[str]) -> None:
@@ -115,21 +116,24 @@ class StudySweeper(OptunaSweeperImpl):
 
     def search(self, arguments: list[str]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        space, fixed, removed = create_params_from_overrides([*self._parse_sweeper_params_config(), *arguments])
+        space, fixed, removed = self.search_space(arguments)
         for own in ("run", "resume"):
             fixed.pop(own, None)
         if not space and not self.custom_search_space_extender:
             raise UserError("nothing to search over. Type for example 'optim.lr=tag(log,interval(1e-4,1e-2))'.")
         self.study = self.open(space)
         while batch := self.batch():
-            overrides = self._configure_trials(batch, space, fixed, removed)
+            overrides = [
+                (*own, f"run={self.run_of(trial)}", "resume=auto", *self.pruning(trial))
+                for trial, own in zip(batch, self.overrides_of(batch, space, fixed, removed), strict=True)
+            ]
             returns = self.launcher.launch(overrides, initial_job_idx=self.job_idx)
             self.job_idx += len(returns)
             for trial, job in zip(batch, returns, strict=True):
                 try:
-                    self.tell(trial, done=job.status is JobStatus.COMPLETED)
+                    self.record(trial, done=job.status is JobStatus.COMPLETED)
                 except RuntimeError as e:
-                    if "Study.stop" not in str(e):  # the grid sampler's, when nothing is left: it expects `optimize`
+                    if "Study.stop" not in str(e):  # the grid sampler raises it when the grid is exhausted
                         raise
         study_files.write(self.study, self.objectives, self.folder)
         if not any(t.state is TrialState.COMPLETE for t in self.study.trials):
@@ -137,12 +141,13 @@ class StudySweeper(OptunaSweeperImpl):
 
     def open(self, space: dict[str, BaseDistribution]) -> optuna.Study:
         if isinstance(self.sampler, GridSampler) or getattr(self.sampler, "func", None) is GridSampler:
-            grid = {name: self._to_grid_sampler_choices(distribution) for name, distribution in space.items()}
+            grid = self.grid(space)
             self.sampler = self.sampler(grid)
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
+        self.storage = open_storage(self.url)
         study = optuna.create_study(
             study_name=self.study_name,
-            storage=storage_of(self.storage),
+            storage=self.storage,
             sampler=self.sampler,
             directions=self.direction,
             load_if_exists=True,
@@ -164,12 +169,14 @@ class StudySweeper(OptunaSweeperImpl):
         return study
 
     def batch(self) -> list[Trial]:
-        """The next trials to run at once: those that were interrupted, or else new ones; none when all are there."""
+        """The next trials to run at once: interrupted ones, else new ones; none when all are done."""
         trials = self.study.get_trials(deepcopy=False)
         own = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
-        left = [t for t in own if t.number not in self.unfinished]
+        left = [t.number for t in own if t.number not in self.unfinished]
         if left:
-            return [Trial(self.study, t._trial_id) for t in left[: self.n_jobs]]
+            storage: Any = self.storage
+            ids = [trial_id(storage, self.study.study_name, number) for number in left[: self.n_jobs]]
+            return [Trial(self.study, id) for id in ids]
         new: list[Trial] = []
         for _ in range(min(self.n_jobs, self.n_trials - len(trials))):
             new.append(self.study.ask())
@@ -179,17 +186,8 @@ class StudySweeper(OptunaSweeperImpl):
     def run_of(self, trial: Trial) -> str:
         return f"{self.name}/{trial.number}"
 
-    def _configure_trials(
-        self, trials: list[Trial], space: dict[str, BaseDistribution], fixed: dict[str, Any], removed: list[str]
-    ) -> list[tuple[str, ...]]:
-        """Each trial's overrides: its values, its place, and where it reports its validations."""
-        own = super()._configure_trials(trials, space, fixed, removed)
-        return [
-            (*overrides, f"run={self.run_of(trial)}", "resume=auto", *self.pruning(trial))
-            for trial, overrides in zip(trials, own, strict=True)
-        ]
-
     def pruning(self, trial: Trial) -> list[str]:
+        """Overrides for the callback that reports a trial's validations."""
         if not self.pruner:
             return []
         values = {
@@ -201,8 +199,8 @@ class StudySweeper(OptunaSweeperImpl):
         }
         return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
 
-    def tell(self, trial: Trial, done: bool) -> None:
-        """Records how a trial ended: with values, pruned, or failed. One that the system has ended goes on another time."""
+    def record(self, trial: Trial, done: bool) -> None:
+        """Tells the study how a trial ended: with values, pruned, or failed. One that the system ended stays open."""
         path = self.folder / str(trial.number) / "report.json"
         report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
         values: list[Any] = [report.get(name) for name in self.objectives]
@@ -210,7 +208,7 @@ class StudySweeper(OptunaSweeperImpl):
             self.unfinished.add(trial.number)
         elif report["status"] == "pruned":
             self.study.tell(trial, state=TrialState.PRUNED)
-        elif not done or None in values:  # a value that is no number is null in a report
+        elif not done or None in values:  # NaN is null in a report
             why = report.get("error", f"{report['status']}, without {' or '.join(self.objectives)}")
             trial.set_user_attr("error", str(why))
             self.study.tell(trial, state=TrialState.FAIL)

@@ -1,4 +1,4 @@
-"""When memory runs out: one message, with a micro-batch that fits. The global batch stays what it is."""
+"""Out-of-memory errors: one message that suggests a micro-batch that fits. The global batch stays the same."""
 
 import copy
 import gc
@@ -39,7 +39,9 @@ def ran_out(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> Iterator[None]:
+def explained(
+    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
+) -> Iterator[None]:
     """Raises OutOfMemory in place of what torch raises when memory runs out."""
     try:
         yield
@@ -51,7 +53,11 @@ def explained(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, 
         raise explanation(cfg, trainer, module, data) from None
 
 
-def explanation(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: DataModule) -> OutOfMemory:
+def explanation(
+    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
+) -> OutOfMemory:
+    if not isinstance(data, DataModule):
+        return OutOfMemory(f"a batch does not fit in memory; {type(data).__name__} decides its size. {OTHERWISE}")
     loop, world = trainer.fit_loop.epoch_loop, trainer.world_size
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
@@ -63,7 +69,7 @@ def explanation(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule
         return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
     batch, now = data.batch_size, trainer.accumulate_grad_batches
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
-    more = [k for k in accumulations(batch, world) if k > now]
+    more = [k for k in accumulations(batch, world) if k > now] if module.automatic_optimization else []
     # A network whose processes talk in forward cannot be tried by one of them.
     known = isinstance(module, TaskModule)
     alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)

@@ -1,7 +1,10 @@
 """How a global batch is divided into micro-batches. Free of torch."""
 
+from typing import Any
+
 from omegaconf import DictConfig
 
+from lockstep.config.instantiate import has_own_loaders
 from lockstep.machine.world import World
 
 
@@ -10,8 +13,11 @@ def accumulations(batch: int, world: int) -> list[int]:
     return [count for count in range(1, batch // world + 1) if batch % (world * count) == 0]
 
 
-def batches(cfg: DictConfig, world: World) -> dict[str, int]:
-    """For the report: the global batch, and what is made of it."""
-    batch, accumulate = int(cfg.data.batch_size), int(cfg.trainer.accumulate_grad_batches)
+def batches(cfg: DictConfig, world: World) -> dict[str, Any]:
+    """For the report: the global batch, and what is made of it; None where dataloaders of one's own decide."""
+    accumulate = int(cfg.trainer.accumulate_grad_batches)
+    if has_own_loaders(cfg):
+        return {"batch_size": None, "accumulate_grad_batches": accumulate, "micro_batch": None}
+    batch = int(cfg.data.batch_size)
     micro_batch = batch // (world.size * accumulate)  # of a process
     return {"batch_size": batch, "accumulate_grad_batches": accumulate, "micro_batch": micro_batch}

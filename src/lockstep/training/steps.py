@@ -1,11 +1,21 @@
-"""When an optimizer step is complete, and when it has a row in the log."""
+"""How many steps are done, when one is complete, and when it has a row in the log."""
+
+from typing import Any
 
 import lightning.pytorch as pl
 
 
+def steps_done(trainer: pl.Trainer) -> int:
+    """Optimizer steps; under manual optimization batches, because `trainer.global_step` counts every optimizer's steps there."""
+    if trainer.lightning_module.automatic_optimization:
+        return int(trainer.global_step)
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)
+
+
 def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Whether the micro-batch `batch_idx` of an epoch is the last of its optimizer step."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches
 
 
 def has_row(trainer: pl.Trainer, step: int) -> bool:

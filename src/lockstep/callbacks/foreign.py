@@ -1,0 +1,111 @@
+"""What the engine does for a LightningModule that is not Lockstep's, around its own steps."""
+
+import logging
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from omegaconf import DictConfig
+
+from lockstep.callbacks.step_seed import seed_generators, step_seed
+from lockstep.checkpoints.plain import refused
+from lockstep.compat.loaders import begin_loaders_anew
+from lockstep.config.checks import nearest
+from lockstep.config.identity import title
+from lockstep.config.instantiate import has_own_loaders, to_plain
+from lockstep.errors import TrainingFailed, UserError
+from lockstep.training.foreign import given_to
+
+HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
+
+
+class Foreign(pl.Callback):
+    """Of training and of evaluation. `save` saves a checkpoint."""
+
+    def __init__(
+        self, cfg: DictConfig, parallelize: Callable[..., Any], save: Callable[[pl.Trainer], None] | None = None
+    ) -> None:
+        self.cfg, self.parallelize, self.save = cfg, parallelize, save
+        self.own_loaders, self.begun = has_own_loaders(cfg), False
+        self.told: set[str] = set()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """`compile` and `channels_last` are about the network of the model group; a module's own network stays as it is."""
+        if trainer.is_global_zero:  # the module's figures are reduced as it says; this warning is about them
+            warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
+        net, cfg = given_to(pl_module).net, self.cfg
+        self.parallelize(
+            pl_module if net is None else net,
+            trainer,
+            sync_batchnorm=cfg.trainer.sync_batchnorm,
+            channels_last=cfg.channels_last and net is not None,
+            compile=cfg.compile,
+        )
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        for split in () if self.own_loaders else (data.val_split, data.test_split):
+            if split.count < trainer.world_size:
+                raise UserError(
+                    f"{split.count} samples of an evaluation cannot be shared by {trainer.world_size} processes. Type trainer.devices={split.count}, or evaluate more samples."
+                )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.begun = False
+        schedule = given_to(pl_module).scheduler
+        by_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
+        changes = title(self.cfg.schedule) != "constant" or self.cfg.schedule.get("warmup_steps")
+        if schedule and schedule.counts_steps and changes and schedule.made in by_epoch:
+            raise UserError(
+                f"schedule={title(self.cfg.schedule)} counts optimizer steps, and {type(pl_module).__name__} steps it once an epoch. Type schedule=none, "
+                'or let configure_optimizers return {"scheduler": ..., "interval": "step"}.'
+            )
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Dataloaders of the user's draw their order from (seed, epoch), so a run resumed at an epoch's end draws the same."""
+        if self.own_loaders:
+            seed_epoch(self.cfg.seed, trainer)
+            if not self.begun:  # in later epochs, Lightning begins them next
+                begin_loaders_anew(trainer)
+        self.begun = True
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A figure that is never logged is told at the first validation, and nothing is lost."""
+        monitor, found = self.cfg.checkpoint.monitor, sorted(trainer.callback_metrics)
+        if not self.save or not monitor or trainer.sanity_checking or monitor in found:
+            return
+        self.save(trainer)
+        raise TrainingFailed(
+            f"checkpoint.monitor={monitor} is not among what {type(pl_module).__name__} logs: {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
+            "Type checkpoint.monitor=<one of them> resume=auto to go on, or checkpoint.monitor=null to keep the last checkpoint alone."
+        )
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Checkpoints load with weights_only=True, so of hyper_parameters they keep plain values."""
+        checkpoint["module_arguments"] = given_to(pl_module).network_arguments
+        for key in HPARAMS.intersection(checkpoint):
+            values = to_plain(checkpoint[key])
+            checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
+            self.tell_dropped(sorted(values.keys() - checkpoint[key].keys()), key)
+        for name in ("hparams_type", "datamodule_hparams_type"):  # a class
+            checkpoint.pop(name, None)
+
+    def tell_dropped(self, names: list[str], key: str) -> None:
+        if names and key not in self.told:
+            self.told.add(key)
+            logging.getLogger("lockstep").warning(
+                "checkpoints leave out %s of %s: no plain values. load_from_checkpoint needs them as arguments.",
+                ", ".join(names),
+                key,
+            )
+
+
+def seed_epoch(seed: int, trainer: pl.Trainer) -> None:
+    """The same on every rank: they may divide one order."""
+    number = step_seed(seed, trainer.current_epoch, rank=-1)  # no rank has it
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    seed_generators(number, trainer.strategy.root_device.type)

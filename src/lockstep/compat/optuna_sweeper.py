@@ -1,0 +1,32 @@
+"""The steps of Hydra's Optuna sweeper, to put together a sweep that can be continued.
+
+hydra-optuna-sweeper 1.4.0rc3 offers `OptunaSweeper` only, which runs a whole sweep from its first trial. Parsing a search space,
+and turning a trial into overrides, are private. Remove this file when the sweeper continues a study's interrupted trials, or
+offers these steps: tests/compat/test_optuna_sweeper.py fails then.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl, create_params_from_overrides
+from optuna.distributions import BaseDistribution
+from optuna.trial import Trial
+
+
+class SweeperSteps(OptunaSweeperImpl):
+    """Hydra's sweeper with public names for its steps."""
+
+    def search_space(self, arguments: list[str]) -> tuple[dict[str, BaseDistribution], dict[str, Any], list[str]]:
+        """What is searched over, the values that all trials share, and the keys that are removed."""
+        space, fixed, removed = create_params_from_overrides([*self._parse_sweeper_params_config(), *arguments])
+        return space, fixed, removed
+
+    def overrides_of(
+        self, trials: list[Trial], space: dict[str, BaseDistribution], fixed: dict[str, Any], removed: list[str]
+    ) -> Sequence[Sequence[str]]:
+        """Each trial's overrides; the sampler chooses its values here."""
+        overrides: Sequence[Sequence[str]] = self._configure_trials(trials, space, fixed, removed)
+        return overrides
+
+    def grid(self, space: dict[str, BaseDistribution]) -> dict[str, list[Any]]:
+        return {name: list(self._to_grid_sampler_choices(distribution)) for name, distribution in space.items()}

@@ -1,0 +1,114 @@
+"""A LightningModule that is not Lockstep's, as it is: its steps, optimizers and figures are its own."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.config.identity import title
+from lockstep.config.instantiate import parameters
+from lockstep.data.datamodule import DataModule
+
+# Arguments of its constructor that the engine gives it where its signature names them, and the groups that they come from.
+GROUPS = {"net": "model", "optimizer": "optim", "scheduler": "schedule"}
+
+
+def is_foreign(target: object) -> bool:
+    return isinstance(target, type) and issubclass(target, pl.LightningModule)
+
+
+def asked(task: Mapping[str, Any]) -> list[str]:
+    """Which of GROUPS the module asks for."""
+    named = parameters(task["_target_"]) or {}
+    return [argument for argument in GROUPS if argument in named and argument not in task]
+
+
+class Scheduler:
+    """The schedule of the config, called as modules call theirs: with the optimizer alone."""
+
+    def __init__(self, make: Callable[..., LRScheduler]) -> None:
+        self.make = make
+        self.module: pl.LightningModule | None = None  # the one that it is given to
+        self.made: LRScheduler | None = None
+        self.counts_steps = "total_steps" in inspect.signature(make).parameters
+
+    def __call__(self, optimizer: Optimizer) -> LRScheduler:
+        assert self.module is not None
+        total = {"total_steps": self.module.trainer.estimated_stepping_batches} if self.counts_steps else {}
+        self.made = self.make(optimizer, **total)
+        return self.made
+
+
+def config_problems(cfg: DictConfig) -> Iterator[str]:
+    """Keys and groups that the module would not notice, and groups that it misses."""
+    name, wanted = title(cfg.task), asked(cfg.task)
+    idle = [group for argument, group in GROUPS.items() if cfg[group] and argument not in wanted]
+    if idle:
+        arguments = ", ".join(argument for argument, group in GROUPS.items() if group in idle)
+        overrides = ", ".join(f"override /{group}: none" for group in idle)
+        yield (
+            f"{', '.join(idle)} would have no effect: {cfg.task._target_} takes no argument {arguments}. Type "
+            f"{' '.join(f'{group}=none' for group in idle)}, or begin the task's config with `# @package _global_` and "
+            f"defaults: [{overrides}]."
+        )
+    for argument in wanted:
+        if argument != "scheduler" and not cfg[GROUPS[argument]]:
+            yield f"{cfg.task._target_} asks for {argument}. Choose it with {GROUPS[argument]}=<name>."
+    if cfg.task.get("metrics"):
+        yield f"task.metrics has no effect: {name} logs figures of its own. Leave it out."
+    if cfg.compile and "net" not in wanted:
+        yield f"compile=true compiles the network of the model group, and {name} makes its own. Leave it out; a module may call self.<network>.compile()."
+    if cfg.strategy.traits.shards or cfg.strategy.traits.splits_batches:
+        yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Type strategy=ddp."
+
+
+def problems(cfg: DictConfig, module: pl.LightningModule, data: pl.LightningDataModule) -> Iterator[str]:
+    """What the module and the data bring that would be ignored."""
+    name = type(module).__name__
+    loaders = [
+        hook for hook in ("train_dataloader", "val_dataloader", "test_dataloader") if is_overridden(hook, module)
+    ]
+    if loaders:
+        yield f"{name}.{loaders[0]} would be ignored: data={title(cfg.data)} brings the batches. Move it into a LightningDataModule and name that one with data._target_."
+    if cfg.checkpoint.monitor and not evaluates(module, data, "validation", "val"):
+        yield f"checkpoint.monitor={cfg.checkpoint.monitor} has no effect: {name} or the data has no validation. Type task.monitor=null."
+
+
+def evaluates(module: pl.LightningModule, data: pl.LightningDataModule, step: str, loader: str) -> bool:
+    """Whether there are both a step and a dataloader for it."""
+    return is_overridden(f"{step}_step", module) and is_overridden(f"{loader}_dataloader", data)
+
+
+def promises(module: pl.LightningModule, data: pl.LightningDataModule, world: int) -> str:
+    """Which of Lockstep's promises hold for such a module, and which cannot."""
+    name = type(module).__name__
+    own = "the loss is averaged as the module does it; test figures are the module's own"
+    if not isinstance(data, DataModule):
+        return (
+            f"task: {name}'s own steps on {type(data).__name__}'s own dataloaders: one-format checkpoints hold; batches are theirs, "
+            f"so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
+        )
+    resume = "exact resume" if world < 3 else "resume to float rounding"  # see ReplicatedStrategy.settle_buckets
+    return f"task: {name}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"
+
+
+@dataclass
+class Given:
+    """What the engine gave to a module; the module keeps it as `lockstep`."""
+
+    net: nn.Module | None = None
+    network_arguments: dict[str, Any] = field(default_factory=dict)  # what the data offered the network
+    scheduler: Scheduler | None = None
+
+
+def given_to(module: pl.LightningModule) -> Given:
+    given: Any = module.lockstep
+    assert isinstance(given, Given)
+    return given

@@ -1,0 +1,323 @@
+"""Own image files: which are found, how they are divided, how they are decoded, and what is refused."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pictures import COLOURS, picture, write_classes, write_pictures
+from PIL import Image
+
+from lockstep.data import Arrays, folder
+from lockstep.data.decoding import Files, to_array
+from lockstep.data.folder import Folder
+from lockstep.errors import UserError
+
+PLACES = np.arange(4)
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return write_classes(tmp_path / "photos", 20)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    """Of a test's own: tests count its entries."""
+    return tmp_path / "cache"
+
+
+def made(root: Path, **changes) -> Folder:
+    return Folder(root=str(root), **{"image_size": 8, "cache_dir": str(root.parent / "cache"), **changes})
+
+
+def sizes(data: Folder) -> list[int]:
+    return [len(data.train), len(data.val), len(data.test)]
+
+
+def content(samples) -> list[tuple]:
+    """The samples of a part as values that can be compared."""
+    everything = samples[np.arange(len(samples))]
+    return [(i.tobytes(), t.tobytes()) for i, t in zip(everything["input"], everything["target"], strict=True)]
+
+
+def refusal(data: Folder) -> str:
+    with pytest.raises(UserError) as error:
+        data.prepare()
+    return str(error.value)
+
+
+# --- which files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_part_of_every_class_is_held_out(root):
+    data = made(root)
+    assert sizes(data) == [48, 6, 6]
+    for part, each in (("train", 16), ("val", 2), ("test", 2)):
+        assert np.bincount(getattr(data, part)[np.arange(3 * each)]["target"]).tolist() == [each] * 3
+    everything = [content(getattr(data, part)) for part in ("train", "val", "test")]
+    assert len({sample for part in everything for sample in part}) == 60
+    assert data.about["classes"] == list(COLOURS)
+
+
+def test_fractions_are_of_each_class(root):
+    assert sizes(made(root, test_fraction=0.3, val_fraction=0.5)) == [21, 21, 18]
+    write_pictures(root / "green", "green", 40)
+    data = made(root, test_fraction=0.3)
+    assert np.bincount(data.test[np.arange(24)]["target"]).tolist() == [6, 12, 6]
+
+
+def test_a_class_of_few_images_is_in_every_part_as_long_as_it_lasts(tmp_path):
+    for colour, count in zip(COLOURS, (1, 2, 3), strict=True):
+        write_pictures(tmp_path / "few" / colour, colour, count)
+    data = made(tmp_path / "few")
+    targets = [
+        sorted(samples[np.arange(len(samples))]["target"].tolist()) for samples in (data.train, data.val, data.test)
+    ]
+    assert targets == [[0, 1, 2], [2], [1, 2]]
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_parts_of_its_own_are_taken_as_they_are(root, tmp_path, name):
+    for part, count in (("train", 9), (name, 5), ("test", 7)):
+        write_classes(tmp_path / "divided" / part, count)
+    assert sizes(made(tmp_path / "divided")) == [27, 15, 21]
+
+
+def test_a_part_that_is_missing_is_taken_from_train(tmp_path):
+    write_classes(tmp_path / "divided" / "train", 10)
+    write_classes(tmp_path / "divided" / "test", 7)
+    (tmp_path / "divided" / "notes").mkdir()
+    assert sizes(made(tmp_path / "divided")) == [27, 3, 21]
+
+
+def test_images_are_found_at_any_depth_and_what_is_no_image_is_ignored(root):
+    write_pictures(root / "red" / "2024" / "may", "red", 4)
+    write_pictures(root / ".thumbnails", "red", 4)
+    (root / "red" / "notes.txt").write_text("mine")
+    (root / "red" / "._1.jpg").write_bytes(b"of a Mac")
+    (root / "red" / "0.png").rename(root / "red" / "0.PNG")
+    data = made(root)
+    assert sum(sizes(data)) == 64
+    assert data.about["classes"] == list(COLOURS)
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda root: (root / "empty").mkdir(), r"photos/empty holds no images .*Remove the folder"),
+    (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"has only the folder green/"),
+    (lambda root: [(root / name).rename(root.parent / name) for name in COLOURS], r"photos has no folders"),
+    (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Type data.root="),
+    (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the other classes into .*photos/train"),
+    (lambda root: [write_classes(root / "train", 3), write_pictures(root / "test" / "rde", "red", 3)],
+     r"photos/test/rde: train/ has no class rde \(did you mean red\?\)"),
+])  # fmt: skip
+def test_a_folder_that_is_not_as_it_should_be_is_refused(root, change, told):
+    change(root)
+    with pytest.raises(UserError, match=told):
+        made(root).prepare()
+
+
+# --- a CSV -----------------------------------------------------------------------------------------------------------
+
+
+def listed(root: Path, rows: list[str], header: str = "path,target") -> Path:
+    (root / "labels.csv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8-sig")
+    return root
+
+
+def paths(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*.*") if path.suffix != ".csv")
+
+
+def test_a_csv_names_the_class_of_each_file(root):
+    rows = [f"{path},{'warm' if path.startswith('red') else 'cold'}" for path in paths(root)]
+    data = made(listed(root, rows), csv="labels.csv")
+    assert (sizes(data), data.about["classes"]) == ([48, 6, 6], ["cold", "warm"])
+    assert np.bincount(data.test[np.arange(6)]["target"]).tolist() == [4, 2]
+
+
+def test_a_csv_names_several_labels(root):
+    words = {"red": "warm|bright", "green": " cold ; bright", "blue": ""}
+    rows = [f"{path},{words[path.split('/')[0]]}" for path in paths(root)]
+    data = made(listed(root, rows), csv="labels.csv", target="labels")
+    assert data.about["labels"] == ["bright", "cold", "warm"]
+    targets = data.train[np.arange(len(data.train))]["target"]
+    assert targets.dtype == np.float32
+    assert {tuple(row) for row in targets} == {(1, 0, 1), (1, 1, 0), (0, 0, 0)}
+
+
+def test_a_csv_gives_a_number_and_says_the_part(root):
+    parts = ["train"] * 50 + ["valid"] * 6 + ["test"] * 4
+    rows = [f"{path},{place / 4},{part}" for place, (path, part) in enumerate(zip(paths(root), parts, strict=True))]
+    data = made(listed(root, rows, "path,target,split"), csv="labels.csv", target="number")
+    assert (sizes(data), data.about["targets"], data.about["classes"]) == ([50, 6, 4], ["target"], [])
+    assert data.test[np.arange(4)]["target"].tolist() == [[14.0], [14.25], [14.5], [14.75]]
+
+
+@pytest.mark.parametrize(("rows", "header", "target", "told"), [
+    (["red/0.png,red"], "image,label", "class", r"has no column path and no column target; it has image, label"),
+    (["red/0.png,red,tset"], "path,target,split", "class", r"line 2: split=tset is unknown; use one of train, val"),
+    (["red/0.png,red,test"], "path,target,split", "class", r"no row with split=train"),
+    (["red/0.png,1", "red/1.jpg,one"], "path,target", "number", r"line 3: target=one is no number"),
+    (["red/0.png,1", "red/1.jpg,nan"], "path,target", "number", r"line 3: target=nan is no number"),
+    (["red/0.png,red", "red/1.jpg,red"], "path,target", "class", r"has one class only, red"),
+    (["red/0.png,a,train", "red/1.jpg,b,test", "red/2.png,a,val"], "path,target,split", "class", r"no training image of class b"),
+    ([], "path,target", "class", r"lists no images"),
+    (["red/0.png,1", "red/1.jpg,2"], "path,target", "number", r"2 images: too few for a val part"),
+])  # fmt: skip
+def test_a_csv_that_is_wrong_is_refused(root, rows, header, target, told):
+    with pytest.raises(UserError, match=told):
+        made(listed(root, rows, header), csv="labels.csv", target=target).prepare()
+
+
+def test_a_csv_that_is_not_there_is_looked_for_in_the_root(root):
+    with pytest.raises(UserError, match=r"photos/lables.csv does not exist. data.csv is looked for in data.root"):
+        made(root, csv="lables.csv").prepare()
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({}, None),
+    ({"target": "label"}, "data.target=label is unknown; use one of class, labels, number (did you mean labels?)"),
+    ({"target": "number"}, "data.target=number needs a list of files and targets. Type data.csv=<file>"),
+    ({"channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channels"),
+    ({"channels": 1, "mean": [0.5], "std": [0.2]}, None),
+])  # fmt: skip
+def test_keys_that_do_not_fit_are_told_before_anything_is_read(changes, told):
+    problems = Folder.problems({"target": "class", "csv": None, "channels": 3, "mean": "model", **changes})
+    assert problems == [] if told is None else told in problems[0]
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_cache_and_workers_give_the_same_pixels(root, channels):
+    cached, read = (made(root, decode=decode, channels=channels) for decode in ("cache", "workers"))
+    assert isinstance(cached.train, Arrays)
+    assert isinstance(read.train, Files)
+    for part in ("train", "val", "test"):
+        assert content(getattr(cached, part)) == content(getattr(read, part))
+    assert read.train[PLACES]["input"].shape == (4, channels, 8, 8)
+    assert cached.fingerprint == read.fingerprint
+    assert content(pickle.loads(pickle.dumps(read.train))) == content(read.train)
+
+
+def test_what_fits_is_decoded_into_the_cache(root, monkeypatch):
+    assert isinstance(made(root).train, Arrays)
+    monkeypatch.setattr(folder, "CACHE_BYTES", 60 * 3 * 8 * 8 - 1)
+    data = made(root)
+    assert isinstance(data.train, Files)
+    assert data.bytes_in_memory is None
+
+
+def test_files_are_read_once_until_one_changes(root, cache, monkeypatch):
+    first = made(root).fingerprint
+    monkeypatch.setattr(folder, "read_all", None)
+    assert made(root).fingerprint == first
+    assert len(list(cache.glob("folder-*[0-9a-f]"))) == 1
+    monkeypatch.undo()
+    path = root / "red" / "0.png"
+    before = path.stat()
+    picture(COLOURS["blue"], 7).save(path)
+    changed = made(root).fingerprint
+    assert changed != first
+    picture(COLOURS["red"], 3).save(path)  # its content again, at another time
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+    assert made(root).fingerprint == first
+
+
+def test_a_class_of_another_name_is_other_data(root):
+    first = made(root).fingerprint
+    (root / "red").rename(root / "rot")
+    assert made(root).fingerprint != first
+
+
+def test_an_image_is_resized_as_pillow_does_it():
+    image = picture(COLOURS["red"], 5)
+    expected = np.asarray(image.resize((8, 8), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    assert np.array_equal(to_array(image, channels=3, size=8), expected)
+
+
+def test_a_large_jpeg_is_nearly_what_it_is_without_its_own_scaling(tmp_path):
+    random = np.random.default_rng(0)
+    image = Image.fromarray(random.integers(0, 255, (15, 20, 3), dtype=np.uint8)).resize(
+        (800, 600), Image.Resampling.BICUBIC
+    )
+    image.save(tmp_path / "a.jpg", quality=95)
+    full = Image.open(tmp_path / "a.jpg").convert("RGB").resize((64, 64), Image.Resampling.BILINEAR)
+    scaled = to_array(Image.open(tmp_path / "a.jpg"), channels=3, size=64)
+    assert np.abs(scaled.astype(int) - np.asarray(full).transpose(2, 0, 1)).mean() < 1
+
+
+def test_an_image_is_upright():
+    upright = Image.new("RGB", (8, 8), (0, 0, 0))
+    upright.paste((255, 255, 255), (0, 0, 8, 4))  # the upper half is white
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    upright.transpose(Image.Transpose.ROTATE_90).save(file, "JPEG", exif=exif, quality=100)
+    found = to_array(Image.open(file), channels=1, size=8)
+    assert found[0, 1].mean() > 200 > 50 > found[0, 6].mean()
+
+
+def test_grey_of_16_bits_keeps_its_shades():
+    image = Image.fromarray(np.array([[0, 20_000], [40_000, 65_535]], np.uint16))
+    assert to_array(image, channels=1, size=2).tolist() == [[[0, 78], [156, 255]]]
+    with pytest.raises(ValueError, match="32-bit numbers"):
+        to_array(Image.fromarray(np.ones((2, 2), np.float32)), channels=1, size=2)
+
+
+# --- broken files ----------------------------------------------------------------------------------------------------
+
+
+def damage(root: Path, count: int) -> None:
+    for path in sorted(root.glob("*/*.jpg"))[:count]:
+        path.write_bytes(path.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize("decode", ["cache", "workers"])
+def test_broken_files_are_listed_at_once_with_the_key_that_skips_them(root, decode):
+    damage(root, 12)
+    (root / "red" / "0.png").write_bytes(b"no image")
+    told = refusal(made(root, decode=decode))
+    assert told.startswith("13 of 60 image files cannot be read:\n  blue/1.jpg: image file is truncated")
+    assert len(told.splitlines()) == 13
+    assert told.endswith("\n  and 3 more\nRepair or remove them, or type data.skip_broken=true to train without them.")
+
+
+def test_broken_files_are_skipped_where_that_is_asked_for(root):
+    whole = made(root)
+    before = {sample for part in (whole.train, whole.val, whole.test) for sample in content(part)}
+    damage(root, 5)
+    by_mode = [made(root, decode=decode, skip_broken=True) for decode in ("cache", "workers")]
+    for data in by_mode:
+        data.prepare()
+        assert data.facts == {"skipped": 5}
+        assert "5 broken image files of data.root=" in data.notice
+        assert sum(sizes(data)) == 55
+        assert {sample for part in (data.train, data.val, data.test) for sample in content(part)} < before
+        assert set(content(data.test)) <= set(content(whole.test))  # the others stay where they were
+    assert by_mode[0].fingerprint == by_mode[1].fingerprint != whole.fingerprint
+
+
+def test_a_part_of_broken_files_alone_is_refused(tmp_path):
+    for part in ("train", "val", "test"):
+        write_classes(tmp_path / "divided" / part, 3)
+    for path in (tmp_path / "divided" / "val").glob("*/*"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match="all images of the val part are broken"):
+        len(made(tmp_path / "divided", skip_broken=True).val)
+
+
+def test_a_file_that_a_csv_names_and_is_not_there_is_broken(root):
+    rows = [f"{path},{path.split('/')[0]}" for path in paths(root)]
+    told = refusal(made(listed(root, [*rows, "red/lost.png,red"]), csv="labels.csv"))
+    assert "1 of 61 image files cannot be read:\n  red/lost.png: " in told
+    assert "No such file" in told
+
+
+def test_data_that_needs_nothing_says_nothing(root):
+    data = made(root)
+    data.prepare()
+    assert (data.notice, data.facts) == (None, {"skipped": 0})

@@ -1,0 +1,190 @@
+"""What docs/your-own says works as it is written there, touches no file of Lockstep's, and keeps every promise."""
+
+import io
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from your_own import Page
+
+import lockstep
+from lockstep.errors import RunFailed
+from lockstep.reporting import comparison
+
+TWO = ("strategy=ddp", "trainer.devices=2")
+QUICK = (
+    "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.max_steps=8",
+    "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=2", "optim=sgd", "optim.lr=0.02", "data.batch_size=8", "data.limit_train=48",
+    "+callbacks.witness._target_=witness.Witness",
+)  # fmt: skip
+STOPS_AT, SAVED_AT = 5, 4
+MNIST = ("data.root={mnist}", "data.cache_dir={cache}")
+NO_DROPOUT = ("model.dropout_conv=0", "model.dropout_fc=0")
+PAGES = [
+    Page("folder", ("data.image_size=16", "data.cache_dir={cache}", *NO_DROPOUT)),
+    Page("model", ("model.dropout=0", *MNIST)),
+    Page("loss", (*NO_DROPOUT, *MNIST), command=1),
+    Page("metric", (*NO_DROPOUT, *MNIST)),
+    Page("multilabel", ("data.image_size=16", "data.cache_dir={cache}", *NO_DROPOUT)),
+    Page("regression", ("model.width=8",)),
+    Page("segmentation", ("data.count=70", "data.image_size=16", "model.width=4")),
+    Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),
+]
+ELSEWHERE = {"lightning-module"}  # pages with a test of their own
+SLOW = {"folder", "loss", "metric", "multilabel", "regression", "language-model"}
+
+
+@dataclass(frozen=True)
+class Runs:
+    page: Page
+    reports: dict[str, dict]
+    evaluation: dict
+    printed: str  # by the run with one process
+
+    def weights(self, run: str) -> torch.Tensor:
+        """All of them as one vector, from the checkpoint that was tested."""
+        path = Path("runs", run, self.reports[run]["checkpoint"])
+        state = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
+        return torch.cat([value.double().flatten() for value in state.values()])
+
+    def samples(self, run: str) -> dict[int, list[int]]:
+        """Those of each step, of all processes together."""
+        found: dict[int, list[int]] = {}
+        for path in Path("runs", run).glob("seen-*.jsonl"):
+            for row in map(json.loads, path.read_text().splitlines()):
+                found.setdefault(row["step"], []).extend(row["index"])
+        return {step: sorted(samples) for step, samples in found.items()}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            page, id=page.name, marks=[pytest.mark.xdist_group(page.name), *([pytest.mark.slow] * (page.name in SLOW))]
+        )
+        for page in PAGES
+    ],
+)
+def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
+    """The page's command, alone, as two processes, and as two that fail and go on; and an evaluation."""
+    page: Page = request.param
+    quick = [text.format(mnist=mnist, cache=cache) for text in page.quick]
+    common = [*page.commands[page.command], *QUICK, *quick]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(page.write(tmp_path_factory.mktemp(page.name)))
+        with redirect_stdout(io.StringIO()) as printed:
+            reports = {"single": lockstep.train(["run=single", *common])}
+        reports["ddp"] = lockstep.train(["run=ddp", *TWO, *common])
+        with pytest.raises(RunFailed):
+            lockstep.train(["run=stopped", *TWO, *common, f"+callbacks.witness.fail_at={STOPS_AT}"])
+        reports["stopped"] = lockstep.train(
+            ["run=stopped", "resume=auto", *TWO, *common, "+callbacks.witness.fail_at=null"]
+        )
+        evaluation = lockstep.evaluate(["run=ddp", "trainer.accelerator=cpu"])
+        yield Runs(page, reports, evaluation, printed.getvalue())
+    forget()
+
+
+def forget() -> None:
+    """The next page has modules of the same names."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
+        del sys.modules[name]
+
+
+# --- the files ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_needs_few_files_and_none_of_locksteps(page):
+    python = [name for name in page.files if name.endswith(".py")]
+    configs = [name for name in page.files if name.endswith(".yaml")]
+    assert (len(python) <= 2, len(configs) <= 1) == (True, True)
+    assert all(name.startswith(("src/mywork/", "configs/")) for name in page.files)
+    assert not [name for name in page.files if (lockstep.ROOT / name).exists()]
+    title = page.text.splitlines()[0].removeprefix("# ")
+    row = f"| [{title}]({page.name}.md) | {len(python)} | {len(configs)} | {page.lines} |"
+    assert row in (FOLDER / "README.md").read_text().splitlines(), row
+
+
+def test_every_page_is_tested_and_named_in_the_index():
+    index = (FOLDER / "README.md").read_text()
+    assert {path.stem for path in FOLDER.glob("*.md")} - ELSEWHERE == {"README", *(page.name for page in PAGES)}
+    for path in FOLDER.glob("*.md"):
+        links = re.findall(r"\]\(([\w-]+\.md)\)", path.read_text())
+        assert [link for link in links if not (FOLDER / link).is_file()] == []
+        assert path.name == "README.md" or f"({path.name})" in index
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_is_possible(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(page.write(tmp_path))
+    for command in page.commands:
+        problems, good = tried_alone("train", command)
+        assert problems == []
+        assert check(compose_config("train", good)) == []
+
+
+def test_a_key_that_the_class_does_not_have_is_refused(tmp_path, monkeypatch, mnist, cache):
+    page = PAGES[1]
+    monkeypatch.chdir(page.write(tmp_path))
+    with pytest.raises(UserError) as refused:
+        lockstep.train([*page.commands[1], f"data.root={mnist}", f"data.cache_dir={cache}"])
+    assert f"error: {refused.value}" in page.text
+    assert not Path("runs").exists()
+    forget()
+
+
+# --- the promises ---
+
+
+def test_a_run_prints_what_the_page_shows(runs):
+    """Its lines, whatever their numbers."""
+
+    def words(text: str) -> set[str]:
+        rows = re.findall(r"^│ (\S.*?) +│", text, re.MULTILINE)
+        plans = re.findall(r"^\S+: (\S+) \(.*? · (\S+) from", text, re.MULTILINE)
+        return {*rows, *(word for plan in plans for word in plan)}
+
+    shown = words(runs.page.text)
+    assert len(shown) >= 3
+    assert shown <= words(runs.printed)
+
+
+def test_two_processes_see_the_batches_of_one(runs):
+    seen = runs.samples("single")
+    assert (len(seen), {len(samples) for samples in seen.values()}) == (8, {8})
+    assert runs.samples("ddp") == seen
+
+
+def test_two_processes_find_the_weights_of_one(runs):
+    single, ddp = runs.weights("single"), runs.weights("ddp")
+    assert float((ddp - single).norm() / single.norm()) < 1e-6
+    assert runs.reports["ddp"]["test/loss"] == pytest.approx(runs.reports["single"]["test/loss"], rel=1e-5)
+
+
+def test_a_run_that_fails_and_goes_on_ends_bit_identical(runs):
+    assert runs.reports["stopped"]["resumed_from"].endswith("last.ckpt")
+    assert runs.samples("stopped").keys() == runs.samples("ddp").keys()
+    found = comparison.compare(
+        *(comparison.find(run, Path("runs")) for run in ("ddp", "stopped")), exact=True, tolerance=0
+    )
+    assert {name: found[name] for name in ("log", "figures", "weights")} == {"log": [], "figures": [], "weights": []}
+
+
+def test_an_evaluation_repeats_the_figures(runs):
+    expected = {name: value for name, value in runs.reports["ddp"].items() if name.startswith("test/")}
+    found = {name: value for name, value in runs.evaluation.items() if name.startswith("test/")}
+    assert len(expected) > 2
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_monitored_figure_chooses_the_checkpoint(runs):
+    report = runs.reports["single"]
+    assert report["monitor"] in report
+    assert report["checkpoint"].startswith("checkpoints/best")

@@ -1,0 +1,120 @@
+"""The pages of docs/your-own as projects: their code blocks are files, their first command is what runs."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import thin_project
+from PIL import Image
+
+from lockstep import ROOT
+
+FOLDER = ROOT / "docs/your-own"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(r"(?:# @package _global_\n)?# (\S+/\S+\.(?:py|yaml))\n")  # Hydra wants its own line first
+# Writes down the samples of every step, and fails at one. Each run may have it: it is a callback of the project's.
+WITNESS = """import json
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+
+class Witness(pl.Callback):
+    def __init__(self, *, fail_at: int | None = None) -> None:
+        self.fail_at = fail_at
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        seen = {"step": trainer.global_step, "index": batch["index"].tolist()}
+        with (Path(trainer.default_root_dir) / f"seen-{trainer.global_rank}.jsonl").open("a") as file:
+            file.write(json.dumps(seen) + "\\n")
+        if trainer.global_step == self.fail_at and trainer.global_rank == trainer.world_size - 1:
+            raise RuntimeError("the test stops this run")
+"""
+
+
+# --- the data that a stranger has --------------------------------------------------------------------------------------
+
+
+def write_flowers(root: Path) -> None:
+    """30 images of each of three classes, of different sizes, coloured by class."""
+    random = np.random.default_rng(0)
+    for place, name in enumerate(("daisy", "rose", "tulip")):
+        (root / "flowers" / name).mkdir(parents=True)
+        for i in range(30):
+            pixels = random.integers(0, 120, (20 + i % 3, 24, 3), dtype=np.uint8)
+            pixels[..., place] += 100
+            Image.fromarray(pixels).save(root / "flowers" / name / f"{i}.png")
+
+
+def write_weather(root: Path) -> None:
+    """90 images with a CSV of their labels: a bright band for each."""
+    random, lines = np.random.default_rng(0), ["path,target"]
+    (root / "weather/morning").mkdir(parents=True)
+    for i in range(90):
+        present = random.random(3) < 0.4
+        pixels = random.integers(0, 100, (24, 24, 3), dtype=np.uint8)
+        for band in np.flatnonzero(present):
+            pixels[8 * band : 8 * band + 8] += 120
+        Image.fromarray(pixels).save(root / f"weather/morning/{i:04}.png")
+        labels = "|".join(label for label, there in zip(("rain", "snow", "wind"), present, strict=True) if there)
+        lines.append(f"morning/{i:04}.png,{labels}")
+    (root / "weather/labels.csv").write_text("\n".join(lines) + "\n")
+
+
+def write_houses(root: Path) -> None:
+    """600 rows; the price and the rent follow from the rest."""
+    random = np.random.default_rng(0)
+    rooms, area, age = random.integers(1, 7, 600), random.uniform(20, 160, 600), random.integers(0, 90, 600)
+    price = 4 * area + 10 * rooms - 0.01 * age * area + random.normal(0, 10, 600)
+    rent = 0.002 * price + np.where(age < 10, 0.4, 0) + random.normal(0, 0.02, 600)
+    table = np.stack([rooms, area, age, price, rent], axis=1)
+    np.savetxt(root / "houses.csv", table, "%.2f", ",", header="rooms,area,age,price,rent", comments="")
+
+
+def write_text(root: Path) -> None:
+    (root / "README.md").write_text((ROOT / "README.md").read_text())
+
+
+DATA = {"folder": write_flowers, "multilabel": write_weather, "regression": write_houses, "language-model": write_text}
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page and what its test adds to the command, to be quick and to leave nothing to chance."""
+
+    name: str
+    quick: tuple[str, ...] = ()
+    command: int = 0  # which of its commands is run
+
+    @cached_property
+    def text(self) -> str:
+        return (FOLDER / f"{self.name}.md").read_text()
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Of blocks that begin with a path."""
+        blocks = [content for _, content in BLOCK.findall(self.text)]
+        return {found[1]: block for block in blocks if (found := NAMED.match(block))}
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The arguments of each `python train.py`, in the order of the page."""
+        console = "\n".join(content for language, content in BLOCK.findall(self.text) if language == "console")
+        return [shlex.split(line) for line in re.findall(r"^\$ python train\.py(.*)$", console, re.MULTILINE)]
+
+    @property
+    def lines(self) -> int:
+        """Of the files, without empty ones and comments."""
+        lines = (line.strip() for text in self.files.values() for line in text.splitlines())
+        return sum(bool(line) and not line.startswith("#") for line in lines)
+
+    def write(self, root: Path) -> Path:
+        thin = {name: thin_project.FILES[name] for name in ("pyproject.toml", "train.py")}
+        for name, text in {**thin, **self.files, "src/witness/__init__.py": WITNESS}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        DATA.get(self.name, lambda _: None)(root)
+        return root
