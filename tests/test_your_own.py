@@ -14,7 +14,9 @@ import torch
 from your_own import Page
 
 import lockstep
-from lockstep.errors import RunFailed
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config, tried_alone
+from lockstep.errors import RunFailed, UserError
 from lockstep.reporting import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")
