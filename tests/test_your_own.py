@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from your_own import Page
+from your_own import FOLDER, Page
 
 import lockstep
 from lockstep.config.checks import check
