@@ -49,6 +49,7 @@ def test_no_bar_no_line(train, monkeypatch, capsys):
 
 def test_speed_is_all_images_over_the_time_of_training_without_the_first_window():
     throughput = Throughput()
+    throughput.unit = "images"
     throughput.windows, throughput.first_step_s = [(100, 50.0, 40.0), (300, 2.0, 0.1), (500, 2.0, 0.3)], 48.0
     assert throughput.report_figures() == {
         "train/images_per_s": 200.0,
