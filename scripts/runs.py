@@ -43,6 +43,7 @@ from lockstep.config.checks import nearest, plain, shown
 from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
 from lockstep.config.identity import title
 from lockstep.config.keys import dotted
+from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
@@ -263,7 +264,7 @@ def again(run: Run, runs_dir: Path) -> str:
         left_out = (*PLACE, "init_from") if other else PLACE  # what the other began from
         words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
-    return shlex.join(["python", "train.py", f"run={typed(name)}", *place, *words])
+    return shlex.join([*command("train").split(), f"run={typed(name)}", *place, *words])
 
 
 def main() -> None:

@@ -101,25 +101,34 @@ class Popen:
 
 def start_server(folder: Path) -> None:
     """Starts it, unless another worker has: it ends with the last worker that has called this."""
-    address = folder / "fork-server"
-    with (folder / "fork-server.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not address.exists():
+    if ADDRESS in os.environ:  # one that somebody keeps
+        return
+    address, log = folder / "fork-server", folder / "fork-server.log"
+    with log.open("ab") as output:
+        fcntl.flock(output, fcntl.LOCK_EX)
+        worker = connected(address)
+        if worker is None:
             command = [sys.executable, "-c", "import sys, forked; forked.serve(sys.argv[1])", str(address)]
             path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-            with (folder / "fork-server.log").open("ab") as log:
-                server = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                                          stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True)  # fmt: skip
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            server = subprocess.Popen(command, env=environment, stdin=DEVNULL, stdout=output, stderr=output,
+                                      start_new_session=True)  # fmt: skip
             deadline = time.monotonic() + START_S
-            while not address.exists():
-                assert server.poll() is None, (folder / "fork-server.log").read_text()
-                assert time.monotonic() < deadline
+            while worker is None:
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.05)
+                worker = connected(address)
             server.returncode = 0  # it is not waited for
-        worker = Client(str(address))
     worker.send(None)
     os.environ[ADDRESS] = str(address)
     atexit.register(worker.close)
+
+
+def connected(address: Path) -> Connection | None:
+    try:
+        return Client(str(address))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
 
 
 def preload() -> None:
@@ -142,8 +151,8 @@ def preload() -> None:
 def serve(address: str) -> None:
     """Forks a process for each request, and tells its exit code to who asked, until no worker is connected."""
     preload()
-    listener = Listener(f"{address}.new", backlog=64)
-    Path(f"{address}.new").rename(address)
+    Path(address).unlink(missing_ok=True)  # of a server that was killed
+    listener = Listener(address, backlog=64)
     awake, wake = socket.socketpair()
     wake.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
@@ -176,7 +185,7 @@ def serve(address: str) -> None:
                 else:
                     selector.unregister(key.fileobj)
                     workers.remove(key.fileobj)
-    Path(address).unlink()
+    listener.close()
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -238,9 +247,7 @@ def run(request: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
@@ -25,7 +26,7 @@ class Crash(RuntimeError):
 def train(tmp_path, mnist, cache, monkeypatch):
     """Trains in a folder of its own; an epoch has 12 steps."""
     monkeypatch.chdir(tmp_path)
-    base = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
+    base = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", *SMALL]
     return lambda *overrides: lockstep.train([*base, *overrides])
 
 

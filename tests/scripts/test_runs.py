@@ -296,7 +296,7 @@ def commands(call, *args: str) -> dict[str, list[str]]:
     found = {}
     for line in out.splitlines():
         python, script, *overrides = shlex.split(line)
-        assert (python, script) == ("python", "train.py")
+        assert (python, script) == ("lockstep", "train")
         found[str(compose_config("train", overrides).run)] = overrides
     return found
 
@@ -443,5 +443,5 @@ def test_from_a_shell_without_torch(runs):
     done = subprocess.run([sys.executable, "-c", code, "failed"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "python train.py run=sweep/0 resume=auto", "python train.py run=sweep/1 optim.lr=0.1 seed=3",
+        "lockstep train run=sweep/0 resume=auto", "lockstep train run=sweep/1 optim.lr=0.1 seed=3",
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import evaluation_file, model_title, run_dir, title
+from lockstep.config.project import command
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
@@ -243,7 +244,7 @@ class Recorder:
         ]
         sync = wandb_sync_line(self.dir)
         figures_table(str(run), rows)
-        say(f"evaluate it: python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
+        say(f"evaluate it: {command('eval')} run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
         if sync:
             say(f"send it to W&B: {sync}")
 

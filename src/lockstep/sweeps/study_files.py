@@ -12,10 +12,11 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lockstep.checkpoints.resuming import RECIPES
 from lockstep.config.compose import config_file, is_group
+from lockstep.config.project import command
 
 HEADER = """# @package _global_
 # The best of {count} trials of the study {study}: {values}.
-#   python train.py --config-dir {folder} experiment=best
+#   {command} --config-dir {folder} experiment=best
 """
 
 
@@ -71,7 +72,9 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     defaults = {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}
     body = OmegaConf.merge(OmegaConf.create(defaults), body)
     values = ", ".join(f"{objective}={value:.6g}" for objective, value in zip(objectives, trial.values, strict=True))
-    header = HEADER.format(count=len(study.trials), study=study.study_name, values=values, folder=folder)
+    header = HEADER.format(
+        command=command("train"), count=len(study.trials), study=study.study_name, values=values, folder=folder
+    )
     return header.replace("experiment=best", f"experiment={name}") + OmegaConf.to_yaml(body)
 
 
