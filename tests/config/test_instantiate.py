@@ -126,7 +126,9 @@ def test_a_class_that_is_not_there_or_not_trusted_is_named(target, parts):
 
 
 def test_an_argument_that_a_class_hands_on_is_checked_by_the_one_that_gets_it():
-    with pytest.raises(UserError, match=r"data\.randm_flip is not an argument of mine\.Small \(did you mean random_flip\?\)"):
+    with pytest.raises(
+        UserError, match=r"data\.randm_flip is not an argument of mine\.Small \(did you mean random_flip\?\)"
+    ):
         create({"_target_": "mine.Small", "randm_flip": True}, "data")
     assert create({"_target_": "mine.Small", "random_flip": True}, "data").image_size == 8
 
