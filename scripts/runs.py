@@ -41,6 +41,7 @@ from lockstep.checkpoints.finding import checkpoints, run_folders
 from lockstep.checkpoints.resuming import load_config
 from lockstep.config.checks import nearest, plain, shown
 from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
+from lockstep.config.identity import title
 from lockstep.config.keys import dotted
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
@@ -73,8 +74,10 @@ class Run:
     def get(self, key: str) -> Any:
         if key in self.report or key.partition(".")[0] not in (*GROUPS, *KEYS):
             return self.report.get(key, ABSENT)  # config.yaml is read when it is needed: 10 ms each
-        value = plain(OmegaConf.select(self.config, key, default=ABSENT))
-        return value.get("name", ABSENT) if isinstance(value, dict) else value
+        value = OmegaConf.select(self.config, key, default=ABSENT)
+        if isinstance(value, DictConfig):
+            return title(value) if value.keys() & {"name", "_target_"} else ABSENT
+        return plain(value)
 
     def written_s(self) -> float:
         try:
