@@ -65,9 +65,10 @@ def thin(folder: Path, package: str, data: str, requirement: str | None) -> None
     words = {NAME: package, NAME.replace("_", "-"): package.replace("_", "-")}
     words |= {"DATA_LINE": FIRST_LINE[data], "LOCKSTEP_ADDRESS": address(folder, requirement)}
     for source in (TEMPLATES / "project", TEMPLATES / f"data-{data}"):
-        for path in sorted(p for p in source.rglob("*") if p.is_file() and "__pycache__" not in p.parts):
-            place = str(path.relative_to(source)).replace("dot-", ".")
-            copy(path, folder / place.replace(NAME, package), words)
+        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+            place = path.relative_to(source)
+            if not any(part.startswith((".", "__pycache__")) for part in place.parts):  # what tools have left there
+                copy(path, folder / str(place).replace("dot-", ".").replace(NAME, package), words)
     if data == "none":
         edit(folder / "configs/project.yaml", f"  - override data: {package}\n", "")
     project = folder / "pyproject.toml"
@@ -79,8 +80,8 @@ def thin(folder: Path, package: str, data: str, requirement: str | None) -> None
             "[tool.hatch.metadata]\nallow-direct-references = true\n\n[tool.hatch.build.targets.wheel]\n",
         )
     else:
-        source = f'[tool.uv.sources]\nlockstep = {{path = "{address(folder, None)}", editable = true}}\n\n[tool.hatch'
-        edit(project, "[tool.hatch", source)
+        table = f'[tool.uv.sources]\nlockstep = {{path = "{address(folder, None)}", editable = true}}\n\n[tool.hatch'
+        edit(project, "[tool.hatch", table)
 
 
 def address(folder: Path, requirement: str | None) -> str:

@@ -15,8 +15,7 @@ from lockstep.checkpoints.plain import refused
 from lockstep.compat.loaders import begin_loaders_anew
 from lockstep.config.checks import nearest
 from lockstep.config.identity import title
-from lockstep.config.instantiate import to_plain
-from lockstep.data.datamodule import DataModule
+from lockstep.config.instantiate import has_own_loaders, to_plain
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.training.foreign import given_to
 
@@ -30,7 +29,7 @@ class Foreign(pl.Callback):
         self, cfg: DictConfig, parallelize: Callable[..., Any], save: Callable[[pl.Trainer], None] | None = None
     ) -> None:
         self.cfg, self.parallelize, self.save = cfg, parallelize, save
-        self.begun = False
+        self.own_loaders, self.begun = has_own_loaders(cfg), False
         self.told: set[str] = set()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -46,7 +45,7 @@ class Foreign(pl.Callback):
             compile=cfg.compile,
         )
         data = trainer.datamodule  # type: ignore[attr-defined]
-        for split in (data.val_split, data.test_split) if isinstance(data, DataModule) else ():
+        for split in () if self.own_loaders else (data.val_split, data.test_split):
             if split.count < trainer.world_size:
                 raise UserError(
                     f"{split.count} samples of an evaluation cannot be shared by {trainer.world_size} processes. Type trainer.devices={split.count}, or evaluate more samples."
@@ -56,7 +55,8 @@ class Foreign(pl.Callback):
         self.begun = False
         schedule = given_to(pl_module).scheduler
         by_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
-        if schedule and schedule.counts_steps and schedule.made in by_epoch and pl_module.automatic_optimization:
+        changes = title(self.cfg.schedule) != "constant" or self.cfg.schedule.get("warmup_steps")
+        if schedule and schedule.counts_steps and changes and schedule.made in by_epoch:
             raise UserError(
                 f"schedule={title(self.cfg.schedule)} counts optimizer steps, and {type(pl_module).__name__} steps it once an epoch. Type schedule=none, "
                 'or let configure_optimizers return {"scheduler": ..., "interval": "step"}.'
@@ -64,7 +64,7 @@ class Foreign(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Dataloaders of the user's draw their order from (seed, epoch), so a run resumed at an epoch's end draws the same."""
-        if not isinstance(trainer.datamodule, DataModule):  # type: ignore[attr-defined]
+        if self.own_loaders:
             seed_epoch(self.cfg.seed, trainer)
             if not self.begun:  # in later epochs, Lightning begins them next
                 begin_loaders_anew(trainer)

@@ -1,10 +1,13 @@
 """One line on what is going to happen, when everything is known and nothing has."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import lightning.pytorch as pl
 from omegaconf import DictConfig
 
 from lockstep.config.identity import model_title, title
-from lockstep.data.datamodule import DataModule, facts
+from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
 from lockstep.training.foreign import promises
@@ -16,8 +19,8 @@ FILES = "all nodes must see the same files. Check runs_dir and data.root."
 class Plan(pl.Callback):
     """Says model, data, strategy, batches, precision and steps before the first step."""
 
-    def __init__(self, cfg: DictConfig, data: pl.LightningDataModule) -> None:
-        self.cfg, self.data, self.facts = cfg, data, facts(data)
+    def __init__(self, cfg: DictConfig, data: pl.LightningDataModule, facts: Mapping[str, Any]) -> None:
+        self.cfg, self.data, self.facts = cfg, data, facts
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.agree(trainer, "is the run", self.cfg.run)
@@ -64,6 +67,7 @@ class Plan(pl.Callback):
     def batches(self, trainer: pl.Trainer) -> str:
         world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
         accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
-        if not isinstance(self.data, DataModule):
+        if has_own_loaders(self.cfg):
             return f"batches of its own in each process{accumulated}"
-        return f"batch {self.data.batch_size} = {world} x {self.data.batch_size // (world * accumulate)}{accumulated}"
+        batch = self.cfg.data.batch_size
+        return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}"

@@ -1,13 +1,14 @@
 """Every check of a config, across its groups, without torch: a mistake is told in half a second, all at once."""
 
 import difflib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from lockstep.config.identity import title
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
@@ -61,6 +62,12 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
                 )
 
 
+def missing_targets(cfg: DictConfig) -> Iterator[str]:
+    for group in GROUPS:
+        if isinstance(cfg.get(group), DictConfig) and OmegaConf.is_missing(cfg[group], "_target_"):
+            yield f"{group}._target_ is missing; it names a class of yours, as in {group}._target_=my_package.my_module.MyClass."
+
+
 def wrong_values(cfg: DictConfig) -> Iterator[str]:
     for key, kind in KEYS.items():
         group, _, name = key.rpartition(".")
@@ -69,8 +76,19 @@ def wrong_values(cfg: DictConfig) -> Iterator[str]:
             continue
         if OmegaConf.is_missing(node, name):
             yield f"{key} is missing; type {key}=<{name}>."
+            continue
+        if OmegaConf.is_interpolation(node, name):  # its value is checked where it stands
+            yield from unresolved(node, name, key)
         elif not kind.accepts(plain(node[name])):
             yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
+
+
+def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
+    try:
+        node[name]
+    except InterpolationResolutionError:
+        refers = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
+        yield f"{key}={refers} refers to a key that is not in the config. Set that key, or {key}."
 
 
 def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -157,6 +175,8 @@ def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
     """Of a LightningDataModule, whose batches Lockstep cannot divide."""
     if cfg.trainer.accumulate_grad_batches == "auto":
         yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
+    if cfg.data.get("num_workers") == "auto":
+        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."
 
 
 def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -263,34 +283,25 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
-EVALUATION = (device_problems, data_problems, strategy_problems)
-TRAINING = (
-    device_problems,
-    data_problems,
-    batch_problems,
-    auto_problems,
-    strategy_problems,
-    task_problems,
-    training_problems,
-)
+def data_set_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    """Of Lockstep's own data sets, which import no torch; others are asked when they are made."""
+    module, name = str(cfg.data.get("_target_")).rpartition(".")[::2]
+    if module.startswith("lockstep.data"):
+        data_set = getattr(importlib.import_module(module), name, None)
+        yield from data_set.problems(plain(cfg.data)) if data_set else ()
 
 
-def component_problems(cfg: DictConfig) -> Iterator[str]:
-    """Of a data set that can be asked without importing torch, which are all of Lockstep's own."""
-    target = cfg.data.get("_target_")
-    if isinstance(target, str) and target.startswith("lockstep.data."):
-        from lockstep.config.instantiate import locate
-
-        yield from locate(target).problems(plain(cfg.data))
+EVALUATION = (device_problems, data_problems, strategy_problems, data_set_problems)
+TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems)
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
     """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
-    problems = [*unknown_keys(cfg), *wrong_values(cfg)]
+    problems = [*unknown_keys(cfg), *missing_targets(cfg), *wrong_values(cfg)]
     for cross_check in EVALUATION if evaluating else TRAINING:
         try:
             problems += cross_check(cfg, world_of(cfg))
-        except (TypeError, ValueError, ArithmeticError, MissingMandatoryValue):
+        except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
             if not problems:  # otherwise a value that is already reported stood in the way
                 raise
     return problems
