@@ -41,7 +41,9 @@ from lockstep.checkpoints.finding import checkpoints, run_folders
 from lockstep.checkpoints.resuming import load_config
 from lockstep.config.checks import nearest, plain, shown
 from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
+from lockstep.config.identity import title
 from lockstep.config.keys import dotted
+from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
@@ -49,7 +51,6 @@ from lockstep.reporting.console import number, out
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
-    "val/acc": "val acc", "test/acc": "test acc", "train/images_per_s": "images/s",
 }  # fmt: skip
 COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}  # fmt: skip
 PLACE = ("run", "runs_dir", "resume")  # keys that say where a run is, not what it is
@@ -73,8 +74,10 @@ class Run:
     def get(self, key: str) -> Any:
         if key in self.report or key.partition(".")[0] not in (*GROUPS, *KEYS):
             return self.report.get(key, ABSENT)  # config.yaml is read when it is needed: 10 ms each
-        value = plain(OmegaConf.select(self.config, key, default=ABSENT))
-        return value.get("name", ABSENT) if isinstance(value, dict) else value
+        value = OmegaConf.select(self.config, key, default=ABSENT)
+        if isinstance(value, DictConfig):
+            return title(value) if value.keys() & {"name", "_target_"} else ABSENT
+        return plain(value)
 
     def written_s(self) -> float:
         try:
@@ -150,10 +153,22 @@ def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], l
     return [*having, *(run for run in chosen if run not in place)], keys
 
 
-def cell(run: Run, key: str) -> str:
+def columns(runs: list[Run]) -> dict[str, str]:
+    """The columns of all runs with their headings: what each monitored, the same figure of the test, and the speed."""
+    monitored = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
+    figures = [name for monitor in dict.fromkeys(monitored) for name in (monitor, monitor.replace("val/", "test/", 1))]
+    units = dict.fromkeys(str(run.report["unit"]) for run in runs if run.report.get("unit"))
+    return {
+        **COLUMNS,
+        **{name: name.replace("/", " ") for name in figures},
+        **{f"train/{unit}_per_s": f"{unit}/s" for unit in units},
+    }
+
+
+def cell(run: Run, key: str, *, digits: bool) -> str:
     value, world = run.get(key), run.report.get("world_size", 1)
     many = key == "strategy" and is_number(world) and world > 1
-    text = "" if value is ABSENT else number(value) if key in COLUMNS else shown(value)  # a rate has more digits
+    text = "" if value is ABSENT else shown(value) if digits else number(value)
     return f"{text} x{world}" if many else text
 
 
@@ -164,7 +179,8 @@ def age(since_s: float) -> str:
 
 
 def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
-    keys = list(dict.fromkeys([*COLUMNS, *asked]))
+    headings = columns(runs)
+    keys = list(dict.fromkeys([*headings, *asked]))
     rows = [run.report | {key: v for key in asked if (v := run.get(key)) is not ABSENT} for run in runs]
     if form == "json":
         print(json.dumps(rows, indent=1))
@@ -173,10 +189,11 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
         writer.writeheader()
         writer.writerows(rows)
     else:
-        table = Table(*(COLUMNS.get(key, key) for key in keys), "age")
+        table = Table(*(headings.get(key, key) for key in keys), "age")
         table.columns[0].overflow = "fold"  # names are there to be copied
         for run in runs:
-            table.add_row(*(cell(run, key) for key in keys), age(run.began_s()))
+            # What was asked for has all its digits, as a learning rate needs them.
+            table.add_row(*(cell(run, key, digits=key not in headings) for key in keys), age(run.began_s()))
         # Whole rows in a pipe too, where a console has 80 columns.
         Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 10_000).print(table)
 
@@ -247,7 +264,7 @@ def again(run: Run, runs_dir: Path) -> str:
         left_out = (*PLACE, "init_from") if other else PLACE  # what the other began from
         words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
-    return shlex.join(["python", "train.py", f"run={typed(name)}", *place, *words])
+    return shlex.join([*command("train").split(), f"run={typed(name)}", *place, *words])
 
 
 def main() -> None:

@@ -7,9 +7,11 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import forked as forked_processes
 import numpy as np
@@ -25,6 +27,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# For runs whose network does not matter: a step of BasicNet takes a tenth, a checkpoint 1 MB instead of 14.
+SMALL = ["data.image_size=12", "trainer.accelerator=cpu"]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -89,25 +94,52 @@ class Done:
 
 
 @dataclass(frozen=True)
+class Started:
+    """A command that runs, in a process group of its own."""
+
+    process: subprocess.Popen | forked_processes.Popen
+    out: IO[str]
+    err: IO[str]
+    folder: Path
+
+    def done(self, timeout_s: float = 300) -> Done:
+        """Waits for its end. A command that takes longer is killed with its whole group."""
+        with self.out, self.err:
+            try:
+                code = self.process.wait(timeout_s)
+            except BaseException:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
+                raise
+            self.out.seek(0)
+            self.err.seek(0)
+            return Done(code, self.out.read(), self.err.read(), self.folder)
+
+
+@dataclass(frozen=True)
 class Commands:
     """Runs train.py and eval.py in a folder of their own, on made data."""
 
     folder: Path
     cache: Path
     data: Path
+    popen: type = subprocess.Popen
 
     def __call__(self, script: str, *args: str, env: dict[str, str] | None = None, timeout_s: float = 300) -> Done:
+        return self.start(script, *args, env=env).done(timeout_s)
+
+    def start(self, script: str, *args: str, env: dict[str, str] | None = None) -> Started:
         given = [] if script == "eval.py" else [f"data.root={self.data}", f"data.cache_dir={self.cache}"]
-        command = [sys.executable, str(ROOT / script), *given, *args]
-        done = subprocess.run(
-            command,
+        out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        process = self.popen(
+            [sys.executable, str(ROOT / script), *given, *args],
             cwd=self.folder,
             env={**os.environ, **(env or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
         )
-        return Done(done.returncode, done.stdout, done.stderr, self.folder)
+        return Started(process, out, err, self.folder)
 
     def files(self) -> list[str]:
         """What the commands left in their folder."""
@@ -132,11 +164,23 @@ def shared_command(tmp_path_factory: pytest.TempPathFactory, cache: Path, mnist:
     return Commands(tmp_path_factory.mktemp("work"), cache, mnist)
 
 
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()
+    forked_processes.start_server(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+
+
+@pytest.fixture
+def forked_command(command: Commands, fork_server: None) -> Commands:
+    """As `command`, forked from a server: for tests about what a command does, not about how Python starts it."""
+    return replace(command, popen=forked_processes.Popen)
+
+
 @pytest.fixture(scope="module")
-def forked() -> Iterator[None]:
-    """Lets runs that are started from Python fork their processes from a server that has imported everything."""
+def forked(fork_server: None) -> Iterator[None]:
+    """Runs that are started from Python fork their processes from a server."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "run_processes", forked_processes.run_processes)
+        patch.setattr(local, "subprocess", forked_processes)
         yield
 
 

@@ -1,134 +1,268 @@
-"""The processes of a run, for tests: forked from a server that has imported everything once, 10 s once for all of them.
+"""Commands and the processes of a run, for tests: forked from one server that has imported torch and Lightning once.
 
-In all else they are what launch/local.py starts: real processes with the same environment, job and exit codes.
+In all else they are what `python <script>` starts: processes of their own with that environment, working directory, exit
+code and standard streams, which can be signalled and killed. This module stands in for `subprocess` where scripts are
+started. All test workers share the server.
 """
 
-import multiprocessing
+import atexit
+import contextlib
+import fcntl
+import importlib
 import os
-import resource
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
-from importlib import util
-from multiprocessing.process import BaseProcess
+import traceback
+from multiprocessing import reduction
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+__all__ = ["DEVNULL", "HOOK", "PIPE", "STDOUT", "Popen", "TimeoutExpired", "start_server"]
 
-from lockstep.errors import RunFailed
-from lockstep.launch import local
-from lockstep.machine.world import World
-
-context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["lockstep.build", "lockstep.reporting.recorder", "timm"])
+ADDRESS = "TEST_FORK_SERVER"
+HOOK = "TEST_HOOK"  # a file that a process runs before its script: to change what the script is about to use
+START_S = 300.0  # for the imports on a busy machine
 
 
-def work(script: str, config: dict, world: World, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    os.environ.pop(local.JOB)
+class Popen:
+    """`python <script> [args]`, forked; what launch/local.py and launch/slots.py use of subprocess.Popen."""
+
+    def __init__(self, command: list[str], *, cwd: Any = None, env: dict[str, str] | None = None, stdin: Any = None,
+                 stdout: Any = None, stderr: Any = None, start_new_session: bool = False) -> None:  # fmt: skip
+        assert command[0] == sys.executable and command[1].endswith(".py"), command
+        self.args, self.returncode, self.stdin, self.stdout = command, None, None, None
+        request = {
+            "argv": command[1:],
+            "cwd": str(cwd or Path.cwd()),
+            "env": dict(os.environ if env is None else env),
+            "group": 0 if start_new_session else os.getpgrp(),
+        }
+        with contextlib.ExitStack() as stack:
+            given = self.descriptors(stdin, stdout, stderr, stack)
+            self.connection = Client(os.environ[ADDRESS])
+            self.connection.send(request)
+            for descriptor in given:
+                reduction.send_handle(self.connection, descriptor, None)
+        self.pid: int = self.connection.recv()
+
+    def descriptors(self, stdin: Any, stdout: Any, stderr: Any, stack: contextlib.ExitStack) -> list[int]:
+        found = []
+        for number, wanted in enumerate((stdin, stdout, stderr)):
+            if wanted is None:
+                found.append(number)
+            elif wanted == DEVNULL:
+                found.append(stack.enter_context(Path(os.devnull).open("r+b")).fileno())
+            elif wanted == STDOUT:
+                found.append(found[1])
+            elif wanted == PIPE:
+                assert number == 0, "only standard input can be a pipe"
+                read, write = os.pipe()
+                stack.callback(os.close, read)
+                self.stdin = os.fdopen(write, "wb", buffering=0)
+                found.append(read)
+            else:
+                found.append(wanted.fileno())
+        return found
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self.connection.poll():
+            self.returncode = self.connection.recv()
+            self.connection.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None and not self.connection.poll(timeout):
+            raise TimeoutExpired(self.args, timeout or 0.0)
+        code = self.poll()
+        assert code is not None
+        return code
+
+    def send_signal(self, what: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, what)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# --- the server ---
+
+
+def start_server(folder: Path) -> None:
+    """Starts it, unless another worker has: it ends with the last worker that has called this."""
+    if ADDRESS in os.environ:  # one that somebody keeps
+        return
+    address, log = folder / "fork-server", folder / "fork-server.log"
+    with log.open("ab") as output:
+        fcntl.flock(output, fcntl.LOCK_EX)
+        worker = connected(address)
+        if worker is None:
+            command = [sys.executable, "-c", "import sys, forked; forked.serve(sys.argv[1])", str(address)]
+            path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            server = subprocess.Popen(command, env=environment, stdin=DEVNULL, stdout=output, stderr=output,
+                                      start_new_session=True)  # fmt: skip
+            deadline = time.monotonic() + START_S
+            while worker is None:
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+                worker = connected(address)
+            server.returncode = 0  # it is not waited for
+    worker.send(None)
+    os.environ[ADDRESS] = str(address)
+    atexit.register(worker.close)
+
+
+def connected(address: Path) -> Connection | None:
+    try:
+        return Client(str(address))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return None
+
+
+def preload() -> None:
+    import lockstep.build
+    import lockstep.launch.start
+    import lockstep.reporting.comparison
+    import lockstep.reporting.flops
+    import lockstep.reporting.page
+    import lockstep.sweeps.table
+    import lockstep.training.memory  # noqa: F401
+
+    for heavy in (
+        "matplotlib.backends.backend_svg",
+        "matplotlib.figure",
+        "timm",
+    ):  # after Lockstep, which leaves them out
+        importlib.import_module(heavy)
+
+
+def serve(address: str) -> None:
+    """Forks a process for each request, and tells its exit code to who asked, until no worker is connected."""
+    preload()
+    Path(address).unlink(missing_ok=True)  # of a server that was killed
+    listener = Listener(address, backlog=64)
+    awake, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    inbox: Any = listener._listener._socket  # type: ignore[attr-defined]
+    children: dict[int, Connection] = {}
+    workers: list[Connection] = []
+    with selectors.DefaultSelector() as selector:
+        for readable in (inbox, awake):
+            selector.register(readable, selectors.EVENT_READ)
+        begun = False
+        while workers or not begun:
+            for key, _ in selector.select():
+                if key.fileobj is inbox:
+                    connection = listener.accept()
+                    try:
+                        request = connection.recv()
+                    except EOFError:  # who asked was killed
+                        continue
+                    if request is None:
+                        workers.append(connection)
+                        selector.register(connection, selectors.EVENT_READ)
+                        begun = True
+                    else:
+                        ours = [inbox, awake, wake, selector, *workers, *children.values()]
+                        children[fork(connection, request, ours)] = connection
+                elif key.fileobj is awake:
+                    awake.recv(4096)
+                    reap(children)
+                else:
+                    selector.unregister(key.fileobj)
+                    workers.remove(key.fileobj)
+    listener.close()
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def reap(children: dict[int, Connection]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            with contextlib.suppress(OSError):  # who asked may be gone
+                children[pid].send(os.waitstatus_to_exitcode(status))
+            children.pop(pid).close()
+
+
+def fork(connection: Connection, request: dict[str, Any], ours: list[Any]) -> int:
+    streams = [reduction.recv_handle(connection) for _ in range(3)]
+    if pid := os.fork():
+        for descriptor in streams:
+            os.close(descriptor)
+        connection.send(pid)
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+        for mine in [*ours, connection]:
+            mine.close()
+        with contextlib.suppress(
+            PermissionError
+        ):  # a group of pytest's session: its Ctrl-C ends pytest, and then these
+            os.setpgid(0, request["group"])
+        run(request)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(70)
+
+
+def run(request: dict[str, Any]) -> None:
+    """What Python does with a script, from its start to its exit."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv[:] = request["argv"]
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [str(Path(sys.argv[0]).parent), *(place for place in path if place and place not in sys.path)]
+    in_this_process()
+    if HOOK in os.environ:
+        runpy.run_path(os.environ[HOOK])
+    code = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def in_this_process() -> None:
+    """Threads as the environment says; processes that this one starts are forked as well; kills of tests/kills.py."""
+    import kills
     import torch
 
-    from lockstep.launch.exits import exit_code
+    from lockstep.launch import local, slots
 
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    if world.rank:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if os.environ.get(KILL_RANK) == str(world.rank):
-        count_events()
-    spec = util.spec_from_file_location("job", script)
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    code = exit_code(lambda: module.JOB(OmegaConf.create(config), world), world.rank)
-    sys.stdout.flush()
-    os._exit(code)  # as fast as it goes: nothing is left to say
-
-
-def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
-    port, config = local.free_port(), OmegaConf.to_container(cfg, resolve=True)
-    processes: list[BaseProcess] = []
-    for rank in range(world.devices):
-        own = World(world.accelerator, world.devices, world.nodes, world.strategy, rank)
-        environment = local.environment(cfg, own, 0, port) | {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-        environment |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // world.devices))}
-        processes.append(
-            context.Process(target=work, args=(str(script), config, own, environment), daemon=True, name=f"rank {rank}")
-        )
-    for process in processes:
-        process.start()
-    first, deadline = 0, float("inf")
-    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-        for process in processes:
-            process.join(0.02)
-            if process.exitcode and not first:
-                first, deadline = process.exitcode, time.monotonic() + local.LAST_WORDS_S
-    for process in processes:
-        process.kill()
-        process.join()
-    first = first or next((process.exitcode for process in processes if process.exitcode), 0)
-    if first:
-        raise RunFailed(f"a process of the run ended with exit code {first}", 2 if first == 2 else 1)
-
-
-# --- kills ---
-
-KILL_AT, KILL_RANK, COUNT = "TEST_KILL_AT", "TEST_KILL_RANK", "TEST_COUNT_EVENTS"
-ROOM = "TEST_ROOM"  # where it is set, the disk has no more room for larger files from that moment on, instead of a kill
-
-
-def count_events() -> None:
-    """Counts the moments around everything that a run writes, and kills this process at the one that is asked for."""
-    import signal
-
-    from lockstep.callbacks import FiniteLoss
-    from lockstep.checkpoints import saving, shards
-    from lockstep.reporting.loggers import MetricsCsv
-
-    at, seen, one_thread = int(os.environ[KILL_AT]), [0], threading.Lock()
-
-    def event(name: str) -> None:
-        with one_thread:
-            seen[0] += 1
-            if COUNT in os.environ:
-                with Path(os.environ[COUNT]).open("a") as file:
-                    file.write(f"{name}\n")
-            if seen[0] == at and ROOM in os.environ:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ[ROOM]), resource.RLIM_INFINITY))
-            elif seen[0] == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def around(owner: object, name: str) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*args: object, **kwargs: object) -> object:
-            event(f"before {name}")
-            result = original(*args, **kwargs)
-            event(f"after {name}")
-            return result
-
-        setattr(owner, name, wrapped)
-
-    write = shards.write
-
-    def write_in_two_parts(content: object, path: Path) -> None:
-        write(content, path)
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        event("half of a checkpoint is written")
-        path.write_bytes(whole)
-
-    shards.write = write_in_two_parts
-    rename = Path.rename
-
-    def renamed(self: Path, target: Path) -> Path:
-        event("before rename")
-        return rename(self, target)
-
-    Path.rename = renamed
-    around(shards, "take_place")
-    around(shards, "remove")
-    around(MetricsCsv, "log_metrics")
-    around(MetricsCsv, "write")
-    around(FiniteLoss, "on_train_batch_end")
-    around(saving.LastCheckpoint, "save")
-    around(saving.LastCheckpoint, "setup")
-    around(saving.LastCheckpoint, "tidy")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    this: Any = sys.modules[__name__]
+    local.subprocess = slots.subprocess = this
+    if os.environ.get(kills.RANK, "") == os.environ.get("RANK"):
+        kills.count_events()

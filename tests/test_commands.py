@@ -1,4 +1,4 @@
-"""The main job as users type it: whole commands in their own processes."""
+"""The main job as users type it. One whole command of each form in interpreters of its own; the others are forked."""
 
 import csv
 import json
@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 
+import forked
 import pytest
+from conftest import SMALL
 
 from lockstep import ROOT
 
-SHORT = ["trainer.limit_train_batches=4", "trainer.accelerator=cpu"]
+SHORT = ["trainer.limit_train_batches=4", *SMALL]
 TWO = ["strategy=ddp", "trainer.devices=2"]
 
 
@@ -24,8 +26,29 @@ def torchrun(command, *args: str) -> subprocess.CompletedProcess:
     return subprocess.run(full, cwd=command.folder, capture_output=True, text=True, timeout=300)
 
 
+def report(command, run: str) -> dict:
+    return json.loads((command.folder / "runs" / run / "report.json").read_text())
+
+
+def hook(folder, *body: str) -> dict[str, str]:
+    """The environment of a command whose processes do `body` at the end of the second step."""
+    lines = [
+        "import os, signal, warnings",
+        "from lockstep.callbacks import FiniteLoss",
+        "original = FiniteLoss.on_train_batch_end",
+        "def hook(self, trainer, *args):",
+        "    original(self, trainer, *args)",
+        "    if trainer.global_step == 2:",
+        *(f"        {line}" for line in body),
+        "FiniteLoss.on_train_batch_end = hook",
+    ]
+    (folder / "hook.py").write_text("\n".join(lines))
+    return {forked.HOOK: str(folder / "hook.py")}
+
+
 def test_two_processes_are_one_run_with_one_voice(command):
-    done = command("train.py", *TWO, "run=pair", *SHORT, "trainer.precision=32-true")
+    small = ["trainer.limit_train_batches=4", "trainer.accelerator=cpu"]
+    done = command("train.py", *TWO, "run=pair", *small, "trainer.precision=32-true")
     assert done.code == 0, done
     lines = done.out.splitlines()
     (plan,) = [line for line in lines if "batch 64 = 2 x 32" in line]
@@ -50,16 +73,16 @@ def test_a_multirun_is_as_many_runs_as_jobs_and_a_table(command):
     done = command("train.py", "-m", "optim.lr=1e-3,3e-3", "seed=0,1", "run=sweep", *SHORT)
     assert done.code == 0, done
     sweep = command.folder / "runs/sweep"
-    reports = [json.loads((sweep / str(job) / "report.json").read_text()) for job in range(4)]
+    reports = [report(command, f"sweep/{job}") for job in range(4)]
     assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "2", "3", "multirun.yaml", "results.csv"]
-    assert [(report["status"], report["test/count"], report["seed"]) for report in reports] == [
+    assert [(each["status"], each["test/count"], each["seed"]) for each in reports] == [
         ("done", 103, seed) for seed in (0, 1, 0, 1)
     ]
-    assert len({report["test/loss"] for report in reports}) == 4
+    assert len({each["test/loss"] for each in reports}) == 4
     with (sweep / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == [f"sweep/{job}" for job in range(4)]
-    assert [float(row["test/loss"]) for row in rows] == [report["test/loss"] for report in reports]
+    assert [float(row["test/loss"]) for row in rows] == [each["test/loss"] for each in reports]
     for job, own in enumerate(
         ("optim.lr=0.001 seed=0", "optim.lr=0.001 seed=1", "optim.lr=0.003 seed=0", "optim.lr=0.003 seed=1")
     ):
@@ -71,139 +94,98 @@ def test_a_multirun_is_as_many_runs_as_jobs_and_a_table(command):
     )
 
 
-def test_a_multirun_of_two_processes_each_goes_on_after_a_job_that_cannot_run(command):
-    done = command("train.py", "-m", "data.batch_size=64,63", "run=sweep", *TWO, *SHORT)
+def test_a_multirun_of_two_processes_each_goes_on_after_a_job_that_cannot_run(forked_command):
+    done = forked_command("train.py", "-m", "data.batch_size=64,63", "run=sweep", *TWO, *SHORT)
     assert done.code == 2, done
-    sweep = command.folder / "runs/sweep"
-    reports = [json.loads((sweep / str(job) / "report.json").read_text()) for job in range(2)]
-    assert [report["status"] for report in reports] == ["done", "failed"]
+    sweep = forked_command.folder / "runs/sweep"
+    reports = [report(forked_command, f"sweep/{job}") for job in range(2)]
+    assert [each["status"] for each in reports] == ["done", "failed"]
     assert (reports[0]["test/count"], reports[0]["world_size"]) == (103, 2)
     assert "data.batch_size=62 or 64" in done.err
     assert sorted(path.name for path in (sweep / "1").iterdir()) == ["report.json"]
 
 
-def test_a_multirun_typed_twice_harms_nothing(command):
+def test_a_multirun_typed_twice_harms_nothing(forked_command):
     args = ["-m", "seed=0,1", "run=sweep", "trainer.limit_test_batches=1", *SHORT]
-    assert command("train.py", *args).code == 0
-    before = [(command.folder / f"runs/sweep/{job}/report.json").read_text() for job in range(2)]
-    done = command("train.py", *args)
+    assert forked_command("train.py", *args).code == 0
+    before = [(forked_command.folder / f"runs/sweep/{job}/report.json").read_text() for job in range(2)]
+    done = forked_command("train.py", *args)
     assert done.code == 2, done
     assert "runs/sweep/0 exists" in done.err
-    assert [(command.folder / f"runs/sweep/{job}/report.json").read_text() for job in range(2)] == before
+    assert [(forked_command.folder / f"runs/sweep/{job}/report.json").read_text() for job in range(2)] == before
     assert '"status": "done"' in before[0]
 
 
-def test_ctrl_c_ends_a_multirun_as_a_whole(command):
-    args = [
-        "-m",
-        "seed=0,1",
-        "run=sweep",
-        "trainer.max_epochs=500",
-        "trainer.log_every_n_steps=1",
-        "trainer.accelerator=cpu",
-        *TWO,
-    ]
-    full = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        f"data.root={command.data}",
-        f"data.cache_dir={command.cache}",
-        *args,
-    ]
-    process = subprocess.Popen(
-        full, cwd=command.folder, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not (command.folder / "runs/sweep/0/metrics.csv").exists():
+def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
+    options = ["seed=0,1", "run=sweep", "trainer.max_epochs=500", "trainer.log_every_n_steps=1", *SMALL, *TWO]
+    started = forked_command.start("train.py", "-m", *options)
+    sweep, deadline = forked_command.folder / "runs/sweep", time.monotonic() + 120
+    while not (sweep / "0/metrics.csv").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(60) == 130
-    assert not (command.folder / "runs/sweep/1").exists()
-    assert json.loads((command.folder / "runs/sweep/0/report.json").read_text())["status"] == "interrupted"
+    os.killpg(started.process.pid, signal.SIGINT)
+    done = started.done(60)
+    assert done.code == 130, done
+    assert not (sweep / "1").exists()
+    assert report(forked_command, "sweep/0")["status"] == "interrupted"
 
 
-def test_warnings_reach_the_screen(command, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(
-        "import threading, warnings\n"
-        "from pathlib import Path\n"
-        "def warn():\n"
-        "    import time\n"
-        "    while not Path('runs/a/metrics.csv').exists(): time.sleep(0.01)\n"
-        "    warnings.warn('something to know')\n"
-        "threading.Thread(target=warn, daemon=True).start()\n"
-    )
-    done = command(
-        "train.py",
-        "run=a",
-        "trainer.log_every_n_steps=1",
-        "trainer.max_epochs=3",
-        "trainer.accelerator=cpu",
-        env={"PYTHONPATH": str(tmp_path)},
-    )
+def test_warnings_reach_the_screen(forked_command, tmp_path):
+    warn = hook(tmp_path, "warnings.warn('something to know')")
+    done = forked_command("train.py", "run=a", *SHORT, env=warn)
     assert done.code == 0, done
     assert done.err.count("UserWarning: something to know") == 1
-    assert "something to know" in (command.folder / "runs/a/train.log").read_text()
+    assert "something to know" in (forked_command.folder / "runs/a/train.log").read_text()
 
 
-def test_a_mistake_that_shows_late_leaves_nothing_either(command):
-    done = command("train.py", *TWO, "schedule=cosine", "schedule.warmup_steps=1000", *SHORT)
+def test_a_mistake_that_shows_late_leaves_nothing_either(forked_command):
+    done = forked_command("train.py", *TWO, "schedule=cosine", "schedule.warmup_steps=1000", *SHORT)
     assert done.code == 2, done
     assert done.err.splitlines() == [
         "error: schedule.warmup_steps=1000 is not below the run's 4 steps. Type a smaller number."
     ]
-    assert [name for name in command.files() if name != "runs"] == []
+    assert [name for name in forked_command.files() if name != "runs"] == []
 
 
-def test_a_process_that_dies_ends_the_run_and_the_report_says_so(command, tmp_path):
+def test_a_process_that_dies_ends_the_run_and_the_report_says_so(forked_command, tmp_path):
     """Rank 1 is killed by the system, as when memory runs out."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, threading\n"
-        "if os.environ.get('LOCAL_RANK') == '1':\n"
-        "    from pathlib import Path\n"
-        "    def wait():\n"
-        "        import time\n"
-        "        while not Path('runs/dies/metrics.csv').exists(): time.sleep(0.01)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    threading.Thread(target=wait, daemon=True).start()\n"
-    )
-    done = command("train.py", *TWO, "run=dies", "trainer.log_every_n_steps=1", "trainer.max_epochs=500",
-                   "trainer.accelerator=cpu", env={"PYTHONPATH": str(tmp_path)}, timeout_s=120)  # fmt: skip
+    killed = hook(tmp_path, "if trainer.global_rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    done = forked_command("train.py", *TWO, "run=dies", "trainer.max_epochs=500", *SMALL, env=killed)
     assert done.code == 1, done
-    report = json.loads((command.folder / "runs/dies/report.json").read_text())
-    assert report["status"] == "failed"
-    assert report["error"]
+    assert report(forked_command, "dies")["status"] == "failed"
+    assert report(forked_command, "dies")["error"]
 
 
-@pytest.mark.slow  # five processes: 40 s; tests/test_interchange.py has the same in forked ones
-def test_shards_are_saved_resumed_and_evaluated_on_one_process(command):
-    fsdp = ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true", "trainer.accelerator=cpu"]
-    done = command("train.py", "run=shards", *fsdp)
+@pytest.mark.slow  # tests/test_interchange.py has the same without commands
+def test_shards_are_saved_resumed_and_evaluated_on_one_process(forked_command):
+    fsdp = ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true", *SMALL]
+    done = forked_command("train.py", "run=shards", *fsdp)
     assert done.code == 0, done
-    folder = command.folder / "runs/shards"
+    folder = forked_command.folder / "runs/shards"
     assert len(list((folder / "checkpoints/last.ckpt").glob("shard-*.pt"))) == 2
-    done = command("train.py", "run=shards", "resume=auto", "trainer.max_epochs=2", *fsdp)
+    done = forked_command("train.py", "run=shards", "resume=auto", "trainer.max_epochs=2", *fsdp)
     assert done.code == 0, done
-    report = json.loads((folder / "report.json").read_text())
-    assert report["train/steps"] == 18
-    done = command("eval.py", "run=shards", "trainer.accelerator=cpu", f"data.cache_dir={command.cache}")
+    trained = report(forked_command, "shards")
+    assert trained["train/steps"] == 18
+    done = forked_command("eval.py", "run=shards", "trainer.accelerator=cpu", f"data.cache_dir={forked_command.cache}")
     assert done.code == 0, done
-    assert json.loads((folder / "eval.json").read_text())["test/loss"] == pytest.approx(report["test/loss"], rel=1e-6)
+    again = json.loads((folder / "eval.json").read_text())
+    assert again["test/loss"] == pytest.approx(trained["test/loss"], rel=1e-6)
 
 
 def test_torchrun_starts_the_same_job(command):
     done = torchrun(command, "strategy=ddp", *SHORT)
     assert done.returncode == 0, done.stderr
     (run,) = (command.folder / "runs").iterdir()
-    report = json.loads((run / "report.json").read_text())
-    assert (report["status"], report["world_size"], report["test/count"]) == ("done", 2, 103)
+    found = report(command, run.name)
+    assert (found["status"], found["world_size"], found["test/count"]) == ("done", 2, 103)
     assert done.stdout.count("test accuracy") == 1
 
 
 @pytest.mark.slow
-def test_processes_that_see_other_files_end_at_once_and_say_so(command):
+def test_processes_that_see_other_files_end_at_once_and_say_so(command, forked_command):
     """As two nodes whose runs_dir is not shared: rank 0 finds a checkpoint to go on from, rank 1 finds none."""
-    done = command("train.py", "run=a", "runs_dir=disk0/runs", *SHORT)
+    done = forked_command("train.py", "run=a", "runs_dir=disk0/runs", *SHORT)
     assert done.code == 0, done
     done = torchrun(command, "strategy=ddp", "run=a", "resume=auto", "runs_dir=disk${oc.env:RANK}/runs", *SHORT)
     assert done.returncode == 1
@@ -212,25 +194,29 @@ def test_processes_that_see_other_files_end_at_once_and_say_so(command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "precision"), [(["strategy=single"], "bf16-mixed"), (TWO, "32-true")])
-def test_resnet50d_at_336_pixels(command, strategy, precision):
-    done = command("train.py", *strategy, "model=resnet50d", "data.image_size=336", "data.batch_size=4", "data.eval_batch_size=4",
-                   "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
-                   f"trainer.precision={precision}", "trainer.accelerator=cpu", "run=big")  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [("strategy=single", "bf16-mixed"), pytest.param("strategy=ddp", "32-true", marks=pytest.mark.full)],
+)
+def test_resnet50d_at_336_pixels(forked_command, strategy, precision):
+    devices = "trainer.devices=2" if strategy == "strategy=ddp" else "trainer.devices=1"
+    done = forked_command("train.py", strategy, devices, "model=resnet50d", "data.image_size=336", "data.batch_size=4", "data.eval_batch_size=4",
+                          "trainer.limit_train_batches=2", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+                          f"trainer.precision={precision}", "trainer.accelerator=cpu", "run=big", timeout_s=600)  # fmt: skip
     assert done.code == 0, done
-    report = json.loads((command.folder / "runs/big/report.json").read_text())
-    assert (report["train/steps"], report["parameters"] > 23_000_000, report["precision"]) == (2, True, precision)
+    found = report(forked_command, "big")
+    assert (found["train/steps"], found["parameters"] > 23_000_000, found["precision"]) == (2, True, precision)
 
 
 @pytest.mark.slow
-def test_compiled_and_uncompiled_checkpoints_have_the_same_keys(command):
+def test_compiled_and_uncompiled_checkpoints_have_the_same_keys(command, forked_command):
     import torch
 
     from lockstep.models import BasicNet
 
-    done = command("train.py", "compile=true", "run=compiled", *SHORT)
+    done = command("train.py", "compile=true", "run=compiled", *SHORT, timeout_s=600)
     assert done.code == 0, done
     content = torch.load(command.folder / "runs/compiled/checkpoints/last.ckpt", weights_only=True)
     assert list(content["state_dict"]) == [f"net.{key}" for key in BasicNet().state_dict()]
-    done = command("eval.py", "run=compiled", "compile=false", f"data.cache_dir={command.cache}")
+    done = forked_command("eval.py", "run=compiled", "compile=false", f"data.cache_dir={command.cache}")
     assert done.code == 0, done

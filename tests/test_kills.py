@@ -3,12 +3,11 @@
 import json
 from pathlib import Path
 
-import forked as forked_processes
+import kills
 import pytest
 
 import lockstep
 from lockstep.errors import RunFailed
-from lockstep.launch import cli
 from lockstep.reporting import comparison
 
 SETUPS = {
@@ -45,18 +44,18 @@ OPTIONS = [
 def train(tmp_path, mnist, cache, monkeypatch, forked):
     """Trains in processes that can be killed, one process alone included."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "ONE_PROCESS", ())
+    monkeypatch.setattr("lockstep.launch.start.runs_here", lambda _: False)
     base = [f"data.root={mnist}", f"data.cache_dir={cache}", *OPTIONS]
     return lambda *overrides: lockstep.train([*base, *overrides])
 
 
 def events(train, monkeypatch, setup: str, rank: int) -> list[str]:
     """Runs without a kill; returns the names of the moments at which `rank` could have been killed."""
-    monkeypatch.setenv(forked_processes.KILL_RANK, str(rank))
-    monkeypatch.setenv(forked_processes.KILL_AT, "0")
-    monkeypatch.setenv(forked_processes.COUNT, str(Path("events").resolve()))
+    monkeypatch.setenv(kills.RANK, str(rank))
+    monkeypatch.setenv(kills.AT, "0")
+    monkeypatch.setenv(kills.COUNT, str(Path("events").resolve()))
     train("run=whole", *SETUPS[setup])
-    monkeypatch.delenv(forked_processes.COUNT)
+    monkeypatch.delenv(kills.COUNT)
     return Path("events").read_text().splitlines()
 
 
@@ -72,10 +71,10 @@ def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, kind
     names = events(train, monkeypatch, setup, rank)
     whole = comparison.find("whole", Path("runs"))
     for at in chosen(names, kinds):
-        monkeypatch.setenv(forked_processes.KILL_AT, str(at))
+        monkeypatch.setenv(kills.AT, str(at))
         with pytest.raises(RunFailed):
             train(f"run=killed-{at}", *SETUPS[setup])
-        monkeypatch.setenv(forked_processes.KILL_AT, "0")
+        monkeypatch.setenv(kills.AT, "0")
         train(f"run=killed-{at}", *SETUPS[setup])
         found = comparison.compare(whole, comparison.find(f"killed-{at}", Path("runs")), exact=True, tolerance=0)
         place = f"killed at event {at}: {names[at - 1]}"
@@ -86,8 +85,8 @@ def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, kind
 @pytest.mark.parametrize(("setup", "rank"), [("single", 0), ("shards", 1)])
 def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_room(setup, rank, train, monkeypatch):
     names = events(train, monkeypatch, setup, rank)
-    monkeypatch.setenv(forked_processes.KILL_AT, str(len(names) // 2))
-    monkeypatch.setenv(forked_processes.ROOM, "100000")
+    monkeypatch.setenv(kills.AT, str(len(names) // 2))
+    monkeypatch.setenv(kills.ROOM, "100000")
     with pytest.raises(RunFailed):
         train("run=full", *SETUPS[setup])
     report = json.loads(Path("runs/full/report.json").read_text())
@@ -95,8 +94,8 @@ def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_ro
     kept = files("full")
     assert {"checkpoints/last.ckpt" + ("/rest.pt" if setup == "shards" else "")} <= kept
     assert not [path for path in kept if ".part" in path]
-    monkeypatch.delenv(forked_processes.ROOM)
-    monkeypatch.setenv(forked_processes.KILL_AT, "0")
+    monkeypatch.delenv(kills.ROOM)
+    monkeypatch.setenv(kills.AT, "0")
     train("run=full", *SETUPS[setup])
     found = comparison.compare(
         *(comparison.find(run, Path("runs")) for run in ("whole", "full")), exact=True, tolerance=0

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import SMALL
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.errors import Preempted, TrainingFailed, UserError
 from lockstep.reporting.loggers import MetricsCsv
-from lockstep.training.module import Classification
+from lockstep.training.module import TaskModule
 
 
 class Crash(RuntimeError):
@@ -25,7 +26,7 @@ class Crash(RuntimeError):
 def train(tmp_path, mnist, cache, monkeypatch):
     """Trains in a folder of its own; an epoch has 12 steps."""
     monkeypatch.chdir(tmp_path)
-    base = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
+    base = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", *SMALL]
     return lambda *overrides: lockstep.train([*base, *overrides])
 
 
@@ -108,16 +109,16 @@ def test_a_run_that_is_warned_saves_at_the_next_step_and_goes_on_from_there(trai
 
 def test_a_run_that_is_warned_while_it_is_tested_ends_and_is_tested_again(train, monkeypatch):
     whole = train("run=whole")
-    original = Classification.test_step
+    original = TaskModule.test_step
 
     def warned(self, *args):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *args)
 
-    monkeypatch.setattr(Classification, "test_step", warned)
+    monkeypatch.setattr(TaskModule, "test_step", warned)
     with pytest.raises(Preempted, match="ended by SIGTERM"):
         train("run=parts", "data.eval_batch_size=50")
-    monkeypatch.setattr(Classification, "test_step", original)
+    monkeypatch.setattr(TaskModule, "test_step", original)
     assert train("run=parts", "resume=auto")["test/loss"] == whole["test/loss"]
 
 

@@ -1,17 +1,22 @@
 """What docs/your-own says works as it is written there, touches no file of Lockstep's, and keeps every promise."""
 
+import io
 import json
+import re
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from your_own import Page
+from your_own import FOLDER, Page
 
 import lockstep
-from lockstep.errors import RunFailed
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config, tried_alone
+from lockstep.errors import RunFailed, UserError
 from lockstep.reporting import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")
@@ -33,6 +38,7 @@ PAGES = [
     Page("segmentation", ("data.count=70", "data.image_size=16", "model.width=4")),
     Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),
 ]
+ELSEWHERE = {"lightning-module"}  # pages with a test of their own
 SLOW = {"folder", "loss", "metric", "multilabel", "regression", "language-model"}
 
 
@@ -41,7 +47,7 @@ class Runs:
     page: Page
     reports: dict[str, dict]
     evaluation: dict
-    printed: str
+    printed: str  # by the run with one process
 
     def weights(self, run: str) -> torch.Tensor:
         """All of them as one vector, from the checkpoint that was tested."""
@@ -74,7 +80,8 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
     common = [*page.commands[page.command], *QUICK, *quick]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(page.write(tmp_path_factory.mktemp(page.name)))
-        reports = {"single": lockstep.train(["run=single", *common])}
+        with redirect_stdout(io.StringIO()) as printed:
+            reports = {"single": lockstep.train(["run=single", *common])}
         reports["ddp"] = lockstep.train(["run=ddp", *TWO, *common])
         with pytest.raises(RunFailed):
             lockstep.train(["run=stopped", *TWO, *common, f"+callbacks.witness.fail_at={STOPS_AT}"])
@@ -82,9 +89,73 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
             ["run=stopped", "resume=auto", *TWO, *common, "+callbacks.witness.fail_at=null"]
         )
         evaluation = lockstep.evaluate(["run=ddp", "trainer.accelerator=cpu"])
-        yield Runs(page, reports, evaluation, "")
-        for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
-            del sys.modules[name]
+        yield Runs(page, reports, evaluation, printed.getvalue())
+    forget()
+
+
+def forget() -> None:
+    """The next page has modules of the same names."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
+        del sys.modules[name]
+
+
+# --- the files ---
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_needs_few_files_and_none_of_locksteps(page):
+    python = [name for name in page.files if name.endswith(".py")]
+    configs = [name for name in page.files if name.endswith(".yaml")]
+    assert (len(python) <= 2, len(configs) <= 1) == (True, True)
+    assert all(name.startswith(("src/mywork/", "configs/")) for name in page.files)
+    assert not [name for name in page.files if (lockstep.ROOT / name).exists()]
+    title = page.text.splitlines()[0].removeprefix("# ")
+    row = f"| [{title}]({page.name}.md) | {len(python)} | {len(configs)} | {page.lines} |"
+    assert row in (FOLDER / "README.md").read_text().splitlines(), row
+
+
+def test_every_page_is_tested_and_named_in_the_index():
+    index = (FOLDER / "README.md").read_text()
+    assert {path.stem for path in FOLDER.glob("*.md")} - ELSEWHERE == {"README", *(page.name for page in PAGES)}
+    for path in FOLDER.glob("*.md"):
+        links = re.findall(r"\]\(([\w-]+\.md)\)", path.read_text())
+        assert [link for link in links if not (FOLDER / link).is_file()] == []
+        assert path.name == "README.md" or f"({path.name})" in index
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_a_page_is_possible(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(page.write(tmp_path))
+    for command in page.commands:
+        problems, good = tried_alone("train", command)
+        assert problems == []
+        assert check(compose_config("train", good)) == []
+
+
+def test_a_key_that_the_class_does_not_have_is_refused(tmp_path, monkeypatch, mnist, cache):
+    page = PAGES[1]
+    monkeypatch.chdir(page.write(tmp_path))
+    with pytest.raises(UserError) as refused:
+        lockstep.train([*page.commands[1], f"data.root={mnist}", f"data.cache_dir={cache}"])
+    assert f"error: {refused.value}" in page.text
+    assert not Path("runs").exists()
+    forget()
+
+
+# --- the promises ---
+
+
+def test_a_run_prints_what_the_page_shows(runs):
+    """Its lines, whatever their numbers."""
+
+    def words(text: str) -> set[str]:
+        rows = re.findall(r"^│ (\S.*?) +│", text, re.MULTILINE)
+        plans = re.findall(r"^\S+: (\S+) \(.*? · (\S+) from", text, re.MULTILINE)
+        return {*rows, *(word for plan in plans for word in plan)}
+
+    shown = words(runs.page.text)
+    assert len(shown) >= 3
+    assert shown <= words(runs.printed)
 
 
 def test_two_processes_see_the_batches_of_one(runs):

@@ -14,7 +14,7 @@ from lockstep import ROOT
 
 FOLDER = ROOT / "docs/your-own"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMED = re.compile(r"# (\S+/\S+\.(?:py|yaml))\n")
+NAMED = re.compile(r"(?:# @package _global_\n)?# (\S+/\S+\.(?:py|yaml))\n")  # Hydra wants its own line first
 # Writes down the samples of every step, and fails at one. Each run may have it: it is a callback of the project's.
 WITNESS = """import json
 from pathlib import Path
@@ -107,8 +107,9 @@ class Page:
 
     @property
     def lines(self) -> int:
-        """Of the files, without empty ones and the path."""
-        return sum(sum(bool(line.strip()) for line in text.splitlines()) - 1 for text in self.files.values())
+        """Of the files, without empty ones and comments."""
+        lines = (line.strip() for text in self.files.values() for line in text.splitlines())
+        return sum(bool(line) and not line.startswith("#") for line in lines)
 
     def write(self, root: Path) -> Path:
         thin = {name: thin_project.FILES[name] for name in ("pyproject.toml", "train.py")}

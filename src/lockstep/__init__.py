@@ -9,10 +9,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parents[1]  # the checkout: train.py, eval.py and configs/ live beside src/
-WHEEL = (PACKAGE / "configs").is_dir()  # a wheel has them inside
+ROOT = PACKAGE.parents[
+    1
+]  # the checkout, where configs/, train.py and scripts/ lie beside src/; a wheel has them inside
+WHEEL = (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
-JOBS = PACKAGE / "jobs" if WHEEL else ROOT  # train.py and eval.py
 
 
 def train(overrides: list[str] | None = None) -> dict[str, Any]:

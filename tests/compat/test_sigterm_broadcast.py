@@ -5,7 +5,9 @@ import inspect
 import lightning.pytorch as pl
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep import build
+from lockstep.config.compose import compose_config
+from lockstep.machine.world import world_of
 
 
 def test_lightning_still_broadcasts():
@@ -13,12 +15,14 @@ def test_lightning_still_broadcasts():
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
 
 
-def test_no_process_asks_another(monkeypatch):
+def test_no_process_asks_another_at_each_step(mnist, cache, monkeypatch):
     asked = []
     monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda self: asked.append(self))
     trainer = pl.Trainer(logger=False, accelerator="cpu")
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert len(asked) == 1
-    without_sigterm_broadcast(trainer)
+    given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
+    cfg = compose_config("train", [*given, "trainer.precision=32-true"])
+    trainer = build.evaluator(cfg, world_of(cfg))
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert len(asked) == 1

@@ -2,22 +2,33 @@
 
 import inspect
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep import CONFIGS
 from lockstep.checkpoints import resuming
-from lockstep.config.checks import OWNED, check, component_problems
+from lockstep.config.checks import OWNED, check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
-from lockstep.config.schema import KEYS
+from lockstep.config.instantiate import ENGINE
+from lockstep.config.keys import dotted
+from lockstep.config.schema import CLOSED, KEYS
+from lockstep.config.signatures import parameters
 from lockstep.errors import UserError
 from lockstep.machine import world
 
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
-NEEDS = {"model=timm": ["model.name=resnet10t"]}
+SEVERAL = ("callbacks", "logger")
+DATASET = "{_target_: lockstep.data.Arrays}"  # any class that imports no torch
+NEEDS = {
+    "model=timm": ["model.name=resnet10t"],
+    "data=torch": [f"data.train={DATASET}", f"data.test={DATASET}"],
+    "data=torchvision": ["data.dataset=Flowers102"],
+}
+OPEN = {"own", "none"}  # options that wait for a class of the user's, or leave all to it
 
 
 def options(group: str) -> list[str]:
@@ -27,8 +38,7 @@ def options(group: str) -> list[str]:
 def problems(*overrides: str) -> list[str]:
     """What a user is told about a command line."""
     try:
-        cfg = compose_config("train", list(overrides))
-        return [*check(cfg), *component_problems(cfg)]
+        return check(compose_config("train", list(overrides)))
     except CONFIG_ERRORS as e:
         return explain(e, "train", list(overrides))
 
@@ -44,8 +54,9 @@ def test_a_group_of_several_may_be_empty():
     assert (cfg.callbacks, cfg.logger) == ({}, {})
 
 
-def test_all_models_data_and_strategies_combine():
-    combinations = list(itertools.product(options("model"), options("data"), options("strategy")))
+def test_all_models_combine_with_all_strategies_and_with_data_in_memory_or_in_files():
+    models, strategies = [o for o in options("model") if o not in OPEN], options("strategy")
+    combinations = list(itertools.product(models, ("mnist", "folder"), strategies))
     assert len(combinations) == 24
     for model, data, strategy in combinations:
         chosen = f"model={model}"
@@ -63,8 +74,28 @@ def test_every_argument_of_the_trainer_can_be_set_or_says_what_decides_it():
 
 def test_every_key_of_a_closed_group_has_a_check():
     cfg = compose_config("train", [])
-    for group in ("data", "trainer", "checkpoint"):
+    for group in CLOSED:
         assert {f"{group}.{name}" for name in cfg[group]} == {key for key in KEYS if key.startswith(f"{group}.")}
+
+
+def components() -> Iterator[tuple[str, dict]]:
+    """The nodes of the shipped options that name a class, and where they stand."""
+    for group, option in (pair for name in GROUPS for pair in itertools.product([name], options(name))):
+        node = yaml.safe_load((CONFIGS / group / f"{option}.yaml").read_text()) or {}
+        nodes = {f"{group}.{name}": own for name, own in node.items()} if group in SEVERAL else {group: node}
+        yield from ((place, own) for place, own in nodes.items() if isinstance(own, dict) and own.get("_target_"))
+
+
+def test_every_key_of_a_shipped_component_has_a_check():
+    checked = set()
+    for place, node in components():
+        named = parameters(node["_target_"])
+        for name in node.keys() - set(ENGINE):
+            typed = name in named and named[name].annotation is not inspect.Parameter.empty
+            assert f"{place}.{name}" in KEYS or typed, f"{place}.{name} of {node['_target_']}"
+        checked |= {f"{place}.{name}" for name in node}
+    checked |= set(dotted(OmegaConf.to_container(compose_config("train", []))))
+    assert set(KEYS) <= checked  # no check is about a key that there is not
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -113,7 +144,10 @@ BAD = {
     "model=resnet50d model.checkpoint_path=/none.pth": ["model.checkpoint_path=/none.pth does not exist"],
     "data.mean=[0.1,0.2,0.3]": ["data.mean", "1 channels"],
     "data.std=[0]": ["data.std", "above 0"],
-    "data=cifar10 data.source=embedded": ["mnist only", "data.root="],
+    "task.mode=most": ["task.mode=most", "max, min"],
+    "task.monitor=test/acc": ["task.monitor=test/acc", "val/<name>"],
+    "task.metric={}": ["task.metric is not a key", "did you mean task.metrics?"],
+    "data=cifar10 data.source=embedded": ["no package carries cifar10", "data.root=", "data.source=download"],
     "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],
     "strategy=dp compile=true": ["no effect under strategy=dp"],
     "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],

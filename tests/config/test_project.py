@@ -51,7 +51,7 @@ def test_packages_are_those_in_src_and_those_that_are_listed(flowers):
 def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (project.trusted(), project.config_folders()) == ([], [CONFIGS])
-    assert jobs.script("train") == ROOT / "train.py"
+    assert (jobs.script("train"), jobs.script("runs")) == (ROOT / "train.py", ROOT / "scripts/runs.py")
     assert compose.compose_config("train", []).model.name == "basic_net"
 
 

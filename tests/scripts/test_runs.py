@@ -56,8 +56,9 @@ def written(folder: Path, ago_s: float) -> None:
 
 
 def report(status: str, ago_s: float, **more: Any) -> dict[str, Any]:
-    world = {"model": "basic_net", "strategy": "single", "world_size": 1, "data/name": "mnist"}
-    return {"status": status, "started": iso(ago_s), **world, **more}
+    what = {"model": "basic_net", "strategy": "single", "world_size": 1, "data/name": "mnist"}
+    figures = {"unit": "images", "monitor": "val/acc", "monitor_mode": "max"}
+    return {"status": status, "started": iso(ago_s), **what, **figures, **more}
 
 
 @pytest.fixture
@@ -118,6 +119,21 @@ def test_every_run_is_in_the_table_the_newest_last(runs, call):
         ["sweep/1", "failed", *[""] * 7, "1 h"],
         ["half", "damaged", "basic_net", "", "single", "", "", "", "", "20 min"],
         ["here", "running", "basic_net", "mnist", "single", "", "", "", "", "3 min"],
+    ]
+
+
+def test_columns_are_the_figures_that_the_runs_monitored_and_their_speeds(tmp_path, monkeypatch, call):
+    monkeypatch.chdir(tmp_path)
+    text = {"unit": "sequences", "monitor": "val/perplexity", "val/perplexity": 7.5, "test/perplexity": 8.25}
+    speed = {"train/sequences_per_s": 12.5, "train/flops_per_s": 1e9, "train/data_wait_share": 0.5}
+    write(Path("runs/text"), report("done", 120, **text, **speed))
+    write(Path("runs/loss"), report("done", 60, **{"monitor": "val/loss", "val/loss": 0.5, "test/loss": 0.25}))
+    heading, *rows = [cells(line.replace("┃", "│")) for line in call()[1].splitlines() if line[0] in "┃│"]
+    figures = ["val perplexity", "test perplexity", "val loss", "test loss", "sequences/s", "images/s"]
+    assert heading == ["run", "status", "model", "data", "strategy", "steps", *figures, "age"]
+    assert [row[6:12] for row in rows] == [
+        ["7.5000", "8.2500", "", "", "12.5000", ""],
+        ["", "", "0.5000", "0.2500", "", ""],
     ]
 
 
@@ -280,7 +296,7 @@ def commands(call, *args: str) -> dict[str, list[str]]:
     found = {}
     for line in out.splitlines():
         python, script, *overrides = shlex.split(line)
-        assert (python, script) == ("python", "train.py")
+        assert (python, script) == ("lockstep", "train")
         found[str(compose_config("train", overrides).run)] = overrides
     return found
 
@@ -427,5 +443,5 @@ def test_from_a_shell_without_torch(runs):
     done = subprocess.run([sys.executable, "-c", code, "failed"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
-        "python train.py run=sweep/0 resume=auto", "python train.py run=sweep/1 optim.lr=0.1 seed=3",
+        "lockstep train run=sweep/0 resume=auto", "lockstep train run=sweep/1 optim.lr=0.1 seed=3",
     ]  # fmt: skip

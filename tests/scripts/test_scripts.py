@@ -92,7 +92,7 @@ def test_a_model_is_found_by_name_directory_or_checkpoint(runs, monkeypatch, tmp
 
 def test_a_checkpoint_cannot_name_code_to_run(runs, tmp_path):
     content = torch.load(runs / "a" / "checkpoints" / "last.ckpt", weights_only=True)
-    content["hyper_parameters"]["model"] = {"_target_": "os.system", "command": f"touch {tmp_path}/ran"}
+    content["config"]["model"] = {"_target_": "os.system", "command": f"touch {tmp_path}/ran"}
     torch.save(content, tmp_path / "bad.ckpt")
     with pytest.raises(UserError, match=r"os\.system"):
         lockstep.load_model(tmp_path / "bad.ckpt")

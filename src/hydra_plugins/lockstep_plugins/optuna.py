@@ -1,4 +1,4 @@
-"""Hydra's Optuna sweeper, and what it lacks: going on, failures, pruning, files to look at. See lockstep/launch/study.py."""
+"""An Optuna sweeper that continues a study, records failures, prunes trials, and writes plots; see lockstep/sweeps/study.py."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""A launcher that runs several jobs of a multirun at once on this machine, each on GPUs of its own.
+"""A launcher that runs several jobs of a multirun at once on this machine, each on its own GPUs.
 
-joblib's launcher knows of no GPUs and gives up all jobs when one process is killed; submitit's local executor starts all
-jobs at the same time. Everything heavy is imported late: Hydra imports this module at every start.
+joblib's launcher knows no GPUs and ends all jobs when one process is killed. submitit's local executor starts all jobs at once.
+Heavy imports come late: Hydra imports this module at every start.
 """
 
 import queue
@@ -17,7 +17,7 @@ from omegaconf import DictConfig, open_dict
 
 
 class SlotsLauncher(Launcher):
-    """`jobs` at once; `auto` is as many as have a GPU, or a core, for each of their processes."""
+    """Runs `jobs` at once; `auto`: as many as there are GPUs, or cores, for all their processes."""
 
     def __init__(self, jobs: int | str) -> None:
         self.jobs = jobs
@@ -27,7 +27,7 @@ class SlotsLauncher(Launcher):
         self.script: Path = getattr(task_function, "script")  # noqa: B009  # launch/cli.py has put it there
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Raises UserError where the machine has not enough GPUs; KeyboardInterrupt when the system ends it."""
+        """Raises UserError without enough GPUs; KeyboardInterrupt when the system ends the launcher."""
         from lockstep.launch import slots
         from lockstep.machine import signals
         from lockstep.sweeps import table
@@ -59,7 +59,7 @@ class SlotsLauncher(Launcher):
         with signals.noted(), ThreadPoolExecutor(free.qsize()) as pool:
             try:
                 returns = list(pool.map(run, jobs))
-            except KeyboardInterrupt:  # those that run end with their parent
+            except KeyboardInterrupt:  # running jobs end with their parent
                 stopped.set()
                 slots.end_all()
                 raise
@@ -69,7 +69,7 @@ class SlotsLauncher(Launcher):
         return returns
 
     def run(self, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> JobReturn:
-        """One job in a process of its own, whose output goes to a file beside its directory."""
+        """One job in its own process; its output goes to a file beside its directory."""
         from lockstep.launch import slots
 
         code = slots.run_job(self.script, cfg, overrides, environment)

@@ -1,4 +1,4 @@
-"""submitit's launcher, with each job on its own: one that is lost does not end the others, and Ctrl-C takes them all back."""
+"""submitit's launcher with independent jobs: a lost job does not end the others, and Ctrl-C cancels all."""
 
 import subprocess
 import threading
@@ -33,6 +33,6 @@ class SlurmSweepLauncher(SlurmLauncher):
                 thread.join()
         except BaseException:
             jobs = [path.name for path in Path(self.params["submitit_folder"]).parent.iterdir() if path.name.isdigit()]
-            subprocess.run(["scancel", *jobs], check=False)  # those that have ended are passed over
+            subprocess.run(["scancel", *jobs], check=False)  # scancel skips jobs that have ended
             raise
         return [returns[number] for number in numbers]

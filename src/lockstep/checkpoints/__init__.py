@@ -1,1 +1,1 @@
-"""Checkpoints: what is in them, how they get to the disk, and how a run goes on from one."""
+"""Checkpoints: what they hold, how they are written and found, and how a run resumes from one."""

@@ -15,6 +15,7 @@ from lockstep.checkpoints.finding import (
 )
 from lockstep.config.compose import is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
+from lockstep.config.project import command
 from lockstep.errors import UserError
 from lockstep.machine.world import world_of
 
@@ -181,7 +182,8 @@ def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
         UserError: the run or the checkpoint does not exist or is damaged.
     """
     if (composed.run is None) == (composed.checkpoint is None):
-        raise UserError("Type python eval.py run=<name>, or python eval.py checkpoint=<path>; one of the two.")
+        typed = command("eval")
+        raise UserError(f"Type {typed} run=<name>, or {typed} checkpoint=<path>; one of the two.")
     if composed.run is not None:
         run_dir = find_run(composed.runs_dir, str(composed.run), "run")
         checkpoint = checkpoint_of_report(run_dir)

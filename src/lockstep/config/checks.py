@@ -1,13 +1,14 @@
 """Every check of a config, across its groups, without torch: a mistake is told in half a second, all at once."""
 
 import difflib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from lockstep.config.identity import title
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
@@ -75,8 +76,19 @@ def wrong_values(cfg: DictConfig) -> Iterator[str]:
             continue
         if OmegaConf.is_missing(node, name):
             yield f"{key} is missing; type {key}=<{name}>."
+            continue
+        if OmegaConf.is_interpolation(node, name):  # its value is checked where it stands
+            yield from unresolved(node, name, key)
         elif not kind.accepts(plain(node[name])):
             yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
+
+
+def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
+    try:
+        node[name]
+    except InterpolationResolutionError:
+        refers = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
+        yield f"{key}={refers} refers to a key that is not in the config. Set that key, or {key}."
 
 
 def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -271,25 +283,16 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
-EVALUATION = (device_problems, data_problems, strategy_problems)
-TRAINING = (
-    device_problems,
-    data_problems,
-    batch_problems,
-    auto_problems,
-    strategy_problems,
-    task_problems,
-    training_problems,
-)
+def data_set_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    """Of Lockstep's own data sets, which import no torch; others are asked when they are made."""
+    module, name = str(cfg.data.get("_target_")).rpartition(".")[::2]
+    if module.startswith("lockstep.data"):
+        data_set = getattr(importlib.import_module(module), name, None)
+        yield from data_set.problems(plain(cfg.data)) if data_set else ()
 
 
-def component_problems(cfg: DictConfig) -> Iterator[str]:
-    """Of a data set that can be asked without importing torch, which are all of Lockstep's own."""
-    target = cfg.data.get("_target_")
-    if isinstance(target, str) and target.startswith("lockstep.data."):
-        from lockstep.config.instantiate import locate
-
-        yield from locate(target).problems(plain(cfg.data))
+EVALUATION = (device_problems, data_problems, strategy_problems, data_set_problems)
+TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems)
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
@@ -298,7 +301,7 @@ def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
     for cross_check in EVALUATION if evaluating else TRAINING:
         try:
             problems += cross_check(cfg, world_of(cfg))
-        except (TypeError, ValueError, ArithmeticError, MissingMandatoryValue):
+        except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
             if not problems:  # otherwise a value that is already reported stood in the way
                 raise
     return problems

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check, nearest
 from lockstep.config.identity import sweep_name
-from lockstep.config.project import config_folders
+from lockstep.config.project import command, config_folders
 
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
@@ -86,7 +86,7 @@ def message(error: BaseException, override: str) -> str:
     near = re.search(r"Did you mean: '(.*?)'\?", text)
     if "is not in struct" in text or "Could not override" in text:
         meant = f"did you mean {'.'.join([*key.split('.')[:-1], near.group(1)])}? " if near else ""
-        return f"{key} is not a key of this project; {meant}python train.py --help shows all."
+        return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
     if absent and is_group(f"{absent.group(1)}="):
         group, option = absent.groups()

@@ -89,7 +89,13 @@ def current() -> Project:
 def enter(folder: Path) -> None:
     """Makes the project at or above `folder` that of this process and of those that it starts."""
     os.environ.setdefault(VARIABLE, str(find(folder).root or ""))
+    before = list(sys.path)
     make_importable()
+    added = [
+        path for path in sys.path if path not in before
+    ]  # for SLURM's jobs too, which unpickle before they ask for it
+    if added:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *added]))
 
 
 def environment() -> dict[str, str]:
@@ -107,6 +113,12 @@ def make_importable() -> None:
 def trusted() -> list[str]:
     """Patterns for what a config may name in the project's packages."""
     return [f"{package}.*" for package in current().packages]
+
+
+def command(name: str) -> str:
+    """What to type for a job: `python train.py` where the project has that script."""
+    root = current().root
+    return f"python {name}.py" if root and (root / f"{name}.py").is_file() else f"lockstep {name}"
 
 
 def config_folders() -> list[Path]:

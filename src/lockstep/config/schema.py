@@ -102,6 +102,7 @@ KEYS: dict[str, Kind] = {
     "data.decode": one_of("auto", "cache", "workers"),
     "data.skip_broken": FLAG,
     "data.limit_train": whole(1, 1000).or_null(),
+    "data.channels_last": FLAG,
     "data.random_shift": whole(0, 4, "a whole number of pixels"),
     "data.random_flip": FLAG,
     "data.num_workers": Kind(

@@ -10,10 +10,30 @@ from lockstep.data.mnist import Mnist
 
 if TYPE_CHECKING:
     from lockstep.data.folder import Folder
+    from lockstep.data.from_torch import TorchDataset
+    from lockstep.data.from_torchvision import Torchvision
+    from lockstep.data.huggingface import HuggingFace
 
-LAZY = {"Folder": "folder"}  # imported when they are named: a run on MNIST does without
+# Imported when they are named: a run on MNIST does without.
+LAZY = {
+    "Folder": "folder",
+    "HuggingFace": "huggingface",
+    "TorchDataset": "from_torch",
+    "Torchvision": "from_torchvision",
+}
 
-__all__ = ["Arrays", "Batch", "Cifar10", "DataSet", "Folder", "Images", "Mnist"]
+__all__ = [
+    "Arrays",
+    "Batch",
+    "Cifar10",
+    "DataSet",
+    "Folder",
+    "HuggingFace",
+    "Images",
+    "Mnist",
+    "TorchDataset",
+    "Torchvision",
+]
 
 
 def __getattr__(name: str) -> Any:

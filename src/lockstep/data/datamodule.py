@@ -44,6 +44,10 @@ class DataModule(pl.LightningDataModule):
             dataset, batch_size=batch_size, val_fraction=val_fraction, limit_train=limit_train
         )
         self.val_part = "train" if dataset.val is None else "val"
+        if on_device is True and dataset.bytes_in_memory is None:
+            raise UserError(
+                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Type data.on_device=auto."
+            )
 
     @property
     def device(self) -> torch.device:

@@ -8,8 +8,9 @@ JPEG of 500 x 375 to 224 pixels: see docs/data.md for what a core decodes.
 import hashlib
 import io
 import os
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.machine.world import cores
+from lockstep.machine.world import cores, rank_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -105,3 +106,18 @@ def read_all(
         warnings.simplefilter("ignore")
         for first in range(0, len(paths), AT_ONCE):
             yield from pool.map(read, range(first, min(first + AT_ONCE, len(paths))))
+
+
+def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """An array on the disk that is gone with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return np.memmap(file, np.uint8, mode="w+", shape=shape)
+
+
+def shown(results: Iterable[Any], text: str, total: int) -> Iterable[Any]:
+    """The results, with a bar on standard error."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(results, text, total, console=Console(stderr=True), disable=rank_of() > 0, transient=True)

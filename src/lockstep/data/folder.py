@@ -3,8 +3,7 @@
 # N file
 
 import hashlib
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from numpy.typing import NDArray
 from lockstep.config.checks import nearest
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
 from lockstep.data.dataset import Arrays
-from lockstep.data.decoding import Files, read_all
+from lockstep.data.decoding import Files, read_all, scratch, shown
 from lockstep.data.images import AnyImages
 from lockstep.data.listing import Listing, class_folders, from_csv
 from lockstep.data.splits import PARTS, divided
 from lockstep.data.targets import KINDS, names_of, targets_of
 from lockstep.errors import UserError
-from lockstep.machine.world import rank_of
 
 CACHE_BYTES = 2 * 2**30  # of decoded images, which decode=auto puts into the cache
 SHOWN = 10  # broken files in a message
@@ -52,7 +50,7 @@ class Folder(AnyImages):
         super().__init__(channels=channels, image_size=image_size, **images)
         self.root, self.csv, self.kind, self.asked = Path(root).expanduser(), csv, target, decode
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
-        self.fractions = {"test_fraction": test_fraction, "val_fraction": val_fraction}
+        self.fractions = {"test": test_fraction, "val": val_fraction}
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
@@ -91,7 +89,7 @@ class Folder(AnyImages):
         """Decided for broken files too: to skip them moves no other."""
         parts, targets = np.array(self.listing.parts), self.targets
         strata = targets if self.kind == "class" else np.zeros(len(parts), np.int64)
-        parts = divided(parts, strata, **self.fractions)
+        parts = divided(parts, strata, self.fractions)
         for part in PARTS:
             if not (parts == part).any():
                 raise UserError(
@@ -197,18 +195,3 @@ class Folder(AnyImages):
     @cached_property
     def test(self) -> Arrays | Files:
         return self.samples("test")
-
-
-def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An array on the disk that is gone with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return np.memmap(file, np.uint8, mode="w+", shape=shape)
-
-
-def shown(results: Iterable[Any], text: str, total: int) -> Iterable[Any]:
-    """The results, with a bar on standard error."""
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(results, text, total, console=Console(stderr=True), disable=rank_of() > 0, transient=True)

@@ -1,5 +1,7 @@
 """A fixed part of every class, held out from training: the same files whatever `seed` is. Free of torch."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,12 +23,10 @@ def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
     return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
 
 
-def divided(
-    part_N: NDArray[np.str_], strata_N: NDArray[np.int64], *, test_fraction: float, val_fraction: float
-) -> NDArray[np.str_]:
-    """The part of each sample, where `part_N` says train, val or test; a part that is not there is taken from train."""
+def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:
+    """The part of each sample. Those of `fractions` that `part_N` does not have yet are taken from its train part."""
     part_N = part_N.copy()
-    for name, fraction in (("test", test_fraction), ("val", val_fraction)):
+    for name, fraction in fractions.items():
         if not (part_N == name).any():
             train = np.flatnonzero(part_N == "train")
             part_N[train[held_out(strata_N[train], fraction)]] = name

@@ -1,4 +1,4 @@
-"""How a command becomes processes: identity, torchrun, SLURM, sweeps. Nothing here imports torch."""
+"""From a command to the processes of a run. Free of torch."""
 
 from lockstep.launch.cli import main
 from lockstep.launch.jobs import job

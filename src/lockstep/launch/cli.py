@@ -62,7 +62,7 @@ def running_script() -> Path:
     caller = frame.f_back.f_back.f_globals if frame and frame.f_back and frame.f_back.f_back else {}
     if (
         caller.get("__name__") != "__main__"
-    ):  # a function in a package; under cProfile, the script is no sys.modules["__main__"]
+    ):  # a function of a package. (cProfile's own file is sys.modules["__main__"])
         caller = vars(sys.modules["__main__"])
     return Path(caller.get("__file__", "")).resolve()
 

@@ -1,4 +1,4 @@
-"""The jobs that a command runs, and the scripts that hold them: the project's own, or Lockstep's."""
+"""The scripts that a command runs, the project's own or Lockstep's, and the jobs that they hold."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +8,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep import JOBS
+from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.config import project
+from lockstep.config.checks import nearest
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 
+SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
 Run = Callable[[DictConfig, World], Any]  # one process's part
 
 
@@ -25,11 +27,22 @@ class Job:
     run: Run
 
 
-def script(name: str) -> Path:
-    """The project's own `<name>.py`, or Lockstep's."""
+def scripts() -> dict[str, Path]:
+    """Lockstep's scripts by name, each replaced by the project's own where it has one: train, eval, runs, ..."""
     root = project.current().root
-    own = root / f"{name}.py" if root else None
-    return own if own and own.is_file() else JOBS / f"{name}.py"
+    shipped = {path.stem: path for folder in SCRIPTS for path in sorted(folder.glob("*.py"))}
+    own = {name: root / f"{name}.py" for name in shipped} if root else {}
+    return {name: own[name] if name in own and own[name].is_file() else path for name, path in shipped.items()}
+
+
+def script(name: str) -> Path:
+    """Raises UserError: there is no script of that name."""
+    found = scripts()
+    if name not in found:
+        raise UserError(
+            f"lockstep {name}: there is no such command{nearest(name, list(found))}; use one of {', '.join(found)}."
+        )
+    return found[name]
 
 
 def load(path: Path) -> Run:
@@ -46,4 +59,4 @@ def load(path: Path) -> Run:
 
 def job(name: str) -> Run:
     """Lockstep's own job, `train` or `eval`, for a project whose script does not say it anew."""
-    return load(JOBS / f"{name}.py")
+    return load(SCRIPTS[0] / f"{name}.py")

@@ -1,8 +1,7 @@
-"""The processes of this machine: one for each device, all ended when one fails or when their parent is gone.
+"""The processes of a run on this machine: one for each device. All end when one fails or when their parent is gone.
 
-Lightning would start them itself by repeating the command line; under a Hydra multirun that repeats the whole
-sweep in each child (Lightning#11300). Here a process gets the resolved config of its job and nothing else, and
-Lightning is told by LOCAL_RANK that the processes exist.
+Lightning would start them by repeating the command line, and under a Hydra multirun each child would repeat the whole sweep
+(Lightning#11300). Here a process gets the resolved config of its job, and LOCAL_RANK tells Lightning that the processes exist.
 """
 
 import json
@@ -30,12 +29,10 @@ from lockstep.machine.files import write_text
 from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
-MESSAGE = "LOCKSTEP_MESSAGE"  # the file in which a process tells its parent why it cannot go on
-LAST_WORDS_S = 2.0  # after one has failed, for the others to fail by themselves: rank 0 may be writing the report
-SAVING_S = (
-    60.0  # the same after a warning, for rank 0 may be finishing W&B's run, and while a checkpoint is being written
-)
-GRACE_S = 10.0  # from being asked to end to being killed
+ERROR_FILE = "LOCKSTEP_ERROR_FILE"  # where a process reports that memory ran out
+FAILING_S = 2.0  # after one process has failed, time for the others to fail: rank 0 may be writing the report
+SAVING_S = 60.0  # the same after a warning or while a checkpoint is written: rank 0 may be finishing W&B's run
+GRACE_S = 10.0  # from the request to end to the kill
 
 
 def free_port() -> int:
@@ -53,7 +50,7 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
         "config": OmegaConf.to_container(cfg, resolve=True),
         "world": {**asdict(world), "rank": world.rank + local_rank},
     }
-    # As many threads as cores would slow each other down. A process that is alone has as many as one that was typed.
+    # With a thread per core in each process they slow each other down. A single process keeps torch's default.
     several = (
         {"OMP_NUM_THREADS": str(max(1, cores() // processes_per_node(world)))} if processes_per_node(world) > 1 else {}
     )
@@ -71,7 +68,7 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
 
 
 def received_job() -> tuple[DictConfig, World] | None:
-    """The job that `run_processes` gave to this process; None in a process that somebody started by hand."""
+    """The job that `run_processes` gave to this process; None in a process that a user started."""
     if JOB not in os.environ:
         return None
     job: dict[str, Any] = json.loads(os.environ.pop(JOB))
@@ -80,16 +77,18 @@ def received_job() -> tuple[DictConfig, World] | None:
 
 
 def exit_with_parent() -> None:
-    """The parent never writes to our standard input: it ends when the parent does, however that happened."""
+    """Standard input ends when the parent does, however it ends: it never writes to it."""
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 def report_out_of_memory(call: Callable[[], None]) -> None:
-    """Runs `call`. When memory runs out, the parent is told, and ends all: would this process end by itself, the others
-    would fail as well, each with a traceback about a connection that is gone."""
-    path = Path(os.environ.pop(MESSAGE))
+    """Runs `call`. When memory runs out, reports it to the parent and waits until the parent ends all processes.
+
+    If this process ended first, each of the others would fail with a traceback about a lost connection.
+    """
+    path = Path(os.environ.pop(ERROR_FILE))
     try:
         call()
     except OutOfMemory as e:
@@ -106,58 +105,60 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         OutOfMemory: memory ran out in one of them.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        words = [Path(folder) / str(local_rank) for local_rank in range(processes_per_node(world))]
+        error_files = [Path(folder) / str(local_rank) for local_rank in range(processes_per_node(world))]
         kills = kernel_kills()
-        code = run_and_wait(script, cfg, world, words)
-        said = [OutOfMemory(*json.loads(path.read_text())) for path in words if path.exists()]
-    if said:  # one that nothing helps, or else the one that needs the smallest micro-batch
-        raise max(said, key=lambda e: e.accumulate or float("inf"))
+        code = run_and_wait(script, cfg, world, error_files)
+        errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
+    if errors:  # the one without a remedy, else the one that needs the smallest micro-batch
+        raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
         raise killed(cfg, world, by_kernel=kernel_kills() > kills, trains=script.stem != "eval")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
 
 
-def run_and_wait(script: Path, cfg: DictConfig, world: World, words: Sequence[Path]) -> int:
+def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path]) -> int:
     port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
-            env=environment(cfg, world, local_rank, port) | {MESSAGE: str(path)},
+            env=environment(cfg, world, local_rank, port) | {ERROR_FILE: str(path)},
             stdin=subprocess.PIPE,
             stdout=None if world.rank + local_rank == 0 else subprocess.DEVNULL,
         )
-        for local_rank, path in enumerate(words)
+        for local_rank, path in enumerate(error_files)
     ]
     try:
-        return wait(processes, words, run_dir(cfg) / "checkpoints")
+        return wait(processes, error_files, run_dir(cfg) / "checkpoints")
     except KeyboardInterrupt:
         stop(processes, signal.SIGINT)
         raise
     finally:
-        for process in processes:  # one has failed: the others wait for it, and a SIGTERM only asks them to save
+        for process in processes:  # when one has failed, the others wait for it, and SIGTERM only asks them to save
             process.kill()
         stop(processes, signal.SIGTERM)
 
 
-def wait(processes: list[subprocess.Popen[bytes]], words: Sequence[Path] = (), checkpoints: Path | None = None) -> int:
-    """0 when all have ended well, else the first exit code that is not 0; the others had LAST_WORDS_S by then.
-    One that has written its file of `words` waits to be ended, and counts as failed with 1.
+def wait(
+    processes: list[subprocess.Popen[bytes]], error_files: Sequence[Path] = (), checkpoints: Path | None = None
+) -> int:
+    """0 when all processes succeed, else the first other exit code, after FAILING_S for the others to fail too.
 
-    Warnings of the system are passed on: the processes save what they have, and end.
+    A process that has written its error file waits to be ended, and counts as failed with exit code 1. Signals that warn this
+    process are passed on: the processes save what they have and end.
     """
-    first, deadline, told = 0, float("inf"), 0
+    first, deadline, passed_on = 0, float("inf"), 0
     while True:
-        for warning in signals.received[told:]:
+        for warning in signals.received[passed_on:]:
             send_signal(processes, warning)
-            told += 1
+            passed_on += 1
         codes = [process.poll() for process in processes]
-        waiting = sum(path.exists() for path in words)
+        waiting = sum(path.exists() for path in error_files)
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
-            saving = told or (checkpoints and any(checkpoints.glob("*.part")))
-            first = next((code for code in failed if code < 0), failed[0])  # a killed one is why the others fail
-            deadline = time.monotonic() + (SAVING_S if saving else LAST_WORDS_S)
+            saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
+            first = next((code for code in failed if code < 0), failed[0])  # a killed process is why the others fail
+            deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)

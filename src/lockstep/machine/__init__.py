@@ -1,1 +1,1 @@
-"""What runs the training: devices, processes, signals. Free of torch."""
+"""Devices, processes, signals and files. Free of torch."""

@@ -1,4 +1,4 @@
-"""What this machine has and is good at, found out without importing torch."""
+"""The devices, memory and instructions of this machine. Free of torch."""
 
 import ctypes
 import os
@@ -8,15 +8,15 @@ from pathlib import Path
 
 from lockstep.machine import process
 
-BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # of Intel and AMD; on ARM bf16 was not measured
+BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # Intel and AMD; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-CUDA_MAJOR, CUDA_BF16 = 75, 8  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; Ampere and later multiply in bf16
+CUDA_MAJOR, CUDA_BF16 = 75, 8  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; Ampere and later have bf16 units
 
 
 @cache
 def cuda() -> ctypes.CDLL | None:
-    """The driver, which knows of CUDA_VISIBLE_DEVICES and MIG; None without one."""
+    """The CUDA driver, which respects CUDA_VISIBLE_DEVICES and MIG; None without one."""
     try:
         driver = ctypes.CDLL("nvcuda.dll" if platform.system() == "Windows" else "libcuda.so.1")
     except OSError:
@@ -25,14 +25,14 @@ def cuda() -> ctypes.CDLL | None:
 
 
 def cpu_flags() -> set[str]:
-    """What an x86 processor says that it can do; elsewhere nothing."""
+    """The feature flags of an x86 processor on Linux; elsewhere none."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
 
 
 @cache
 def multiplies_bf16(accelerator: str) -> bool:
-    """Whether devices of this kind have units for it here; elsewhere it is emulated, and slower than float32."""
+    """Whether this machine's devices of that kind have bf16 units. Emulated bf16 is slower than float32."""
     if accelerator == "cpu":
         return bool(BF16_CPU_FLAGS & cpu_flags())
     driver, major = cuda(), ctypes.c_int(0)
@@ -42,7 +42,7 @@ def multiplies_bf16(accelerator: str) -> bool:
 
 
 def memory_bytes() -> int:
-    """Of this machine, or what its container may use of it."""
+    """The memory of this machine, or the limit of its container."""
     if not hasattr(os, "sysconf"):  # Windows
         return 8 * 2**30
     limits = [path.read_text().strip() for path in CONTAINER_LIMITS if path.is_file()]
@@ -55,12 +55,14 @@ NEVER, OLD_GLIBCS_MOST = 2**31 - 1, 32 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what tensors leave for the next ones instead of giving it back to the system at each step, which then
-    hands it out again page by page, zeroed: a step of BasicNet took 14 to 18 ms with that and 11 without in bf16, 22 to 27 and
-    18 to 21 in fp32. Whoever has set malloc's own variables has decided, and a caller's process is left alone.
+    """Makes glibc keep the memory of freed tensors for the next ones. Does nothing if the user has set a MALLOC_ variable, or in
+    a process that is a caller's.
 
-    Not for fsdp, whose gathered blocks leave the heap in pieces: a process of two with half of 151 million parameters had 3.7 GiB
-    after 8 steps, still growing, and 1.7 GiB without, where steps took 10 to 20 % longer.
+    By default glibc returns it to the system at each step, which hands it out again page by page, zeroed. A step of BasicNet took
+    11 ms with kept memory and 14 to 18 without in bf16; 18 to 21 and 22 to 27 in fp32.
+
+    Not for fsdp, whose gathered blocks fragment the heap: with 151 million parameters on two processes, each had 3.7 GiB after 8
+    steps, still growing, against 1.7 GiB without this and with steps 10 to 20 % longer.
     """
     if (
         process.owned

@@ -1,7 +1,7 @@
-"""Warnings that a process will be ended soon. Free of torch.
+"""Signals that warn of the end of a process. Free of torch.
 
-SIGTERM comes from Kubernetes, from spot machines, from scancel, and from torchrun when it starts its workers again; SIGUSR1 and
-SIGUSR2 come from SLURM before a time limit or a pre-emption, where `--signal` asks for it.
+Kubernetes, spot machines, scancel, and torchrun when it restarts its workers send SIGTERM. SLURM sends SIGUSR1 or SIGUSR2 before a
+time limit or a preemption, if `--signal` asks for it.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGTERM, *REQUEUE)
 
-END_S = 120.0  # SLURM ends a job that was requeued at once, and one that it has told to end after KillWait or GraceTime
-PATIENCE_S = 10.0  # one signal may come twice, from SLURM and from the process that started this one
+END_S = 120.0  # SLURM ends a requeued job at once, and a warned one after KillWait or GraceTime
+PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, from SLURM and from the parent process
 
 received: list[signal.Signals] = []
 first_s = 0.0  # when the first one came
-before: dict[signal.Signals, Any] = {}  # the handlers that were there
+before: dict[signal.Signals, Any] = {}  # the previous handlers
 
 
-def note(number: int, _: FrameType | None) -> None:
+def on_signal(number: int, _: FrameType | None) -> None:
     global first_s
     warning, now_s = signal.Signals(number), time.monotonic()
     insists = warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
-    if insists:  # it hangs
+    if insists:  # this process hangs
         signal.signal(warning, signal.SIG_DFL)
         os.kill(os.getpid(), warning)
     first_s = first_s if received else now_s
@@ -40,15 +40,15 @@ def note(number: int, _: FrameType | None) -> None:
 
 
 def install() -> None:
-    """Only in the main thread can signals be handled; elsewhere, as in some notebooks, they do what they did."""
+    """Python handles signals in the main thread only; elsewhere, as in some notebooks, this does nothing."""
     if threading.current_thread() is threading.main_thread():
         for warning in WARNINGS:
-            signal.signal(warning, note)
+            signal.signal(warning, on_signal)
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Within it, a warning ends nothing by itself; it is kept in `received`."""
+    """Inside, a warning does not end the process; it is noted in `received`."""
     received.clear()
     before.update({warning: signal.getsignal(warning) for warning in WARNINGS})
     install()
@@ -61,21 +61,21 @@ def noted() -> Iterator[None]:
 
 
 def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
-    """Puts this SLURM job back into the queue, if SLURM has warned of its time limit. Called when everything is saved.
+    """Puts this SLURM job back into the queue if SLURM warned of its time limit. Called when everything is saved.
 
-    Rank 0 does it, and all wait for SLURM to end them: one that ended before could take the job with it, and a job that ends by
-    itself when it is pre-empted has failed. submitit has a handler of its own, which keeps count of the time limits.
+    Rank 0 does it, and all ranks wait for SLURM to end them: a rank that ends earlier could end the job, and a preempted job that
+    ends by itself counts as failed. submitit has its own handler, which counts the time limits.
     """
-    if not received or "SLURM_JOB_ID" not in env or "TORCHELASTIC_RUN_ID" in env:  # torchrun starts its workers again
+    if not received or "SLURM_JOB_ID" not in env or "TORCHELASTIC_RUN_ID" in env:  # torchrun restarts its workers
         return
     asked = [warning for warning in received if warning in REQUEUE]
     if asked and rank == 0:
-        put_back(asked[0], env)
+        requeue_job(asked[0], env)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(END_S)
 
 
-def put_back(warning: signal.Signals, env: Mapping[str, str]) -> None:
+def requeue_job(warning: signal.Signals, env: Mapping[str, str]) -> None:
     handler = before.get(warning)
     if callable(handler):
         handler(warning, None)

@@ -1,4 +1,4 @@
-"""Who takes part in a run: devices and processes, found out without importing torch."""
+"""The processes and devices of a run. Free of torch."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ class World:
     nodes: int
     strategy: str
     rank: int = 0
-    external: str | None = None  # what started the processes, where Lockstep did not: torchrun, slurm
+    external: str | None = None  # the launcher that started the processes, if not Lockstep: torchrun or slurm
     one_process: bool = False  # a trait of the strategy
 
     @property
@@ -38,33 +38,33 @@ def gpu_count() -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use: SLURM and containers give out some."""
+    """Cores that this process may use; SLURM and containers limit them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads(world: "World", env: Mapping[str, str] = os.environ) -> int | None:
-    """Of each process on a CPU where something else started them: they share its cores. None: as it is.
+    """Threads of each CPU process that an external launcher started, so that they share the cores; None: leave as it is.
 
-    torchrun gives each process one thread where nobody says otherwise, however many cores there are.
+    By default torchrun gives each process one thread, however many cores there are.
     """
     if world.external == "torchrun" and world.devices > 1 and env.get("OMP_NUM_THREADS") == "1":
         return max(1, cores() // world.devices)
     if world.external == "slurm" and "OMP_NUM_THREADS" not in env:
         own = env.get("SLURM_CPUS_PER_TASK")
         job = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
-        bound = cores() < job  # to cores of its own; otherwise a task sees those of all
+        bound = cores() < job  # to its own cores; otherwise each task sees all
         return int(own) if own else cores() if bound else max(1, min(cores(), job) // world.devices)
     return None
 
 
 def visible_gpus() -> list[str]:
-    """The names by which CUDA_VISIBLE_DEVICES chooses the GPUs that this process may use."""
+    """The names that CUDA_VISIBLE_DEVICES has for the GPUs of this process."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     return given.split(",")[: gpu_count()] if given else [str(i) for i in range(gpu_count())]
 
 
 def accelerator_of(given: str) -> str:
-    """`trainer.accelerator` with `auto` and `gpu` made plain: cuda, mps or cpu."""
+    """`trainer.accelerator` with `auto` and `gpu` resolved: cuda, mps or cpu."""
     apple = platform.system() == "Darwin" and platform.machine() == "arm64"
     if given in ("auto", "gpu"):
         return "cuda" if gpu_count() else "mps" if apple else "cuda" if given == "gpu" else "cpu"
@@ -72,22 +72,22 @@ def accelerator_of(given: str) -> str:
 
 
 def available(accelerator: str) -> int | None:
-    """Devices of this machine; None where there is no limit (processes on a CPU)."""
+    """Devices of this machine; None without a limit, as for CPU processes."""
     return {"cuda": gpu_count(), "mps": 1}.get(accelerator)
 
 
 def external_launcher(env: Mapping[str, str]) -> str | None:
-    """What started this process as one of several, if anything but Lockstep did."""
+    """The launcher that started this process as one of several, if not Lockstep."""
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun"
-    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))  # of the step: in an interactive one, 1
-    if int(tasks) > 1 and "SLURM_STEP_ID" in env:  # absent in the batch script itself, beside srun
+    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))  # of the step; an interactive one has 1
+    if int(tasks) > 1 and "SLURM_STEP_ID" in env:  # the batch script itself has none
         return "slurm"
     return None
 
 
 def rank_of(env: Mapping[str, str] = os.environ) -> int:
-    """This process's rank, before anything else is known of the world; 0 where it is the only one."""
+    """This process's rank, known before the config; 0 if it is the only process."""
     return int(env["SLURM_PROCID"] if external_launcher(env) == "slurm" else env.get("RANK", "0"))
 
 
@@ -104,7 +104,7 @@ def device_count(devices: int | str | list[int], accelerator: str, *, one_device
 
 
 def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
-    """The world that a config asks for; under torchrun and SLURM, the one that was started."""
+    """The world that a config asks for; under torchrun and SLURM, the one that they started."""
     strategy, traits = str(cfg.strategy.name), cfg.strategy.traits
     one_process = not traits.several_processes
     accelerator = accelerator_of(str(cfg.trainer.accelerator))

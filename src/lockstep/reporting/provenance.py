@@ -6,7 +6,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from lockstep import ROOT
+from lockstep import ROOT, WHEEL
+from lockstep.config import project
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -15,8 +16,11 @@ PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core
 
 
 def git_sha() -> str | None:
-    """The checkout's commit, with `-dirty` where files were changed since; None without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The project's commit, or else that of Lockstep's checkout, with `-dirty` where files were changed since; None without git."""
+    root = project.current().root or (None if WHEEL else ROOT)
+    if root is None:
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import evaluation_file, model_title, run_dir, title
+from lockstep.config.project import command
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
@@ -30,6 +31,14 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         return []
     with path.open(newline="") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
+    """What the callbacks add to the report: a callback with a method `report_figures() -> dict` is asked, on every rank."""
+    figures: dict[str, Any] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        figures |= getattr(callback, "report_figures", dict)()
+    return figures
 
 
 LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
@@ -149,10 +158,10 @@ class Recorder:
         self.report |= {
             "train/steps": steps_done(trainer),
             "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
+            # null without the callback that measures them
             **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
+            **offered_figures(trainer),
         }
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            self.report |= getattr(callback, "report_figures", dict)()
         rate = self.report[f"train/{unit}_per_s"] if self.rank == 0 else None
         model = OmegaConf.to_container(self.cfg.model, resolve=True)
         self.report |= {
@@ -189,9 +198,10 @@ class Recorder:
             # What is expected needs no traceback; of anything else, train.log has it all.
             trace = None if isinstance(error, UserError | TrainingFailed) else error
             logging.getLogger("lockstep").info("%s", self.report["error"], exc_info=trace)
-        from lockstep.reporting.loggers import finish
+        if self.trainer is not None:
+            from lockstep.reporting.loggers import finish
 
-        finish(self.trainer.loggers if self.trainer else [], self.report["status"])
+            finish(self.trainer.loggers, self.report["status"])
         self.close_logs()
         if isinstance(error, UserError):  # a mistake found late: leave everything as it was
             return self.undo()
@@ -234,7 +244,7 @@ class Recorder:
         ]
         sync = wandb_sync_line(self.dir)
         figures_table(str(run), rows)
-        say(f"evaluate it: python eval.py run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
+        say(f"evaluate it: {command('eval')} run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
         if sync:
             say(f"send it to W&B: {sync}")
 
@@ -243,6 +253,11 @@ def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
     """For a LightningModule that is not Lockstep's: its first test figure."""
     found = next(((k, v) for k, v in report.items() if k.startswith("test")), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
+
+
+def record_failure(cfg: DictConfig, world: World, error: Exception) -> None:
+    """For a class of the user's that failed before the processes of the run were started."""
+    Recorder(cfg, world).__exit__(type(error), error, error.__traceback__)
 
 
 def mark_ended(folder: Path, error: BaseException) -> None:

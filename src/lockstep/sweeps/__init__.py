@@ -1,1 +1,1 @@
-"""Multiruns: their table, and the sweeper that Optuna steers."""
+"""Multiruns: their table of results, and sweeps with Optuna."""

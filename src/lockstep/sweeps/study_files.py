@@ -1,4 +1,4 @@
-"""What a sweep of Optuna leaves beside its runs: a table, the best config, and Optuna's own plots."""
+"""The files of an Optuna sweep beside its runs: a table, the best config, and Optuna's plots."""
 
 import csv
 import warnings
@@ -12,15 +12,16 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lockstep.checkpoints.resuming import RECIPES
 from lockstep.config.compose import config_file, is_group
+from lockstep.config.project import command
 
 HEADER = """# @package _global_
 # The best of {count} trials of the study {study}: {values}.
-#   python train.py --config-dir {folder} experiment=best
+#   {command} --config-dir {folder} experiment=best
 """
 
 
 def write(study: optuna.Study, objectives: list[str], folder: Path) -> None:
-    """trials.csv, experiment/best.yaml (several objectives: best-0.yaml and so on, the Pareto front), study.html and plots/."""
+    """Writes trials.csv, experiment/best.yaml, study.html and plots/. Several objectives: best-0.yaml, ... of the Pareto front."""
     write_table(study, objectives, folder / "trials.csv")
     if not any(t.state is TrialState.COMPLETE for t in study.get_trials(deepcopy=False)):
         return
@@ -50,7 +51,7 @@ def write_table(study: optuna.Study, objectives: list[str], path: Path) -> None:
 
 
 def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folder: Path, name: str) -> str:
-    """An experiment with the trial's values, and with what was the same for all trials."""
+    """An experiment config with the trial's values and with the overrides that all trials shared."""
     skipped = ("sweep", "error", "resume", "runs_dir")
     chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
     chosen = {
@@ -58,7 +59,7 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     }
     body: Any = OmegaConf.create()
     groups: dict[str, Any] = {}
-    for recipe_group in RECIPES:  # there can be one experiment only, so the one that was searched in is written out
+    for recipe_group in RECIPES:  # a config has one experiment: write out the one that the sweep was in
         if chosen.get(recipe_group):
             of = OmegaConf.load(config_file(f"{recipe_group}/{chosen.pop(recipe_group)}"))
             assert isinstance(of, DictConfig)
@@ -71,12 +72,14 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     defaults = {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}
     body = OmegaConf.merge(OmegaConf.create(defaults), body)
     values = ", ".join(f"{objective}={value:.6g}" for objective, value in zip(objectives, trial.values, strict=True))
-    header = HEADER.format(count=len(study.trials), study=study.study_name, values=values, folder=folder)
+    header = HEADER.format(
+        command=command("train"), count=len(study.trials), study=study.study_name, values=values, folder=folder
+    )
     return header.replace("experiment=best", f"experiment={name}") + OmegaConf.to_yaml(body)
 
 
 def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
-    """study.html, and plots/*.png with the same by matplotlib. A plot that Optuna cannot make of so few trials is left out."""
+    """study.html, and the same plots by matplotlib in plots/. Plots that need more trials than there are are left out."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,12 +95,12 @@ def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> Non
     (folder / "plots").mkdir(exist_ok=True)
     for kind in plots:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that these functions are experimental
-            figure = tried(getattr(visualization, f"plot_{kind}"), study, **options)
+            warnings.simplefilter("ignore")  # these functions are experimental
+            figure = plotted(getattr(visualization, f"plot_{kind}"), study, **options)
             if figure is None:
                 continue
             pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages))
-            if tried(getattr(drawn, f"plot_{kind}"), study, **options) is not None:
+            if plotted(getattr(drawn, f"plot_{kind}"), study, **options) is not None:
                 pyplot.savefig(folder / "plots" / f"{kind}.png", dpi=120, bbox_inches="tight")
             pyplot.close("all")
     title = f"{study.study_name}: {len(study.trials)} trials"
@@ -105,7 +108,7 @@ def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> Non
     (folder / "study.html").write_text(page)
 
 
-def tried(plot: Callable[..., Any], study: optuna.Study, **options: Any) -> Any:
+def plotted(plot: Callable[..., Any], study: optuna.Study, **options: Any) -> Any:
     try:
         return plot(study, **options)
     except (ValueError, RuntimeError):

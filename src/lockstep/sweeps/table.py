@@ -1,4 +1,4 @@
-"""A multirun's table of results, read from the reports that its jobs left."""
+"""A multirun's table of results, read from the reports of its jobs."""
 
 import csv
 import json
@@ -12,12 +12,12 @@ from omegaconf import DictConfig
 
 from lockstep.machine.files import write_json
 
-INNER = ("+callbacks.pruning.", "run=", "resume=")  # what a job is given beside what was typed for it
+INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to a job's
 FIRST, LAST = ("status",), ("train/steps", "wall_s")
 
 
 def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
-    """The config of a multirun's job, which lives in the multirun's directory, unless the names themselves are swept over."""
+    """The config of a multirun's job. Its run directory is inside the multirun's, unless the sweep is over `run` itself."""
     sweep_dir = Path(hydra_cfg.sweep.dir)
     name = str(sweep_dir.relative_to(cfg.runs_dir))
     if cfg.run is None or str(cfg.run) == name:
@@ -34,16 +34,17 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def typed(overrides: list[str]) -> list[str]:
+    """The overrides that the user typed for a job."""
     return [o for o in overrides if not o.startswith(INNER)]
 
 
 def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
-    """Adds to a job's report what was typed for it; a job that failed before it had a report gets one."""
+    """Adds a job's overrides to its report; a job that failed before it had one gets one."""
     path = folder / "report.json"
     folder.mkdir(parents=True, exist_ok=True)
     report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
     if failed and report["status"] in ("done", "running"):
-        return  # of another run, in whose place this one was refused
+        return  # the report belongs to another run, which kept its directory
     write_json(path, report | {"overrides": shlex.join(typed(overrides))})
 
 

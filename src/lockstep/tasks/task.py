@@ -70,7 +70,7 @@ class Task(nn.Module):
         """The figure that people read first, and its value: the monitored one, or for the loss the first of `metrics`."""
         figure = str(report["monitor"]).removeprefix("val/")
         name = f"test/{next(iter(self.metrics()), 'loss') if figure == 'loss' else figure}"
-        return name.replace("/", " "), f"{report[name]:.4f} of {report['test/count']:,} {report['unit']}"
+        return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """Curves of the report: title, unit, columns of metrics.csv."""

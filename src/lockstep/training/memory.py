@@ -1,4 +1,4 @@
-"""When memory runs out: one message, with a micro-batch that fits. The global batch stays what it is."""
+"""Out-of-memory errors: one message that suggests a micro-batch that fits. The global batch stays the same."""
 
 import copy
 import gc

@@ -1,0 +1,49 @@
+"""The command `lockstep`, which runs a script of the project or of Lockstep from any folder.
+
+lockstep <command> [key=value ...]
+
+It is `python <command>.py [key=value ...]` in the project that the current directory is part of. Several processes of one run
+are started by strategy=ddp trainer.devices=2, or by torchrun --nproc-per-node=2 -m lockstep train.
+"""
+
+import ast
+import runpy
+import sys
+from pathlib import Path
+
+from lockstep.config import project
+from lockstep.launch.exits import exit_code
+from lockstep.launch.jobs import script, scripts
+
+
+def usage() -> str:
+    """The module's text, and the first line of each script's own."""
+    lines = {
+        name: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for name, path in scripts().items()
+    }
+    width = max(map(len, lines))
+    return "\n".join([str(__doc__), *(f"  {name:{width}}  {line}" for name, line in lines.items())])
+
+
+def main() -> None:
+    """Ends with the exit code of the script: 0 done, 2 wrong config or input, 1 failed while running."""
+    name, *args = sys.argv[1:] or ["--help"]
+    found: list[Path] = []
+
+    def find() -> None:
+        project.enter(Path.cwd())
+        if name in ("-h", "--help"):
+            print(usage())
+        else:
+            found.append(script(name))
+
+    code = exit_code(find)
+    if not found:
+        sys.exit(code)
+    sys.argv = [str(found[0]), *args]
+    sys.path.insert(0, str(found[0].parent))  # as for `python <script>`
+    runpy.run_path(str(found[0]), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

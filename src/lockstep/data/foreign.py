@@ -1,0 +1,53 @@
+"""Samples that another library holds, one at a time or by rows: images, or anything that a network takes. Free of torch."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.dataset import Batch
+from lockstep.data.images import AnyImages
+
+
+class Foreign(AnyImages):
+    """Images get the treatment of images: resized to `image_size` where they are decoded, normalised on the device.
+
+    Anything else goes to the network as it is. The first training sample says which it is. A subclass sets `train`, `val`
+    and `test` to Samples, and `names` to what it knows of its targets: `classes`, `targets`, ...
+    """
+
+    names: Mapping[str, Sequence[str]]
+
+    def __init__(self, *, image_size: int = 224, **images: Any) -> None:
+        super().__init__(image_size=image_size, **images)
+
+    @cached_property
+    def first(self) -> NDArray[Any]:
+        sample: NDArray[Any] = np.asarray(self.train[np.array([0])]["input"])[0]
+        return sample
+
+    @property
+    def holds_images(self) -> bool:
+        return self.first.dtype == np.uint8 and self.first.ndim == 3
+
+    @property
+    def unit(self) -> str:  # type: ignore[override]
+        return "images" if self.holds_images else "samples"
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        images = super().about if self.holds_images else {}
+        return {**images, **{name: list(values) for name, values in self.names.items()}}
+
+    def network_arguments(self) -> dict[str, Any]:
+        if self.holds_images:
+            return super().network_arguments()
+        shape = self.first.shape
+        if len(shape) == 3:
+            return {"in_channels": shape[0], "image_size": shape[-1]}
+        return {"in_features": shape[0]} if len(shape) == 1 else {}
+
+    def preprocess(self, batch: Batch) -> Batch:
+        return super().preprocess(batch) if self.holds_images else batch

@@ -1,0 +1,160 @@
+"""A folder of Hugging Face's `save_to_disk`: Arrow files, mapped into memory. Needs the package datasets."""
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.config.checks import nearest
+from lockstep.data.arrow import Rows, class_numbers
+from lockstep.data.cache import cache_folder, decoded, key_of
+from lockstep.data.dataset import Indices
+from lockstep.data.foreign import Foreign
+from lockstep.data.listing import PART_NAMES
+from lockstep.data.splits import PARTS, divided
+from lockstep.errors import UserError
+
+
+class HuggingFace(Foreign):
+    """Two columns of the tables in `root`: images, which workers decode, or numbers.
+
+    Raises:
+        UserError: `root` is no such folder, a column is not there, or its targets are no classes or numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        input: str = "image",
+        target: str = "label",
+        test_fraction: float = 0.1,
+        val_fraction: float = 0.1,
+        cache_dir: str | None = None,
+        **images: Any,
+    ) -> None:
+        super().__init__(**images)
+        self.root, self.columns, self.cache = (
+            Path(root).expanduser(),
+            {"input": input, "target": target},
+            cache_folder(cache_dir),
+        )
+        self.fractions = {"test": test_fraction, "val": val_fraction}
+
+    @classmethod
+    def problems(cls, data: Mapping[str, Any]) -> list[str]:
+        found = super().problems(data)
+        if importlib.util.find_spec("datasets") is None:
+            found.append(
+                "data=huggingface needs the package datasets, which is not installed. Type uv sync --extra huggingface, or pip install datasets."
+            )
+        return found
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """The tables of the folder, by part."""
+        import datasets
+
+        if not self.root.is_dir():
+            raise UserError(
+                f"data.root={self.root} does not exist. Type data.root=<folder that save_to_disk has written>."
+            )
+        try:
+            found: Any = datasets.load_from_disk(str(self.root))
+        except FileNotFoundError:
+            raise UserError(
+                f"data.root={self.root} is no folder of `save_to_disk`. Type dataset.save_to_disk({str(self.root)!r}) in Python, or data.root=<folder>."
+            ) from None
+        given = (
+            {PART_NAMES.get(name): table for name, table in found.items()}
+            if isinstance(found, dict)
+            else {"train": found}
+        )
+        tables = {part: given[part] for part in PARTS if part in given}
+        if "train" not in tables:
+            raise UserError(f"data.root={self.root} has no split `train`; it has {', '.join(found)}.")
+        for key, column in self.columns.items():
+            names = tables["train"].column_names
+            if column not in names:
+                raise UserError(
+                    f"data.{key}={column}: there is no such column{nearest(column, names)}; data.root={self.root} has {', '.join(names)}."
+                )
+        return tables
+
+    @cached_property
+    def names(self) -> dict[str, list[str]]:  # type: ignore[override]
+        column = self.columns["target"]
+        feature = self.tables["train"].features[column]
+        kind = str(getattr(feature, "dtype", ""))
+        if hasattr(feature, "names"):
+            return {"classes": list(feature.names)}
+        if kind == "string":
+            return {"classes": sorted(self.tables["train"].unique(column))}
+        if kind.startswith(("int", "uint")):
+            return {"classes": [str(number) for number in range(max(self.tables["train"].unique(column)) + 1)]}
+        return {"targets": [column]} if kind.startswith("float") else {}
+
+    def prepare(self) -> None:
+        """Raises UserError where a target is no class, such as the -1 of test sets without answers."""
+        classes, column = self.names.get("classes"), self.columns["target"]
+        for part, table in self.tables.items() if classes else ():
+            places = {name: place for place, name in enumerate(classes or ())}
+            wrong = [value for value in table.unique(column) if places.get(value, value) not in places.values()]
+            if wrong:
+                raise UserError(
+                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part is none of the {len(places)} classes of train. "
+                    "Remove such rows, or the part, and another is taken from train."
+                )
+
+    @cached_property
+    def places(self) -> dict[str, tuple[Any, Indices]]:
+        """Of each part its table and rows; parts that the folder lacks are taken from train."""
+        train, column = self.tables["train"], self.columns["target"]
+        classes = self.names.get("classes")
+        strata = class_numbers(train.with_format("numpy")[column][:], classes) if classes else np.zeros(len(train), int)
+        fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
+        part_N = divided(np.full(len(train), "train"), strata, fractions)
+        own = {part: (table, np.arange(len(table))) for part, table in self.tables.items()}
+        return own | {part: (train, np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
+
+    def samples(self, part: str) -> Rows:
+        table, places = self.places[part]
+        if not len(places):
+            raise UserError(f"data.root={self.root}: the {part} part has no rows. Give it some.")
+        return Rows(table, places, self.columns, self.names, channels=self.channels, size=self.image_size)
+
+    @cached_property
+    def train(self) -> Rows:
+        return self.samples("train")
+
+    @cached_property
+    def val(self) -> Rows:  # type: ignore[override]
+        return self.samples("val")
+
+    @cached_property
+    def test(self) -> Rows:
+        return self.samples("test")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the Arrow files, which are read for it once per machine, and of what is taken from them."""
+        files = sorted(self.root.rglob("*.arrow"))
+        whole = decoded(
+            self.cache / key_of("huggingface", files), lambda: ({}, {"sha256": [sha256(path) for path in files]})
+        )
+        taken = (
+            whole.extra()["sha256"],
+            self.columns,
+            self.names,
+            {part: rows.tobytes() for part, (_, rows) in self.places.items()},
+        )
+        return hashlib.sha256(repr(taken).encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

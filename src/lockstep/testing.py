@@ -1,0 +1,86 @@
+"""Lockstep's promises as checks that a project's own tests call, on its own data, task and model."""
+
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import lockstep
+from lockstep.launch import jobs
+
+STEPS = 8
+QUICK = [
+    "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", f"trainer.max_steps={STEPS}",
+    "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "data.batch_size=8", "data.eval_batch_size=16",
+    "optim=sgd", "optim.lr=0.01",
+]  # fmt: skip
+TWO = ["strategy=ddp", "trainer.devices=2"]
+TOLERANCE = 1e-5  # relative, of all weights as one vector: rounding, after 8 steps of SGD
+LIMIT_S = 600
+
+
+@dataclass
+class Project:
+    """Short runs of a project in fp32: eight steps of eight samples. `overrides` choose small data, and no dropout."""
+
+    runs_dir: Path
+    overrides: list[str]
+
+    def command(self, run: str, *more: str) -> list[str]:
+        return [f"run={run}", f"runs_dir={self.runs_dir}", *QUICK, *self.overrides, *more]
+
+    @cached_property
+    def single(self) -> dict[str, Any]:
+        return lockstep.train(self.command("single"))
+
+
+def assert_same_result(project: Project) -> None:
+    """One process and two: the same weights to rounding, and every test sample counted once."""
+    import torch
+
+    from lockstep.checkpoints.content import read
+
+    reports = [project.single, lockstep.train(project.command("pair", *TWO))]
+    assert [report["train/steps"] for report in reports] == [STEPS, STEPS]
+    assert reports[0]["test/count"] == reports[1]["test/count"] == reports[0]["data/test"]
+    states = [read(project.runs_dir / r["run"] / "checkpoints" / "last.ckpt")["state_dict"] for r in reports]
+    one, two = (torch.cat([t.double().flatten() for t in state.values()]) for state in states)
+    difference = float((two - one).norm() / one.norm())
+    assert difference < TOLERANCE, f"the weights differ by {difference:.1e} of their norm"
+
+
+def assert_survives_a_kill(project: Project) -> None:
+    """A run that SIGKILL ended after a checkpoint, typed again, has the bits of the run that was never killed."""
+    from lockstep.reporting import comparison
+
+    more = ["checkpoint.every_n_steps=2", "trainer.max_steps=40", "resume=auto"]
+    lockstep.train(project.command("whole", *more))
+    kill_after_a_checkpoint(project, project.command("killed", *more))
+    lockstep.train(project.command("killed", *more))
+    runs = [comparison.find(name, project.runs_dir) for name in ("whole", "killed")]
+    found = comparison.compare(*runs, exact=True, tolerance=0)
+    assert {name: found[name] for name in ("log", "figures", "weights") if found[name]} == {}
+
+
+def kill_after_a_checkpoint(project: Project, command: list[str]) -> None:
+    """Starts the command in a process of its own, and kills that once its first checkpoint is on the disk."""
+    script = jobs.script("train")
+    process = subprocess.Popen([sys.executable, str(script), *command], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + LIMIT_S
+    while not (project.runs_dir / "killed" / "checkpoints" / "last.ckpt").exists():
+        assert process.poll() is None, "the run ended before it had a checkpoint; it says why above"
+        assert time.monotonic() < deadline, f"no checkpoint after {LIMIT_S} s"
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+
+
+def assert_evaluates_alike(project: Project) -> None:
+    """An evaluation from the checkpoint repeats the figures of the run's report."""
+    report = project.single
+    again = lockstep.evaluate(["run=single", f"runs_dir={project.runs_dir}", "trainer.accelerator=cpu"])
+    for name in [name for name in report if name.startswith("test/")]:
+        assert abs(again[name] - report[name]) <= 1e-6 * abs(report[name]), f"{name}: {again[name]} | {report[name]}"

@@ -1,0 +1,1 @@
+"""What this project trains: its data, its model, its task."""

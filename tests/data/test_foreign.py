@@ -1,0 +1,260 @@
+"""Samples of other libraries: what is taken from torch, torchvision and Hugging Face, and what is refused."""
+
+import importlib.util
+import urllib.error
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torchvision
+from conftest import digits, write_idx
+from pictures import COLOURS, picture, write_classes
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from lockstep.data import HuggingFace, TorchDataset, Torchvision
+from lockstep.errors import UserError
+
+PLACES = np.arange(4)
+
+
+def vectors(count: int, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(count, 5, generator=generator), torch.arange(count) % 3)
+
+
+class Pictures(Dataset):
+    """PIL images of several sizes, as dicts with an extra value."""
+
+    def __init__(self):
+        self.classes = list(COLOURS)
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, place):
+        return {"input": picture(COLOURS["red"], place), "target": place % 3, "height": 0.5 * place}
+
+
+# --- torch -----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_a_dataset_become_bytes_of_one_size():
+    data = TorchDataset(train=Pictures(), test=Pictures(), image_size=8)
+    batch = data.train[PLACES]
+    assert (batch["input"].dtype, tuple(batch["input"].shape)) == (torch.uint8, (4, 3, 8, 8))
+    assert (batch["target"].dtype, batch["height"].dtype) == (torch.int64, torch.float32)
+    assert (data.unit, data.about["classes"]) == ("images", list(COLOURS))
+    assert data.network_arguments() == {"in_channels": 3, "image_size": 8}
+    grey = TorchDataset(train=Pictures(), test=Pictures(), image_size=8, channels=1)
+    assert tuple(grey.train[PLACES]["input"].shape) == (4, 1, 8, 8)
+
+
+def test_what_is_no_image_goes_to_the_network_as_it_is():
+    data = TorchDataset(train=vectors(12), test=vectors(6), classes=["a", "b", "c"])
+    batch = data.train[PLACES]
+    assert torch.equal(batch["input"], vectors(12).tensors[0][:4])
+    assert data.preprocess(batch) is batch
+    assert (data.unit, data.about, data.network_arguments()) == (
+        "samples",
+        {"classes": ["a", "b", "c"]},
+        {"in_features": 5},
+    )
+
+
+def test_classes_are_those_of_the_dataset_or_of_its_targets():
+    assert "classes" not in TorchDataset(train=vectors(12), test=vectors(6)).about
+    part = Subset(Pictures(), [3, 4])
+    assert TorchDataset(train=part, test=part).about["classes"] == list(COLOURS)
+    named = vectors(12)
+    named.targets = [0, 2, 1]
+    assert TorchDataset(train=named, test=named).about["classes"] == ["0", "1", "2"]
+
+
+def test_a_fingerprint_tells_datasets_apart():
+    first = TorchDataset(train=vectors(500), test=vectors(6)).fingerprint
+    assert TorchDataset(train=vectors(500), test=vectors(6)).fingerprint == first
+    changed = vectors(500)
+    changed.tensors[0][377, 2] += 1e-6
+    assert TorchDataset(train=changed, test=vectors(6)).fingerprint != first
+    assert TorchDataset(train=vectors(6), test=vectors(500)).fingerprint != first
+    own = Pictures()
+    own.fingerprint = "1"
+    other = Pictures()
+    other.fingerprint = "2"
+    assert TorchDataset(train=own, test=own).fingerprint != TorchDataset(train=other, test=own).fingerprint
+
+
+def test_random_transforms_are_noticed(tmp_path):
+    write_classes(tmp_path, 4)
+    for transform, noticed in ((None, False), (torchvision.transforms.RandomCrop(9), True)):
+        train = torchvision.datasets.ImageFolder(str(tmp_path), transform=transform)
+        data = TorchDataset(train=train, test=train, image_size=8)
+        data.prepare()
+        assert ("its transforms are random" in (data.notice or "")) == noticed
+
+
+@pytest.mark.parametrize(("nodes", "told"), [
+    ({"train": "???"}, "data.train is missing; it names a Dataset"),
+    ({"train": {"_target_": "torchvision.datasets.ImageFolder", "rot": "x"}},
+     "data.train.rot is not an argument of torchvision.datasets.ImageFolder (did you mean root?)"),
+    ({"train": {"_target_": "os.system"}}, "data.train._target_=os.system may not be named"),
+])  # fmt: skip
+def test_a_node_that_is_wrong_is_told(nodes, told):
+    good = {"_target_": "torchvision.datasets.ImageFolder", "root": "x"}
+    problems = TorchDataset.problems({"train": good, "test": good, **nodes})
+    assert told in problems[0]
+    assert TorchDataset.problems({"train": good, "test": good, "val": None}) == []
+
+
+# --- torchvision -----------------------------------------------------------------------------------------------------
+
+
+def named(dataset: str, root, **changes) -> Torchvision:
+    return Torchvision(
+        **{"dataset": dataset, "root": str(root), "cache_dir": str(root / "cache"), "image_size": 8, **changes}
+    )
+
+
+def test_a_data_set_of_images_and_labels(tmp_path):
+    raw = tmp_path / "FashionMNIST" / "raw"
+    for prefix, seed in (("train", 0), ("t10k", 1)):
+        images, labels = digits(30, seed)
+        write_idx(raw / f"{prefix}-images-idx3-ubyte", images)
+        write_idx(raw / f"{prefix}-labels-idx1-ubyte", labels)
+    data = named("FashionMNIST", tmp_path, image_size=28, channels=1)
+    assert (len(data.train), data.val, len(data.test), data.source) == (30, None, 30, "disk")
+    images, labels = digits(30, 0)
+    batch = data.train[PLACES]
+    assert np.array_equal(batch["input"].numpy(), images[:4, None])
+    assert batch["target"].tolist() == labels[:4].tolist()
+
+
+def test_its_own_parts_are_taken(tmp_path):
+    for part, count in (("train", 4), ("valid", 2), ("test", 3)):
+        write_classes(tmp_path / "country211" / part, count)
+    data = named("Country211", tmp_path)
+    assert [len(part) for part in (data.train, data.val, data.test)] == [12, 6, 9]
+    assert data.about["classes"] == list(COLOURS)
+
+
+def test_a_data_set_without_a_test_part_is_tested_on_its_val(tmp_path):
+    for part, count in (("train", 4), ("val", 2)):
+        for wnid in ("n01440764", "n02102040"):
+            folder = tmp_path / "imagenette2" / part / wnid
+            folder.mkdir(parents=True)
+            for number in range(count):
+                picture(COLOURS["red"], number).save(folder / f"{number}.JPEG")
+    data = named("Imagenette", tmp_path)
+    assert [len(data.train), data.val, len(data.test)] == [8, None, 4]
+    assert "Imagenette has no test part: its validation part is the test set" in data.notice
+    assert data.about["classes"][0] == "tench"
+
+
+@pytest.mark.parametrize(("dataset", "changes", "told"), [
+    ("FashionMNIST", {"source": "disk"}, r"does not hold torchvision's FashionMNIST \(.*\). Type data.root=<folder>, or data.source=download"),
+    ("FashionMNIST", {}, r"FashionMNIST is not in data.root=.* and could not be fetched \(.*\). Type data.root=<folder>"),
+    ("Country211", {}, r"Country211 is not in data.root=.* and could not be fetched \(.*no route.*\)"),
+    ("EuroSAT", {}, r"torchvision.datasets.EuroSAT has no test part. Type data=folder"),
+])  # fmt: skip
+def test_what_is_not_there_says_what_to_type(tmp_path, monkeypatch, dataset, changes, told):
+    def unreachable(*_, **__):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.utils, "_urlretrieve", unreachable)
+    monkeypatch.setattr(torchvision.datasets.utils, "_get_redirect_url", unreachable)
+    with pytest.raises(UserError, match=told):
+        len(named(dataset, tmp_path, **changes).train)
+
+
+@pytest.mark.parametrize(("data", "told"), [
+    ({"dataset": "FashonMNIST"}, "data.dataset=FashonMNIST is not in torchvision.datasets (did you mean FashionMNIST?)"),
+    ({"dataset": "???"}, "data.dataset is missing; type data.dataset=<name>"),
+    ({"dataset": "CIFAR100", "source": "embedded"}, "no package carries"),
+    ({"dataset": "CIFAR100"}, None),
+])  # fmt: skip
+def test_a_name_is_checked_without_importing_torchvision(data, told, monkeypatch):
+    monkeypatch.delattr(torchvision.datasets, "__all__")
+    problems = Torchvision.problems(data)
+    assert problems == [] if told is None else told in problems[0]
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+def saved(root, columns: dict, **parts: dict) -> str:
+    """A folder of `save_to_disk`: one table, or several by their names."""
+    table = datasets.Dataset.from_dict(columns)
+    tables = {name: datasets.Dataset.from_dict(more) for name, more in parts.items()}
+    (datasets.DatasetDict(train=table, **tables) if tables else table).save_to_disk(root / "saved")
+    return str(root / "saved")
+
+
+def held(root, columns: dict, parts: dict | None = None, **keys) -> HuggingFace:
+    return HuggingFace(root=saved(root, columns, **(parts or {})), **{"cache_dir": str(root / "cache"), **keys})
+
+
+COLUMNS = {"x": np.arange(60, dtype=np.float32).reshape(20, 3), "kind": ["cat", "dog"] * 10, "price": np.arange(20) / 4}
+
+
+def test_columns_of_numbers_are_arrays(tmp_path):
+    data = held(tmp_path, COLUMNS, input="x", target="price")
+    batch = data.train[PLACES]
+    assert (batch["input"].dtype, batch["input"].shape, batch["target"].shape) == (np.float32, (4, 3), (4, 1))
+    assert np.allclose(batch["target"][:, 0] * 12, batch["input"][:, 0])  # of the same rows
+    assert (data.about, data.network_arguments(), data.unit) == ({"targets": ["price"]}, {"in_features": 3}, "samples")
+
+
+def test_tokens_are_whole_numbers(tmp_path):
+    tokens = np.arange(80).reshape(20, 4)
+    batch = held(tmp_path, {"ids": tokens, "next": tokens + 1}, input="ids", target="next").train[PLACES]
+    assert batch["input"].dtype == batch["target"].dtype == np.int64
+    assert np.array_equal(batch["input"] + 1, batch["target"])
+
+
+def test_texts_are_classes_and_a_part_of_each_is_held_out(tmp_path):
+    data = held(tmp_path, COLUMNS, input="x", target="kind", test_fraction=0.3)
+    assert data.about["classes"] == ["cat", "dog"]
+    assert np.bincount(data.test[np.arange(6)]["target"]).tolist() == [3, 3]
+    rows = [set(part.places.tolist()) for part in (data.train, data.val, data.test)]
+    assert sorted(set.union(*rows)) == list(range(20))
+    assert sum(map(len, rows)) == 20
+
+
+def test_its_splits_are_taken(tmp_path):
+    some = {"x": COLUMNS["x"][:4], "kind": COLUMNS["kind"][:4]}
+    data = held(tmp_path, COLUMNS, {"validation": {**some, "price": [0.0] * 4}}, input="x", target="kind")
+    assert [len(part) for part in (data.train, data.val, data.test)] == [18, 4, 2]
+
+
+@pytest.mark.parametrize(("keys", "parts", "told"), [
+    ({"input": "y", "target": "kind"}, {}, r"data.input=y: there is no such column; .* has x, kind, price"),
+    ({"input": "x", "target": "prize"}, {}, r"no such column \(did you mean price\?\)"),
+    ({"input": "x", "target": "kind"}, {"test": {"x": [[0.0] * 3], "kind": ["cow"], "price": [0.0]}},
+     r"kind=cow of the test part is none of the 2 classes of train"),
+])  # fmt: skip
+def test_columns_that_do_not_fit_are_refused(tmp_path, keys, parts, told):
+    with pytest.raises(UserError, match=told):
+        held(tmp_path, COLUMNS, parts, **keys).prepare()
+
+
+def test_rows_without_an_answer_are_refused(tmp_path):
+    rows = {"x": [[0.0]] * 4, "label": [0, 1, 0, 1]}
+    with pytest.raises(UserError, match=r"label=-1 of the test part is none of the 2 classes"):
+        held(tmp_path, rows, {"test": {"x": [[0.0]], "label": [-1]}}, input="x").prepare()
+
+
+def test_other_folders_are_refused(tmp_path):
+    with pytest.raises(UserError, match="is no folder of `save_to_disk`"):
+        HuggingFace(root=str(tmp_path)).prepare()
+    with pytest.raises(UserError, match="does not exist"):
+        HuggingFace(root=str(tmp_path / "none")).prepare()
+    with pytest.raises(UserError, match="has no split `train`; it has training"):
+        datasets.DatasetDict(training=datasets.Dataset.from_dict(COLUMNS)).save_to_disk(tmp_path / "a")
+        HuggingFace(root=str(tmp_path / "a")).prepare()
+
+
+def test_without_the_package_it_is_told_what_to_install(monkeypatch):
+    assert HuggingFace.problems({}) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert "Type uv sync --extra huggingface, or pip install datasets" in HuggingFace.problems({})[0]

@@ -1,0 +1,202 @@
+"""The promises of a run hold for every source of data: same batches, exact resume, exact evaluation, a fingerprint."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import digits, write_idx
+from pictures import COLOURS, picture, write_classes
+from PIL import Image
+
+import lockstep
+from lockstep.callbacks import FiniteLoss
+from lockstep.config.compose import compose_config
+from lockstep.config.instantiate import create_data
+from lockstep.data.datamodule import DataModule
+from lockstep.export.folder import export
+
+SIZE, BATCH, TEST = 12, 6, 21  # 21 test samples: neither two processes nor the batches divide them
+
+
+@dataclass(frozen=True)
+class Source:
+    overrides: list[str]
+    change: Callable[[], None]  # of one training image
+
+
+def folder(root: Path, *more: str) -> Source:
+    write_classes(root / "train", 20)
+    write_classes(root / "test", 7)
+    return Source(
+        ["data=folder", f"data.root={root}", *more], lambda: picture((9, 9, 9), 1).save(root / "train/red/0.png")
+    )
+
+
+def torchvision(root: Path) -> Source:
+    raw = root / "FashionMNIST" / "raw"
+    for count, prefix, seed in ((60, "train", 0), (TEST, "t10k", 1)):
+        images, labels = digits(count, seed)
+        write_idx(raw / f"{prefix}-images-idx3-ubyte", images)
+        write_idx(raw / f"{prefix}-labels-idx1-ubyte", labels)
+
+    def change() -> None:
+        content = bytearray((raw / "train-images-idx3-ubyte").read_bytes())
+        content[-1] ^= 1
+        (raw / "train-images-idx3-ubyte").write_bytes(content)
+
+    return Source(["data=torchvision", "data.dataset=FashionMNIST", f"data.root={root}", "data.channels=1"], change)
+
+
+def dataset(root: Path) -> Source:
+    source = folder(root)
+    nodes = [
+        f"data.{part}={{_target_:torchvision.datasets.ImageFolder,root:{root / part}}}" for part in ("train", "test")
+    ]
+    return Source(["data=torch", *nodes], source.change)
+
+
+def huggingface(root: Path) -> Source:
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(COLOURS))})
+
+    def table(each: int, first: int = 0) -> datasets.Dataset:
+        pictures, labels = [], []
+        for label, colour in enumerate(COLOURS):
+            for number in range(each):
+                file = io.BytesIO()
+                picture(COLOURS[colour], first + label + 3 * number).save(file, "PNG")
+                pictures.append({"bytes": file.getvalue(), "path": None})
+                labels.append(label)
+        return datasets.Dataset.from_dict({"image": pictures, "label": labels}, features=features)
+
+    def save(first: int) -> None:
+        datasets.DatasetDict(train=table(20, first), test=table(TEST // 3, 500)).save_to_disk(root / f"{first}")
+        (root / "link").unlink(missing_ok=True)
+        (root / "link").symlink_to(root / f"{first}")
+
+    root.mkdir()
+    save(0)
+    return Source(["data=huggingface", f"data.root={root / 'link'}"], lambda: save(1))
+
+
+SOURCES = {
+    "folder-cache": lambda root: folder(root, "data.decode=cache"),
+    "folder-workers": lambda root: folder(root, "data.decode=workers"),
+    "torchvision": torchvision,
+    "torch": dataset,
+    "huggingface": huggingface,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    source: Source
+    folder: Path
+
+    def overrides(self, *more: str) -> list[str]:
+        cache = [f"data.cache_dir={self.folder / 'cache'}"] if self.name != "torch" else []
+        return [*self.source.overrides, f"data.image_size={SIZE}", f"data.batch_size={BATCH}", *cache, *more]
+
+    def train(self, run: str, *more: str) -> dict:
+        options = ["trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "schedule=cosine",
+                   "checkpoint.every_n_steps=4", "data.eval_batch_size=8"]  # fmt: skip
+        return lockstep.train([f"runs_dir={self.folder / 'runs'}", f"run={run}", *options, *self.overrides(*more)])
+
+    def state(self, run: str) -> dict:
+        return torch.load(self.folder / "runs" / run / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "torch")) for name in SOURCES]
+)
+def case(request, tmp_path_factory) -> Case:
+    place = tmp_path_factory.mktemp(request.param)
+    return Case(request.param, SOURCES[request.param](place / "data"), place)
+
+
+@pytest.fixture(scope="module")
+def whole(case, forked) -> dict:
+    return case.train("whole")
+
+
+def batches(case: Case, *, rank: int = 0, world: int = 1, workers: int = 0) -> list[list[tuple[int, bytes]]]:
+    """Index and pixels of the samples of each step of the second epoch, as a rank's loader gives them."""
+    cfg = compose_config("train", case.overrides())
+    module = DataModule(create_data(cfg), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0))))
+    module.trainer = SimpleNamespace(
+        global_rank=rank, world_size=world, accumulate_grad_batches=1, fit_loop=loop,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )  # fmt: skip
+    loader = module.train_dataloader()
+    loader.sampler.set_epoch(1)
+    return [
+        [(int(i), image.numpy().tobytes()) for i, image in zip(batch["index"], batch["input"], strict=True)]
+        for batch in loader
+    ]
+
+
+def test_batches_are_the_same_for_every_number_of_processes_and_workers(case):
+    alone = batches(case)
+    assert len(alone) > 5
+    assert batches(case, workers=2) == alone
+    both = [batches(case, rank=rank, world=2, workers=workers) for rank, workers in ((0, 2), (1, 0))]
+    assert [first + second for first, second in zip(*both, strict=True)] == alone
+
+
+def test_a_run_that_crashed_in_mid_epoch_and_resumed_ends_bit_identical(case, whole, monkeypatch):
+    def crash(self, trainer, *_):
+        if trainer.global_step == 6:
+            raise RuntimeError("crash")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FiniteLoss, "on_train_batch_end", crash)
+        with pytest.raises(RuntimeError, match="crash"):
+            case.train("parts")
+    parts = case.train("parts", "resume=auto")
+    assert parts["resumed_from"] is not None
+    a, b = case.state("whole"), case.state("parts")
+    assert a["global_step"] == b["global_step"] > 6
+    assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in a["state_dict"])
+    assert parts["test/loss"] == whole["test/loss"]
+
+
+def test_an_evaluation_by_two_processes_counts_each_sample_once(case, whole):
+    more = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"]
+    # Processes of tests/forked.py are daemons, which have no workers.
+    figures = lockstep.evaluate(["run=whole", f"runs_dir={case.folder / 'runs'}", "data.num_workers=0", *more])
+    assert (figures["test/count"], whole["test/count"]) == (TEST, TEST)
+    assert figures["test/acc"] == pytest.approx(whole["test/acc"], abs=1e-9)
+    assert figures["test/loss"] == pytest.approx(whole["test/loss"], rel=1e-5)
+
+
+def test_classes_are_named_in_the_checkpoint_and_the_export(case, whole):
+    about = case.state("whole")["DataModule"]["about"]
+    names = list(COLOURS) if case.name != "torchvision" else [
+        "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]  # fmt: skip
+    assert about["classes"] == names
+    assert whole["unit"] == "images"
+    assert whole["data/sha256"] == case.state("whole")["DataModule"]["sha256"]
+    export(case.folder / "runs/whole" / whole["checkpoint"], case.folder / "exported")
+    from lockstep.export.exported import load
+
+    model = load(case.folder / "exported")
+    image = picture(COLOURS["red"], 1).convert("L" if case.name == "torchvision" else "RGB")
+    pixels = torch.from_numpy(np.array(image.resize((SIZE, SIZE), Image.Resampling.BILINEAR)))
+    ((name, probability),) = model.classify(pixels.reshape(1, SIZE, SIZE, -1).permute(0, 3, 1, 2))
+    assert name in names
+    assert 1 / len(names) <= probability <= 1
+
+
+def test_a_changed_image_is_other_data(case, whole):
+    case.source.change()  # the last test of a source: its data is another one now
+    assert create_data(compose_config("train", case.overrides())).fingerprint != whole["data/sha256"]
+    with pytest.raises(lockstep.errors.UserError, match="trained on other data"):
+        case.train("whole", "resume=auto", "trainer.max_epochs=2")

@@ -1,0 +1,109 @@
+"""`lockstep.train` from Python: the caller's process is afterwards what it was."""
+
+import ctypes
+import logging
+import os
+import platform
+import random
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+import lockstep
+from lockstep.errors import TrainingFailed, UserError
+from lockstep.machine import process
+
+MIB_64 = 64 * 2**20  # above all thresholds that glibc chooses by itself
+
+
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
+                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]  # fmt: skip
+
+
+def maps_large_blocks() -> bool | None:
+    """Whether malloc gives a large block back to the system when it is freed: not after `keep_freed_memory`."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype, libc.malloc.restype = Mallinfo2, ctypes.c_void_p
+    before = libc.mallinfo2().hblks
+    block = ctypes.c_void_p(libc.malloc(ctypes.c_size_t(MIB_64)))
+    after = libc.mallinfo2().hblks
+    libc.free(block)
+    return after > before
+
+
+def state() -> dict[str, object]:
+    loggers = [
+        logging.getLogger(name) for name in (None, "lightning", "lightning.pytorch", "lightning.fabric", "lockstep")
+    ]
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        "allocator": maps_large_blocks(),
+        "environment": dict(os.environ),
+        "argv": list(sys.argv),
+        "import path": list(sys.path),
+        "folder": Path.cwd(),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "warning filters": list(warnings.filters),
+        "warnings to": warnings.showwarning,
+        "loggers": [(x.level, x.propagate, list(x.handlers), list(x.filters)) for x in loggers],
+        "log handlers": [(h.level, list(h.filters)) for x in loggers for h in x.handlers],
+        "threads": torch.get_num_threads(),
+        "tf32": (cuda.allow_tf32, cudnn.allow_tf32, cuda.fp32_precision, torch.get_float32_matmul_precision()),
+        "deterministic": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
+        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+        "hooks": (sys.excepthook, sys.unraisablehook),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def as_a_caller_likes_it(tmp_path, monkeypatch):
+    """Settings that are not the defaults, so that setting defaults would show."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(process, "owned", False)
+    with process.libraries_restored():
+        torch.set_num_threads(3)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        warnings.filterwarnings("always", message="of the caller")
+        logging.captureWarnings(True)
+        yield
+
+
+def test_the_callers_process_is_left_as_it_was(as_a_caller_likes_it, mnist, cache, monkeypatch):
+    common = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", "trainer.deterministic=true"]
+    during: dict[str, object] = {}
+    monkeypatch.setattr(LightningModule, "on_train_start", lambda _: during.update(state()))
+    before = state()
+
+    def changed(after: dict[str, object]) -> set[str]:
+        return {name for name, value in after.items() if value != before[name]}
+
+    assert lockstep.train(["run=a", "trainer.limit_train_batches=2", *common])["status"] == "done"
+    assert changed(state()) == set()
+    # Else that would show nothing.
+    assert changed(during) == {
+        "environment",
+        "signals",
+        "warning filters",
+        "loggers",
+        "log handlers",
+        "tf32",
+        "deterministic",
+        "random",
+    }
+    with pytest.raises(TrainingFailed):
+        lockstep.train(["run=b", "optim=sgd", "optim.lr=1e30", "trainer.log_every_n_steps=1", *common])
+    with pytest.raises(UserError):
+        lockstep.train(["optim.lrr=1", *common])
+    lockstep.evaluate(["run=a", f"data.cache_dir={cache}"])
+    assert changed(state()) == set()
