@@ -207,13 +207,13 @@ def typed(value: Any) -> str:
     return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
-def options_of(group: str, own: dict[str, Any]) -> dict[str, int]:
-    """The options of a group with the same class and name as a config's own: how many of their keys it has not."""
-    found: dict[str, int] = {}
+def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The options of a group with the same class and name as a config's own, and how far they are from it: the least is the nearest."""
+    found: dict[str, tuple[int, int]] = {}
     for name in options(group):
         option = dotted(plain(load_config(config_file(f"{group}/{name}"))), group)
         if all(v in (own.get(k), "???") for k, v in option.items() if k.endswith(("._target_", ".name"))):
-            found[name] = len(option.keys() - own.keys())
+            found[name] = len(option.keys() - own.keys()), -len(option)
     return found
 
 
@@ -231,7 +231,7 @@ def as_overrides(config: DictConfig) -> list[str]:
     composed = compose_config("train", chosen)
     OmegaConf.resolve(composed)
     base = dotted(plain(composed))
-    changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key))]
+    changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key, ABSENT))]
     return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
 
 
