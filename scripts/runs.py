@@ -75,7 +75,9 @@ class Run:
         if key in self.report or key.partition(".")[0] not in (*GROUPS, *KEYS):
             return self.report.get(key, ABSENT)  # config.yaml is read when it is needed: 10 ms each
         value = OmegaConf.select(self.config, key, default=ABSENT)
-        return title(value) if isinstance(value, DictConfig) else plain(value)
+        if isinstance(value, DictConfig):
+            return title(value) if value.keys() & {"name", "_target_"} else ABSENT
+        return plain(value)
 
     def written_s(self) -> float:
         try:

@@ -28,16 +28,8 @@ from lockstep.checkpoints.weights import load_into
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.checks import fused_problem, missing_groups, nearest
 from lockstep.config.identity import run_dir, title
-from lockstep.config.instantiate import (
-    ENGINE_DATA,
-    accepted,
-    create,
-    create_data,
-    has_own_loaders,
-    locate,
-    target_of,
-    to_plain,
-)
+from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, target_of, to_plain
+from lockstep.config.signatures import accepted, locate
 from lockstep.data.datamodule import DataModule, facts
 from lockstep.errors import UserError, of_users_code, raise_problems
 from lockstep.machine.hardware import keep_freed_memory

@@ -13,9 +13,10 @@ from lockstep import CONFIGS
 from lockstep.checkpoints import resuming
 from lockstep.config.checks import OWNED, check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
-from lockstep.config.instantiate import ENGINE, parameters
+from lockstep.config.instantiate import ENGINE
 from lockstep.config.keys import dotted
 from lockstep.config.schema import CLOSED, KEYS
+from lockstep.config.signatures import parameters
 from lockstep.errors import UserError
 from lockstep.machine import world
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.config.identity import title
-from lockstep.config.instantiate import parameters
+from lockstep.config.signatures import parameters
 from lockstep.data.datamodule import DataModule
 
 # Arguments of its constructor that the engine gives it where its signature names them, and the groups that they come from.

@@ -113,8 +113,8 @@ class TaskModule(PlainHookName):
         self.window_weight = checkpoint["window"]["weight"] * scale
 
     def in_exact_sums(self) -> None:
-        """Figures sum up in float64 as the loss does, also where `trainer.precision=bf16-true` has converted the module."""
-        for metric in self.figures.values():
+        """Figures sum up in float64, also where `trainer.precision=bf16-true` has converted the module."""
+        for metric in (self.mean_loss, *self.figures.values()):
             metric.to(self.mean_loss.exact)  # its integers stay integers
 
     def on_validation_epoch_start(self) -> None:
