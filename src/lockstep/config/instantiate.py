@@ -120,8 +120,8 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
 
 def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
     """Whether a node names a class that is there and may be made."""
-    target = node.get("_target_", MISSING)
-    if target == MISSING:
+    target = node.get("_target_")
+    if target in (None, MISSING):
         yield f"{key}._target_ is missing; it names the class, as in {key}._target_=my_package.my_module.MyClass."
         return
     try:
