@@ -4,7 +4,6 @@ from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightni
 
 # isort: split
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from torchmetrics import Metric
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_weights, read
+from lockstep.checkpoints.content import load_module_weights, load_weights, read
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.checkpoints.weights import load_into
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
-from lockstep.config.checks import fused_problem, missing_groups, nearest
+from lockstep.config.checks import fused_problem, nearest
+from lockstep.config.components import missing_groups
 from lockstep.config.identity import run_dir, title
 from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, target_of, to_plain
 from lockstep.config.signatures import accepted, locate
@@ -115,8 +114,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         UserError: network, task and data do not fit together.
     """
     if foreign.is_foreign(target_of(cfg.task._target_, "task")):
-        made = foreign_module(cfg, offered_by(data), Path(weights) if weights else None)
+        made = foreign.create_module(
+            cfg, foreign.offered_by(data), partial(optimizer, cfg), with_weights=weights is None
+        )
         raise_problems(foreign.problems(cfg, made, data))
+        if weights:
+            load_module_weights(made, Path(weights))
         return made
     raise_problems(missing_groups(cfg))
     goal: Task = create(cfg.task, "task")
@@ -154,37 +157,13 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     )
 
 
-def offered_by(data: pl.LightningDataModule) -> dict[str, Any]:
-    """What a network may ask for, beside what a task offers."""
-    if not isinstance(data, DataModule):
-        return {}
-    classes = {"num_classes": len(data.about["classes"])} if data.about.get("classes") else {}
-    return {**classes, **data.dataset.network_arguments()}
-
-
-def foreign_module(cfg: DictConfig, offered: dict[str, Any], weights: Path | None) -> pl.LightningModule:
-    """A LightningModule of the user's, with the network, optimizer and schedule that it asks for."""
-    raise_problems(foreign.config_problems(cfg))
-    asked = foreign.asked(to_plain(cfg.task))
-    net = network(to_plain(cfg.model), offered, with_weights=weights is None) if "net" in asked else None
-    schedule = foreign.Scheduler(create(cfg.schedule, "schedule")) if "scheduler" in asked and cfg.schedule else None
-    parts = {"net": net, "optimizer": optimizer(cfg) if "optimizer" in asked else None, "scheduler": schedule}
-    made: Any = create(cfg.task, "task", **{name: parts[name] for name in asked})
-    made.lockstep = foreign.Given(net, offered, schedule)
-    if schedule:
-        schedule.module = made
-    if weights:
-        content = read(weights)
-        made.on_load_checkpoint(content)
-        load_into(made.state_dict(), content["state_dict"], weights)
-    module: pl.LightningModule = made
-    return module
-
-
 def load_module(path: Path) -> pl.LightningModule:
     """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError: it does not fit."""
     content = read(path)
-    return foreign_module(OmegaConf.create(content["config"]), content["module_arguments"], path).eval()
+    cfg = OmegaConf.create(content["config"])
+    made = foreign.create_module(cfg, content["module_arguments"], partial(optimizer, cfg), with_weights=False)
+    load_module_weights(made, path)
+    return made.eval()
 
 
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
@@ -211,10 +190,10 @@ def loggers(cfg: DictConfig) -> list[Logger]:
     ]
 
 
-def of_foreign_module(cfg: DictConfig, save: Callable[[pl.Trainer], None] | None = None) -> list[pl.Callback]:
-    """First in the list, so that it says first what is wrong."""
+def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
+    """First in the list, to say first what is wrong."""
     found = foreign.is_foreign(target_of(cfg.task._target_, "task"))
-    return [callbacks.Foreign(cfg, strategies.parallelize, save)] if found else []
+    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if found else []
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -240,12 +219,12 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    return lightning_trainer(cfg, world, callbacks=[*of_foreign_module(cfg, save), *chosen, *own], logger=loggers(cfg))
+    return lightning_trainer(cfg, world, callbacks=[*foreign_callbacks(cfg, save), *chosen, *own], logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
     """A Trainer that tests only: no logger, the strategy and precision of the config."""
-    own = [*of_foreign_module(cfg), callbacks.Preemption(None)]
+    own = [*foreign_callbacks(cfg), callbacks.Preemption(None)]
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
