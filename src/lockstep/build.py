@@ -4,6 +4,7 @@ from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightni
 
 # isort: split
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
         load_weights(net, Path(weights))
-    return TaskModule(
+    made = TaskModule(
         net,
         goal,
         optimizer=optimizer(cfg),
@@ -155,6 +156,8 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         metrics=metrics(cfg, goal),
         network_arguments=offered,
     )
+    raise_problems(monitor_problems(str(cfg.checkpoint.monitor), made.figure_names()))
+    return made
 
 
 def load_module(path: Path) -> pl.LightningModule:
@@ -167,18 +170,21 @@ def load_module(path: Path) -> pl.LightningModule:
 
 
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
-    """The task's own figures and those of the config. Raises UserError where the monitored one is not among them."""
+    """The task's own figures and those of the config."""
     found = goal.metrics()
     for name, node in cfg.task.metrics.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
-    figures = ["val/loss", *(f"val/{name}" for name in found)]
-    monitor = str(cfg.checkpoint.monitor)
-    if not any(f"{monitor}/".startswith(f"{figure}/") for figure in figures):
-        raise UserError(
-            f"checkpoint.monitor={monitor}: the validation logs {', '.join(figures)}{nearest(monitor, figures)}. Name one of them, or add it to task.metrics."
-        )
+    taken = sorted(found.keys() & {"loss", "count"})
+    raise_problems(f"task.metrics.{name}: every task logs a {name}. Type another name." for name in taken)
     return found
+
+
+def monitor_problems(monitor: str, figures: list[str]) -> Iterator[str]:
+    names = [f"val/{figure}" for figure in ("loss", *figures)]
+    known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
+    if not known:
+        yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Name one of them, or add it to task.metrics."
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.config.identity import title
+from lockstep.config.instantiate import create, to_plain
 from lockstep.config.signatures import parameters
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
