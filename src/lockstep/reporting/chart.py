@@ -36,7 +36,9 @@ def chart(title: str, xlabel: str, ylabel: str, series: Mapping[str, Points]) ->
         f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}" fill="none" stroke="#000"/>'
     )
     for number, (name, points) in enumerate(finite.items()):
-        parts += curve([place(*point) for point in points], COLOURS[number % len(COLOURS)], name, TOP + 20 + 20 * number)
+        parts += curve(
+            [place(*point) for point in points], COLOURS[number % len(COLOURS)], name, TOP + 20 + 20 * number
+        )
     inside = "\n".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-size="12">\n{inside}\n</svg>\n'
 
