@@ -33,9 +33,10 @@ ORDER = (
     "build",
     "launch",
     "__init__",
+    "__main__",
     "hydra_plugins",
 )
-EVERYWHERE = {"ROOT", "CONFIGS", "__version__"}  # constants of the package itself
+EVERYWHERE = {"ROOT", "PACKAGE", "WHEEL", "CONFIGS", "__version__"}  # constants of the package itself
 
 HEAVY = {
     "torch",
@@ -57,10 +58,6 @@ PRIVATE = {
     "_foreach_norm": "torch's documented optimizers take foreach=True for these; they have no other name",
     "_foreach_mul_": "the same",
     "_foreach_lerp_": "the same",
-    # Of training/metrics.py and training/module.py, until compat/hook_names.py and a metric without `_apply` take their place.
-    "_apply": "torchmetrics has no public way to keep the dtype of a state",
-    "_defaults": "the same",
-    "_current_fx_name": "see compat/hook_names.py",
 }
 HYDRA_KEYS = ("_target_",)
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from your_own import Page
+from your_own import FOLDER, Page
 
 import lockstep
-from lockstep.errors import RunFailed
+from lockstep.config.checks import check
+from lockstep.config.compose import compose_config, tried_alone
+from lockstep.errors import RunFailed, UserError
 from lockstep.reporting import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")

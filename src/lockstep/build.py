@@ -4,7 +4,7 @@ from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightni
 
 # isort: split
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,22 +22,14 @@ from torchmetrics import Metric
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_weights, read
+from lockstep.checkpoints.content import load_module_weights, load_weights, read
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.checkpoints.weights import load_into
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
-from lockstep.config.checks import fused_problem, missing_groups, nearest
+from lockstep.config.checks import fused_problem, nearest
+from lockstep.config.components import missing_groups
 from lockstep.config.identity import run_dir, title
-from lockstep.config.instantiate import (
-    ENGINE_DATA,
-    accepted,
-    create,
-    create_data,
-    has_own_loaders,
-    locate,
-    target_of,
-    to_plain,
-)
+from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, target_of, to_plain
+from lockstep.config.signatures import accepted, locate
 from lockstep.data.datamodule import DataModule, facts
 from lockstep.errors import UserError, of_users_code, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
@@ -123,8 +115,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         UserError: network, task and data do not fit together.
     """
     if foreign.is_foreign(target_of(cfg.task._target_, "task")):
-        made = foreign_module(cfg, offered_by(data), Path(weights) if weights else None)
+        made = foreign.create_module(
+            cfg, foreign.offered_by(data), partial(optimizer, cfg), with_weights=weights is None
+        )
         raise_problems(foreign.problems(cfg, made, data))
+        if weights:
+            load_module_weights(made, Path(weights))
         return made
     raise_problems(missing_groups(cfg))
     goal: Task = create(cfg.task, "task")
@@ -146,7 +142,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
         load_weights(net, Path(weights))
-    return TaskModule(
+    made = TaskModule(
         net,
         goal,
         optimizer=optimizer(cfg),
@@ -160,54 +156,35 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         metrics=metrics(cfg, goal),
         network_arguments=offered,
     )
-
-
-def offered_by(data: pl.LightningDataModule) -> dict[str, Any]:
-    """What a network may ask for, beside what a task offers."""
-    if not isinstance(data, DataModule):
-        return {}
-    classes = {"num_classes": len(data.about["classes"])} if data.about.get("classes") else {}
-    return {**classes, **data.dataset.network_arguments()}
-
-
-def foreign_module(cfg: DictConfig, offered: dict[str, Any], weights: Path | None) -> pl.LightningModule:
-    """A LightningModule of the user's, with the network, optimizer and schedule that it asks for."""
-    raise_problems(foreign.config_problems(cfg))
-    asked = foreign.asked(to_plain(cfg.task))
-    net = network(to_plain(cfg.model), offered, with_weights=weights is None) if "net" in asked else None
-    schedule = foreign.Scheduler(create(cfg.schedule, "schedule")) if "scheduler" in asked and cfg.schedule else None
-    parts = {"net": net, "optimizer": optimizer(cfg) if "optimizer" in asked else None, "scheduler": schedule}
-    made: Any = create(cfg.task, "task", **{name: parts[name] for name in asked})
-    made.lockstep = foreign.Given(net, offered, schedule)
-    if schedule:
-        schedule.module = made
-    if weights:
-        content = read(weights)
-        made.on_load_checkpoint(content)
-        load_into(made.state_dict(), content["state_dict"], weights)
-    module: pl.LightningModule = made
-    return module
+    raise_problems(monitor_problems(str(cfg.checkpoint.monitor), made.figure_names()))
+    return made
 
 
 def load_module(path: Path) -> pl.LightningModule:
     """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError: it does not fit."""
     content = read(path)
-    return foreign_module(OmegaConf.create(content["config"]), content["module_arguments"], path).eval()
+    cfg = OmegaConf.create(content["config"])
+    made = foreign.create_module(cfg, content["module_arguments"], partial(optimizer, cfg), with_weights=False)
+    load_module_weights(made, path)
+    return made.eval()
 
 
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
-    """The task's own figures and those of the config. Raises UserError where the monitored one is not among them."""
+    """The task's own figures and those of the config."""
     found = goal.metrics()
     for name, node in cfg.task.metrics.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
-    figures = ["val/loss", *(f"val/{name}" for name in found)]
-    monitor = str(cfg.checkpoint.monitor)
-    if not any(f"{monitor}/".startswith(f"{figure}/") for figure in figures):
-        raise UserError(
-            f"checkpoint.monitor={monitor}: the validation logs {', '.join(figures)}{nearest(monitor, figures)}. Name one of them, or add it to task.metrics."
-        )
+    taken = sorted(found.keys() & {"loss", "count"})
+    raise_problems(f"task.metrics.{name}: every task logs a {name}. Type another name." for name in taken)
     return found
+
+
+def monitor_problems(monitor: str, figures: list[str]) -> Iterator[str]:
+    names = [f"val/{figure}" for figure in ("loss", *figures)]
+    known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
+    if not known:
+        yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Name one of them, or add it to task.metrics."
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
@@ -219,10 +196,10 @@ def loggers(cfg: DictConfig) -> list[Logger]:
     ]
 
 
-def of_foreign_module(cfg: DictConfig, save: Callable[[pl.Trainer], None] | None = None) -> list[pl.Callback]:
-    """First in the list, so that it says first what is wrong."""
+def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
+    """First in the list, to say first what is wrong."""
     found = foreign.is_foreign(target_of(cfg.task._target_, "task"))
-    return [callbacks.Foreign(cfg, strategies.parallelize, save)] if found else []
+    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if found else []
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -248,12 +225,12 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    return lightning_trainer(cfg, world, callbacks=[*of_foreign_module(cfg, save), *chosen, *own], logger=loggers(cfg))
+    return lightning_trainer(cfg, world, callbacks=[*foreign_callbacks(cfg, save), *chosen, *own], logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
     """A Trainer that tests only: no logger, the strategy and precision of the config."""
-    own = [*of_foreign_module(cfg), callbacks.Preemption(None)]
+    own = [*foreign_callbacks(cfg), callbacks.Preemption(None)]
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 

@@ -68,6 +68,8 @@ def raise_problems(problems: Iterable[str]) -> None:
 def of_users_code(error: BaseException) -> bool:
     """Whether code that is neither Lockstep's nor an installed package's takes part in an error: a bug to be shown, not a
     refusal to be explained."""
+    if "Original Traceback" in str(error):  # torch's words for an error in a process that loads data
+        return not isinstance(error, UserError)
     known = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     own = [name for name in frames if not name.startswith("<") and not any(name.startswith(place) for place in known)]

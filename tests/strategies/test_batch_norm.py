@@ -112,3 +112,12 @@ def test_the_activation_that_timm_puts_into_a_norm_is_kept():
 
 def test_a_network_without_batch_norm_has_none():
     assert synchronise(nn.Sequential(nn.Linear(2, 2)), "cpu") == 0
+
+
+def test_frozen_and_tied_parameters_stay_what_they_are():
+    norm = nn.BatchNorm2d(3)
+    norm.weight.requires_grad_(False)
+    net = nn.Sequential(norm)
+    assert synchronise(net, "cpu") == 1
+    assert net[0].weight is norm.weight and not net[0].weight.requires_grad
+    assert net[0].running_mean is norm.running_mean

@@ -120,6 +120,7 @@ def test_small_losses_are_not_lost_beside_a_large_sum():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_leave_the_sums_in_float64(dtype):
     made = module().to(dtype)  # as Lightning does for precision bf16-true and 16-true
+    made.on_validation_epoch_start()
     logits_BK, label_B = samples(3000)
     seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
     assert made.mean_loss.loss_sum.dtype == torch.float64

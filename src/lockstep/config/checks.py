@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.identity import title
+from lockstep.config.components import missing_targets, of_lockstep, task_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
 from lockstep.machine.world import World, available, world_of
 
@@ -60,12 +60,6 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
                     if key in OWNED
                     else f"{key} is not a key of this project{nearest(key, known)}."
                 )
-
-
-def missing_targets(cfg: DictConfig) -> Iterator[str]:
-    for group in GROUPS:
-        if isinstance(cfg.get(group), DictConfig) and OmegaConf.is_missing(cfg[group], "_target_"):
-            yield f"{group}._target_ is missing; it names a class of yours, as in {group}._target_=my_package.my_module.MyClass."
 
 
 def wrong_values(cfg: DictConfig) -> Iterator[str]:
@@ -128,11 +122,6 @@ def accumulated(cfg: DictConfig) -> int:
     return 1 if given == "auto" else int(given)
 
 
-def of_lockstep(node: DictConfig) -> bool:
-    """Whether a node names a class of Lockstep's, which is known without importing it."""
-    return str(node.get("_target_")).startswith("lockstep.")
-
-
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     """Of another class's batches, `division_problems` says it when the class is known."""
     if of_lockstep(cfg.data):
@@ -169,14 +158,6 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
                 f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} it is not known yet how many make a step. "
                 "Type trainer.accumulate_grad_batches=1, or a larger number."
             )
-
-
-def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
-    """Of a LightningDataModule, whose batches Lockstep cannot divide."""
-    if cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
-    if cfg.data.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."
 
 
 def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -224,22 +205,6 @@ def wrong_mode(cfg: DictConfig) -> str | None:
     known = {str(cfg.task.monitor): str(cfg.task.mode), "val/loss": "min"}
     good = known.get(str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode))
     return None if good == cfg.checkpoint.mode else good
-
-
-def task_problems(cfg: DictConfig, _: World) -> Iterator[str]:
-    """Of Lockstep's own tasks; of another class, build.py says it when the class is known."""
-    if not of_lockstep(cfg.task):
-        return
-    yield from missing_groups(cfg)
-    if not str(cfg.checkpoint.monitor).startswith("val/"):
-        yield f"checkpoint.monitor={shown(cfg.checkpoint.monitor)} is not possible; it takes a figure of the validation, val/<name>. Type for example checkpoint.monitor=val/loss."
-
-
-def missing_groups(cfg: DictConfig) -> Iterator[str]:
-    """Groups that every Task needs."""
-    for group, usual in {"model": "basic_net", "optim": "adamw", "schedule": "constant"}.items():
-        if not cfg[group]:
-            yield f"{group}=none is for a LightningModule that brings its own; task={title(cfg.task)} needs one. Type {group}={usual}."
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:

@@ -3,21 +3,18 @@
 What may be made is listed, so that a config or a checkpoint cannot run any code.
 """
 
-import importlib
 import inspect
 import re
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.config import project
-from lockstep.config.checks import nearest, shown
-from lockstep.config.schema import KEYS
+from lockstep.config.checks import nearest
+from lockstep.config.signatures import locate, parameters, takes_one, type_problem
 from lockstep.errors import UserError, raise_problems
 
 # What configs may name, and what those may return; beside it, the packages of the project (config/project.py).
@@ -35,7 +32,6 @@ TRUSTED = (
 ENGINE = ("name", "monitor", "mode", "metrics", "traits", "_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 MISSING = "???"  # OmegaConf's
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
-ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
 
 def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
@@ -62,13 +58,7 @@ def refused_argument(error: TypeError, node: Mapping[str, Any], key: str) -> Ite
     """A key that a class took as one of **arguments and passed on to another one, which does not know it."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if found and found[1] in node and found[1] not in (parameters(node["_target_"]) or {}):
-        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], inherited(node['_target_']))}."
-
-
-def inherited(path: str) -> list[str]:
-    """The arguments of a class and of those that it is made from."""
-    classes = [base for base in getattr(locate(path), "__mro__", ()) if "__init__" in vars(base)]
-    return [name for base in classes for name in inspect.signature(base).parameters]
+        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], list(parameters(node['_target_']) or {}))}."
 
 
 # Keys of a `data` node that the engine reads; the class gets the others, and those of them that it names.
@@ -128,57 +118,10 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
     return found
 
 
-def locate(path: str) -> Any:
-    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass.
-
-    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.ddp` is a function.
-    """
-    found, parts = None, path.split(".")
-    for place, part in enumerate(parts):
-        if found is not None and hasattr(found, part):
-            found = getattr(found, part)
-            continue
-        here, module = ".".join(parts[:place]), ".".join(parts[: place + 1])
-        try:
-            found = importlib.import_module(module)
-        except ModuleNotFoundError as e:
-            if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-                raise  # a module that this one imports
-            if not here:
-                raise LookupError(f"there is no package {part}") from None
-            raise LookupError(f"{here} has no {part}{nearest(part, dir(found))}") from None
-    return found
-
-
-def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The arguments of a target by name, with those that `**kwargs` hands on to base classes; None where unknown."""
-    target, bases = locate(path), iter(constructors(locate(path))[1:])
-    try:
-        found = dict(inspect.signature(target).parameters)
-        while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
-            _, *inherited = inspect.signature(base).parameters.values()  # without `self`
-            found = {p.name: p for p in inherited} | {k: p for k, p in found.items() if k not in rest}
-    except (TypeError, ValueError):
-        return None
-    return found
-
-
-def constructors(target: Any) -> list[Callable[..., Any]]:
-    """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
-    classes = getattr(target, "__mro__", (object,))[:-1]
-    return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
-
-
-def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `offered` arguments that the signature of a target names."""
-    named = parameters(path)
-    return {name: value for name, value in offered.items() if named is not None and name in named}
-
-
 def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
     """Whether a node names a class that is there and may be made."""
-    target = node.get("_target_", MISSING)
-    if target == MISSING:
+    target = node.get("_target_")
+    if target in (None, MISSING):
         yield f"{key}._target_ is missing; it names the class, as in {key}._target_=my_package.my_module.MyClass."
         return
     try:
@@ -198,7 +141,7 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
         return
     kinds = {parameter.kind for parameter in named.values()}
     own = [name for name in node if name not in ENGINE]
-    known = [name for name, p in named.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    known = [name for name, parameter in named.items() if takes_one(parameter)]
     for name in own:
         if name in known:
             yield from type_problem(target, named[name], f"{key}.{name}", node[name])
@@ -209,44 +152,3 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:
                 offered = f" The data and the task offer {', '.join(given)}." if given else ""
                 yield f"{key}.{name} is missing: {target} needs it. Type +{key}.{name}=<value>.{offered}"
-
-
-def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
-    """Whether the annotation of an argument admits a value; what has no annotation admits all."""
-    if key in KEYS or parameter.annotation is inspect.Parameter.empty or has_target(value):
-        return  # keys of Lockstep's own have words of their own
-    try:
-        annotation = hints(target).get(parameter.name, parameter.annotation)
-        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=None if is_model(annotation) else ANY_TYPE)
-    except Exception:  # annotations that only the author's type checker understands
-        return
-    try:
-        found = adapter.validate_python(value)
-        wrong = isinstance(value, str | bool) and isinstance(found, int | float) and type(found) is not type(value)
-    except ValidationError:
-        wrong = True
-    except Exception:
-        return
-    if wrong:
-        name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
-        yield f"{key}={shown(value)} is not possible; it takes {name or str(annotation).replace('typing.', '')}."
-
-
-def is_model(annotation: Any) -> bool:
-    """Types that bring pydantic's settings of their own take none."""
-    return isinstance(annotation, type) and (
-        hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
-    )
-
-
-def has_target(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return "_target_" in value or any(map(has_target, value.values()))
-    return isinstance(value, list) and any(map(has_target, value))
-
-
-def hints(target: str) -> dict[str, Any]:
-    """Annotations as types, also where they are written as texts."""
-    found: Any = locate(target)
-    functions = constructors(found) if isinstance(found, type) else [found]
-    return {name: hint for each in reversed(functions) for name, hint in typing.get_type_hints(each).items()}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoints.content import DATA, holds_module, network_of, read
 from lockstep.checkpoints.weights import load_into
-from lockstep.config.instantiate import accepted
+from lockstep.config.signatures import accepted
 from lockstep.data import transforms
 from lockstep.errors import UserError
 from lockstep.export import exported

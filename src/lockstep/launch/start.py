@@ -10,14 +10,15 @@ from omegaconf import DictConfig
 from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check, division_problems, own_loader_problems
+from lockstep.config.checks import check, division_problems
+from lockstep.config.components import own_loader_problems
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
-from lockstep.errors import raise_problems
+from lockstep.errors import of_users_code, raise_problems
 from lockstep.launch import local, out_of_memory
 from lockstep.launch.jobs import Job
 from lockstep.machine import signals
 from lockstep.machine.world import World, rank_of, world_of
-from lockstep.reporting.recorder import mark_ended
+from lockstep.reporting.recorder import mark_ended, record_failure
 
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
@@ -64,7 +65,12 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
-    data = prepare_data(cfg)
+    try:
+        data = prepare_data(cfg)
+    except Exception as e:
+        if not evaluating and of_users_code(e):
+            record_failure(identify(cfg, None), world, e)
+        raise
     raise_problems(own_loader_problems(cfg) if data is None else [] if evaluating else division_problems(cfg, world))
     cfg = identify(decided(cfg, world, data), data.source if data else None)
     if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.config.instantiate import accepted, create
+from lockstep.config.instantiate import create
+from lockstep.config.signatures import accepted
 
 WEIGHTS = {"pretrained": False, "checkpoint_path": None}  # keys that fetch weights to start from, and their off values
 

@@ -14,7 +14,9 @@ FEW, MANY = 30, 2000  # so many points get markers; more than MANY are thinned o
 
 def chart(title: str, xlabel: str, ylabel: str, series: Mapping[str, Points]) -> str:
     """One SVG; an empty text where no series has a finite point."""
-    finite = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in series.items()}
+    finite: dict[str, Points] = {
+        name: [point for point in points if all(map(math.isfinite, point))] for name, points in series.items()
+    }
     finite = {name: thinned(points) for name, points in finite.items() if points}
     if not finite:
         return ""

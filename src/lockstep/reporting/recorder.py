@@ -198,9 +198,10 @@ class Recorder:
             # What is expected needs no traceback; of anything else, train.log has it all.
             trace = None if isinstance(error, UserError | TrainingFailed) else error
             logging.getLogger("lockstep").info("%s", self.report["error"], exc_info=trace)
-        from lockstep.reporting.loggers import finish
+        if self.trainer is not None:
+            from lockstep.reporting.loggers import finish
 
-        finish(self.trainer.loggers if self.trainer else [], self.report["status"])
+            finish(self.trainer.loggers, self.report["status"])
         self.close_logs()
         if isinstance(error, UserError):  # a mistake found late: leave everything as it was
             return self.undo()
@@ -252,6 +253,11 @@ def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
     """For a LightningModule that is not Lockstep's: its first test figure."""
     found = next(((k, v) for k, v in report.items() if k.startswith("test")), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
+
+
+def record_failure(cfg: DictConfig, world: World, error: Exception) -> None:
+    """For a class of the user's that failed before the processes of the run were started."""
+    Recorder(cfg, world).__exit__(type(error), error, error.__traceback__)
 
 
 def mark_ended(folder: Path, error: BaseException) -> None:

@@ -24,9 +24,7 @@ class ReplicatedStrategy(OneFormat, DDPStrategy):
         known = getattr(self.lightning_module, "of_task", False)  # another LightningModule's forward is its own
         self.resumed = known and self.lightning_module.trainer.global_step > 0
 
-    def reduce(
-        self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
-    ) -> Tensor:
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """A mean of integers is not rounded. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`: the mean
         over 103 samples of two processes came out 1 % too large."""
         integers = isinstance(tensor, Tensor) and not tensor.is_floating_point()

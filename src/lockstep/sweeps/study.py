@@ -144,10 +144,10 @@ class StudySweeper(SweeperSteps):
             grid = self.grid(space)
             self.sampler = self.sampler(grid)
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
-        self.storage = open_storage(self.url)
+        self.database = open_storage(self.url)
         study = optuna.create_study(
             study_name=self.study_name,
-            storage=self.storage,
+            storage=self.database,
             sampler=self.sampler,
             directions=self.direction,
             load_if_exists=True,
@@ -174,8 +174,7 @@ class StudySweeper(SweeperSteps):
         own = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
         left = [t.number for t in own if t.number not in self.unfinished]
         if left:
-            storage: Any = self.storage
-            ids = [trial_id(storage, self.study.study_name, number) for number in left[: self.n_jobs]]
+            ids = [trial_id(self.database, self.study.study_name, number) for number in left[: self.n_jobs]]
             return [Trial(self.study, id) for id in ids]
         new: list[Trial] = []
         for _ in range(min(self.n_jobs, self.n_trials - len(trials))):

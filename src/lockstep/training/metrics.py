@@ -2,10 +2,8 @@
 
 # B batch
 
-from collections.abc import Callable, Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric
 
 
@@ -24,14 +22,6 @@ class MeanLoss(Metric):
         self.add_state("loss_sum", torch.zeros((), dtype=self.exact), dist_reduce_fx="sum")
         self.add_state("weight_sum", torch.zeros((), dtype=self.exact), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> nn.Module:
-        """Moves with the module, but stays exact where `trainer.precision=bf16-true` and its like convert the module."""
-        this = super()._apply(fn, exclude_state)
-        for name in ("loss_sum", "weight_sum"):
-            setattr(self, name, getattr(self, name).to(self.exact))
-            self._defaults[name] = torch.zeros_like(getattr(self, name))
-        return this
 
     def update(self, loss_B: Tensor, weight_B: Tensor | None) -> None:
         weighted_B = loss_B if weight_B is None else loss_B * weight_B

@@ -4,6 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lockstep.config.checks import accumulated
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.machine.world import World
 
@@ -15,7 +16,7 @@ def accumulations(batch: int, world: int) -> list[int]:
 
 def batches(cfg: DictConfig, world: World) -> dict[str, Any]:
     """For the report: the global batch, and what is made of it; None where dataloaders of one's own decide."""
-    accumulate = int(cfg.trainer.accumulate_grad_batches)
+    accumulate = accumulated(cfg)
     if has_own_loaders(cfg):
         return {"batch_size": None, "accumulate_grad_batches": accumulate, "micro_batch": None}
     batch = int(cfg.data.batch_size)

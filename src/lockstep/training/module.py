@@ -2,6 +2,8 @@
 
 # B batch
 
+import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,8 +115,8 @@ class TaskModule(PlainHookName):
         self.window_weight = checkpoint["window"]["weight"] * scale
 
     def in_exact_sums(self) -> None:
-        """Figures sum up in float64 as the loss does, also where `trainer.precision=bf16-true` has converted the module."""
-        for metric in self.figures.values():
+        """Figures sum up in float64, also where `trainer.precision=bf16-true` has converted the module."""
+        for metric in (self.mean_loss, *self.figures.values()):
             metric.to(self.mean_loss.exact)  # its integers stay integers
 
     def on_validation_epoch_start(self) -> None:
@@ -140,6 +142,20 @@ class TaskModule(PlainHookName):
         self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
         for metric in (self.mean_loss, *self.figures.values()):
             metric.reset()
+
+    def figure_names(self) -> list[str]:
+        """What an evaluation logs beside loss and count. Where a metric says nothing before its first sample: name, name/*."""
+        found: list[str] = []
+        for name, metric in self.figures.items():
+            blank: Any = copy.deepcopy(metric)
+            blank.sync_on_compute = False
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torchmetrics': it has seen no sample
+                    found += self.named(name, blank.compute())
+            except Exception:
+                found += [name, f"{name}/*"]
+        return found
 
     def named(self, name: str, value: Any) -> dict[str, Tensor]:
         """A figure; of a metric with several values, such as one for each class, a figure for each."""

@@ -1,0 +1,118 @@
+"""What a class or function that a config names takes: its arguments, those of its base classes, and their types."""
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from lockstep.config.checks import nearest, shown
+from lockstep.config.schema import KEYS
+
+ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
+
+
+def locate(path: str) -> Any:
+    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass.
+
+    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.ddp` is a function.
+    """
+    found, parts = None, path.split(".")
+    for place, part in enumerate(parts):
+        if found is not None and hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        here, module = ".".join(parts[:place]), ".".join(parts[: place + 1])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as e:
+            if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+                raise  # a module that this one imports
+            if not here:
+                raise LookupError(f"there is no package {part}") from None
+            raise LookupError(f"{here} has no {part}{nearest(part, dir(found))}") from None
+    return found
+
+
+def parameters(path: str) -> dict[str, inspect.Parameter] | None:
+    """The arguments of a target by name, with those that `**kwargs` hands on to base classes; None where unknown.
+
+    None of the latter has to be given: the class may give it itself.
+    """
+    target, bases = locate(path), iter(constructors(locate(path))[1:])
+    try:
+        found = dict(inspect.signature(target).parameters)
+        while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
+            _, *inherited = inspect.signature(base).parameters.values()  # without `self`
+            found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | {
+                k: p for k, p in found.items() if k not in rest
+            }
+    except (TypeError, ValueError):
+        return None
+    return found
+
+
+def takes_one(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def constructors(target: Any) -> list[Callable[..., Any]]:
+    """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
+    classes = getattr(target, "__mro__", (object,))[:-1]
+    return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
+
+
+def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `offered` arguments that the signature of a target names."""
+    named = parameters(path)
+    return {name: value for name, value in offered.items() if named is not None and name in named}
+
+
+def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
+    """Whether the annotation of an argument admits a value; what has no annotation admits all."""
+    if key in KEYS or parameter.annotation is inspect.Parameter.empty or has_target(value):
+        return  # keys of Lockstep's own have words of their own
+    try:
+        annotation = hints(target).get(parameter.name, parameter.annotation)
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=None if is_model(annotation) else ANY_TYPE)
+    except Exception:  # annotations that only the author's type checker understands
+        return
+    try:
+        found = adapter.validate_python(value)
+        wrong = isinstance(value, str | bool) and isinstance(found, int | float) and type(found) is not type(value)
+    except ValidationError:
+        wrong = True
+    except Exception:
+        return
+    if wrong:
+        name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
+        yield f"{key}={shown(value)} is not possible; it takes {name or str(annotation).replace('typing.', '')}."
+
+
+def is_model(annotation: Any) -> bool:
+    """Types that bring pydantic's settings of their own take none."""
+    return isinstance(annotation, type) and (
+        hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
+    )
+
+
+def has_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(has_target, value.values()))
+    return isinstance(value, list) and any(map(has_target, value))
+
+
+def hints(target: str) -> dict[str, Any]:
+    """Annotations as types, also where they are written as texts."""
+    found: Any = locate(target)
+    functions = constructors(found) if isinstance(found, type) else [found]
+    return {name: hint for each in reversed(functions) for name, hint in annotations(each).items()}
+
+
+def annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except Exception:  # one is a text that only the author's type checker understands
+        return {name: hint for name, hint in function.__annotations__.items() if not isinstance(hint, str)}

@@ -1,0 +1,143 @@
+"""Keys of a component of one's own are checked against its signature; nothing is written before they are right."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import thin_project
+
+import lockstep
+from lockstep.config import instantiate
+from lockstep.config.instantiate import create
+from lockstep.errors import UserError
+
+OWN = """from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        *,
+        width: int,
+        rate: float = 0.5,
+        kind: Literal["wide", "deep"] = "wide",
+        layers: Sequence[int] | None = None,
+        folder: str | Path = "here",
+        odd: "nothing.that.exists" = None,
+        anything=None,
+    ) -> None:
+        super().__init__()
+        self.given = (in_channels, num_classes, width, rate, kind, layers, folder, anything)
+
+
+def net(**keys):
+    return Net(1, 10, **keys)
+
+
+def half(width):
+    return 1 / width  # its bug
+"""
+OFFERED = {"in_channels": 1, "num_classes": 10}
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path, monkeypatch) -> Iterator[None]:
+    """A package `mine` that configs may name."""
+    (tmp_path / "packages" / "mine").mkdir(parents=True)
+    (tmp_path / "packages" / "mine" / "__init__.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setattr(instantiate, "TRUSTED", (*instantiate.TRUSTED, "mine.*"))
+    yield
+    sys.modules.pop("mine", None)
+
+
+def made(**keys):
+    return create({"_target_": "mine.Net", "width": 3, **keys}, "model", **OFFERED)
+
+
+def told(target: str, **keys) -> tuple[str, ...]:
+    with pytest.raises(UserError) as error:
+        create({"_target_": target, **keys}, "model", **OFFERED)
+    return error.value.problems
+
+
+def test_keys_that_fit_make_the_object():
+    given = {"rate": 1, "kind": "deep", "layers": [1, 2], "folder": "there", "odd": 3, "anything": {"a": None}}
+    assert made(**given).given == (1, 10, 3, 1, "deep", [1, 2], "there", {"a": None})
+    assert made(layers=None).given[5] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"witdh": 4}, ["model.witdh is not an argument of mine.Net (did you mean width?)", "rate, kind, layers"]),
+        ({"width": 2.5}, ["model.width=2.5 is not possible; it takes int."]),
+        ({"width": "3"}, ["model.width=3 is not possible; it takes int."]),  # a text of digits is a text
+        ({"width": True}, ["model.width=true is not possible"]),
+        ({"rate": "fast"}, ["model.rate=fast", "float"]),
+        ({"kind": "high"}, ["model.kind=high", "Literal['wide', 'deep']"]),
+        ({"layers": [1, "two"]}, ["model.layers=[1, 'two']", "Sequence[int] | None"]),
+        ({"folder": 3}, ["model.folder=3", "str | pathlib"]),
+    ],
+    ids=str,
+)
+def test_a_key_that_does_not_fit_is_named_with_what_does(keys, parts):
+    (problem,) = told("mine.Net", **{"width": 3, **keys})
+    for part in parts:
+        assert part in problem
+
+
+def test_all_problems_of_a_node_are_told_at_once():
+    assert [problem.split()[0] for problem in told("mine.Net", rate="fast", witdh=4)] == [
+        "model.rate=fast",
+        "model.witdh",
+        "model.width",
+    ]
+    assert "model.width is missing: mine.Net needs it. Type +model.width=<value>." in told("mine.Net")[0]
+
+
+@pytest.mark.parametrize(
+    ("target", "parts"),
+    [
+        ("mine.Nte", ["model._target_=mine.Nte is not there", "did you mean Net?"]),
+        ("mine.nets.Net", ["model._target_=mine.nets.Net is not there", "mine has no nets"]),
+        ("os.system", ["model._target_=os.system may not be named", "lockstep, torch.nn", "mine"]),
+        (None, ["model._target_ is missing"]),
+    ],
+)
+def test_a_class_that_is_not_there_or_not_trusted_is_named(target, parts):
+    (problem,) = told(target)
+    for part in parts:
+        assert part in problem
+
+
+def test_an_argument_that_a_function_hands_on_is_checked_by_the_one_that_gets_it():
+    assert create({"_target_": "mine.net", "width": 3}, "model").given[2] == 3
+    with pytest.raises(UserError, match=r"model\.witdh is not an argument of mine\.net"):
+        create({"_target_": "mine.net", "width": 3, "witdh": 4}, "model")
+
+
+def test_an_error_inside_a_component_is_its_own():
+    with pytest.raises(ZeroDivisionError):
+        create({"_target_": "mine.half", "width": 0}, "model")
+    with pytest.raises(TypeError, match="unsupported operand"):
+        create({"_target_": "mine.half", "width": "wide"}, "model")
+
+
+def test_a_run_whose_component_gets_a_wrong_key_writes_nothing(tmp_path, mnist, cache, monkeypatch):
+    net = {"configs/model/mine.yaml": "_target_: mine.Net\nwidth: 3\n", "src/mine/__init__.py": OWN}
+    monkeypatch.chdir(thin_project.write(tmp_path / "project", **net))
+    data = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a"]
+    with pytest.raises(UserError) as error:
+        lockstep.train(["model=mine", "+model.witdh=4", "model.width=wide", *data])
+    assert [problem.split()[0] for problem in error.value.problems] == ["model.width=wide", "model.witdh"]
+    assert not Path("runs").exists()
