@@ -18,10 +18,10 @@ import optuna
 import pytest
 from in_process import SMALL
 
-
 pytestmark = pytest.mark.slow
 # Holds the jobs of these numbers at their third step, until the system warns or kills them.
-HOLD, HELD = """
+HELD = "TEST_HELD"
+HOLD = """
 import os, time
 from pathlib import Path
 from lockstep.callbacks import FiniteLoss
@@ -33,7 +33,7 @@ def hook(self, trainer, *args):
     while held and not signals.received:
         time.sleep(0.01)
 FiniteLoss.on_train_batch_end = hook
-""", "TEST_HELD"
+"""
 SHORT = ["trainer.limit_train_batches=4", "trainer.enable_progress_bar=false", *SMALL]
 SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "optim=adamw,sgd"]
 SLOTS = ["hydra/launcher=slots", "hydra.launcher.jobs=2"]
@@ -71,6 +71,7 @@ def processes_in(folder: Path) -> list[str]:
 
 
 def holding(folder: Path, *jobs: int) -> dict[str, str]:
+    """The environment of a multirun some of whose jobs are held."""
     (folder / "hold.py").write_text(HOLD)
     return {forked.HOOK: str(folder / "hold.py"), HELD: ",".join(map(str, jobs))}
 

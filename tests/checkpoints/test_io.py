@@ -1,12 +1,12 @@
 """Checkpoints that are written beside the training: in order, as they were, and safe from a kill and a full disk."""
 
-import multiprocessing
 import os
 import resource
 import signal
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
