@@ -129,7 +129,7 @@ def holding(place: Path) -> str:
 
 def held(place: Path, run: str) -> None:
     """Waits until the run has logged the step at which it is held."""
-    slurm.until(lambda: rows(place / "runs" / run / "metrics.csv") > HELD_AT, 300, f"step {HELD_AT}")
+    slurm.until(lambda: rows(place / "runs" / run / "metrics.csv") >= HELD_AT, 300, f"step {HELD_AT}")
 
 
 @pytest.mark.slow
