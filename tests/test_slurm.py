@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import slurm
 from in_process import SMALL
@@ -58,9 +60,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 
 @pytest.fixture(scope="module")
-def place(shared_command) -> Path:
+def place(shared_command, fork_server) -> Path:
     """A folder with the undisturbed run of two processes on this machine, `alone`."""
-    done = shared_command("train.py", "run=alone", "trainer.devices=2", *OPTIONS)
+    done = replace(shared_command, popen=forked.Popen)("train.py", "run=alone", "trainer.devices=2", *OPTIONS)
     assert done.code == 0, done
     for name in ("train.py", "configs"):
         (shared_command.folder / name).symlink_to(ROOT / name)
