@@ -11,7 +11,7 @@ from lockstep import launch
 def evaluate(cfg: DictConfig, world: launch.World) -> None:
     """One process's part. `cfg` is the run's own config with the strategy and devices of this command line."""
     from lockstep import build
-    from lockstep.reporting.recorder import show_evaluation
+    from lockstep.reporting.summary import show_evaluation
 
     build.quiet(world)
     build.process(cfg, world)

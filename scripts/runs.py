@@ -39,12 +39,12 @@ from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints, run_folders
 from lockstep.checkpoints.resuming import load_config
-from lockstep.config.checks import nearest, plain, shown
 from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
 from lockstep.config.identity import title
 from lockstep.config.keys import dotted
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
+from lockstep.config.words import nearest, plain, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.reporting.console import number, out

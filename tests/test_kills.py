@@ -28,6 +28,7 @@ SETUPS = {
         "trainer.devices=2",
         "model=timm",
         "model.name=test_resnet",
+        "data.image_size=28",
     ],  # each with its own statistics
     "shards": ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"],
 }

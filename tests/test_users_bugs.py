@@ -1,6 +1,7 @@
 """A bug of the user's is shown as it is, exit code 1; a refusal of Lockstep's or Lightning's is one line, exit code 2."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -89,8 +90,9 @@ def train(tmp_path, forked_command):
 def assert_shown(done, place: str) -> None:
     assert done.code == 1, done
     assert "error:" not in [line[:6] for line in done.err.splitlines()], done
-    assert done.err.splitlines()[0] == "Traceback (most recent call last):", done
-    assert f"ValueError: my bug in {place}" in done.err.splitlines(), done
+    lines = [re.sub(r"^\[rank \d+\] ", "", line) for line in done.err.splitlines()]
+    assert lines[0] == "Traceback (most recent call last):", done
+    assert f"ValueError: my bug in {place}" in lines, done
     assert 'raise ValueError(f"my bug in {place}")' in done.err  # where it is
 
 

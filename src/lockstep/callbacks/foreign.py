@@ -12,10 +12,10 @@ from omegaconf import DictConfig
 
 from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.checkpoints.plain import refused
-from lockstep.compat.loaders import begin_loaders_anew
-from lockstep.config.checks import nearest
+from lockstep.compat.first_loaders import begin_loaders_anew
 from lockstep.config.identity import title
 from lockstep.config.instantiate import has_own_loaders, to_plain
+from lockstep.config.words import nearest
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.training.foreign import given_to
 

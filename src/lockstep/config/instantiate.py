@@ -13,8 +13,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import project
-from lockstep.config.checks import nearest
 from lockstep.config.signatures import locate, parameters, takes_one, type_problem
+from lockstep.config.words import nearest
 from lockstep.errors import UserError, raise_problems
 
 # What configs may name, and what those may return; beside it, the packages of the project (config/project.py).

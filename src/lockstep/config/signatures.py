@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lockstep.config.checks import nearest, shown
 from lockstep.config.schema import KEYS
+from lockstep.config.words import nearest, shown
 
 ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 

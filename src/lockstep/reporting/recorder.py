@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.identity import evaluation_file, model_title, run_dir, title
-from lockstep.config.project import command
+from lockstep.config.identity import model_title, run_dir, title
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
@@ -207,7 +206,9 @@ class Recorder:
             return self.undo()
         write_json(self.dir / "report.json", self.report)
         if error is None:
-            self.show()
+            from lockstep.reporting.summary import show_run
+
+            show_run(self.cfg, self.report, self.module)
 
     def undo(self) -> None:
         """Nothing is left of a run that could not start, and nothing is lost of what was there."""
@@ -220,39 +221,6 @@ class Recorder:
                 write_text(path, self.before[path])
             else:
                 path.unlink(missing_ok=True)
-
-    def show(self) -> None:
-        """The page and the table at the end of a run."""
-        from lockstep.reporting.console import figures_table, number, say, size, speed
-        from lockstep.reporting.loggers import wandb_sync_line
-        from lockstep.reporting.page import write_html
-        from lockstep.training.module import TaskModule
-
-        report, run, where = self.report, self.cfg.run, self.cfg.runs_dir
-        task = self.module.task if isinstance(self.module, TaskModule) else None
-        headline = task.headline(report) if task is not None else plain_headline(report)
-        write_html(self.dir, report, read_metrics(self.dir / "metrics.csv"), self.cfg, headline, task)
-        compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if self.cfg.compile else ""
-        rows = [
-            headline,
-            *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
-            ("speed", speed(report)),
-            ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
-            ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
-            ("checkpoint", str(self.dir / report["checkpoint"]) if report["checkpoint"] else "none"),
-            ("report", str(self.dir / "report.html")),
-        ]
-        sync = wandb_sync_line(self.dir)
-        figures_table(str(run), rows)
-        say(f"evaluate it: {command('eval')} run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
-        if sync:
-            say(f"send it to W&B: {sync}")
-
-
-def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
-    """For a LightningModule that is not Lockstep's: its first test figure."""
-    found = next(((k, v) for k, v in report.items() if k.startswith("test")), ("test", "nothing was logged"))
-    return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 
 
 def record_failure(cfg: DictConfig, world: World, error: Exception) -> None:
@@ -268,20 +236,3 @@ def mark_ended(folder: Path, error: BaseException) -> None:
         if report["status"] in ("running", "failed" if isinstance(error, KeyboardInterrupt) else "running"):
             status = "failed" if isinstance(error, Exception) else "interrupted"
             write_json(path, report | {"status": status, "error": str(error) or type(error).__name__})
-
-
-def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:
-    """Prints the figures and writes them to eval.json in the run's directory."""
-    from lockstep.reporting.console import figures_table, number
-
-    report = {
-        "run": cfg.run,
-        "checkpoint": cfg.init_from,
-        "strategy": cfg.strategy.name,
-        "world_size": world.size,
-        **figures,
-    }
-    write_json(evaluation_file(cfg), report)
-    figures_table(
-        str(cfg.init_from), [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()]
-    )

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from lockstep.compat.hook_name import PlainHookName
+from lockstep.compat.hook_names import QuickHookNames
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, scale_gradients
@@ -24,7 +24,7 @@ from lockstep.training.steps import completes_step, has_row
 from lockstep.training.trees import first_rows, float32
 
 
-class TaskModule(PlainHookName):
+class TaskModule(QuickHookNames):
     """Trains `net` on a task.
 
     `parallelize` gets the network once, before the optimizer is made, and returns what is called in its place.

@@ -3,7 +3,7 @@
 Lightning 2.6.6 begins those of a process's first epoch in FitLoop.setup_data(), before it tells their samplers the epoch and
 before a hook could seed the generator that shuffles them. Workers have fetched batches of epoch 0 by then, whichever epoch a
 resumed run is in. In later epochs it begins them after `on_train_epoch_start`. Remove this file when
-tests/compat/test_loaders.py finds that it does so in the first one.
+tests/compat/test_first_loaders.py finds that it does so in the first one.
 """
 
 import lightning.pytorch as pl
