@@ -16,6 +16,7 @@ from typing import IO
 import forked as forked_processes
 import numpy as np
 import pytest
+from in_process import crash_at, run_a, train, trained  # noqa: F401  # fixtures
 
 from lockstep import ROOT
 from lockstep.data import cifar10
@@ -27,9 +28,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-# For runs whose network does not matter: a step of BasicNet takes a tenth, a checkpoint 1 MB instead of 14.
-SMALL = ["data.image_size=12", "trainer.accelerator=cpu"]
 
 
 # Proofs that .ci/full runs, until the default suite is back within its five minutes.
@@ -66,9 +64,9 @@ def write_idx(path: Path, array: np.ndarray) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def write_mnist(root: Path, train: int, test: int) -> Path:
-    """`root` with MNIST's four files as published, of `train` and `test` made-up images."""
-    for count, prefix, seed in ((train, "train", 0), (test, "t10k", 1)):
+def write_mnist(root: Path, train_count: int, test_count: int) -> Path:
+    """`root` with MNIST's four files as published, of so many made-up images."""
+    for count, prefix, seed in ((train_count, "train", 0), (test_count, "t10k", 1)):
         images, labels = digits(count, seed)
         write_idx(root / "MNIST" / "raw" / f"{prefix}-images-idx3-ubyte.gz", images)
         write_idx(root / "MNIST" / "raw" / f"{prefix}-labels-idx1-ubyte.gz", labels)
@@ -198,4 +196,4 @@ def forked(fork_server: None) -> Iterator[None]:
 
 @pytest.fixture
 def make_mnist(tmp_path: Path) -> Callable[[int, int], Path]:
-    return lambda train, test: write_mnist(tmp_path / f"mnist-{train}-{test}", train, test)
+    return lambda *counts: write_mnist(tmp_path / f"mnist-{counts[0]}-{counts[1]}", *counts)

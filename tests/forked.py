@@ -25,7 +25,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
 from typing import Any
 
-__all__ = ["DEVNULL", "HOOK", "PIPE", "STDOUT", "Popen", "TimeoutExpired", "start_server"]
+__all__ = ["DEVNULL", "HOOK", "PIPE", "STDOUT", "Popen", "TimeoutExpired", "call", "start_server"]
 
 ADDRESS = "TEST_FORK_SERVER"
 HOOK = "TEST_HOOK"  # a file that a process runs before its script: to change what the script is about to use
@@ -94,6 +94,11 @@ class Popen:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def call(file: str, function: str, *arguments: str) -> Popen:
+    """A function of a test file, with texts as arguments."""
+    return Popen([sys.executable, str(Path(__file__).with_name("called.py")), file, function, *arguments])
 
 
 # --- the server ---

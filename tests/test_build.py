@@ -14,6 +14,7 @@ from lockstep.data import cifar10 as cifar10_files
 from lockstep.machine.world import World, world_of
 from lockstep.models.network import network
 
+pytestmark = pytest.mark.xdist_group("build")
 SMALL = [
     "trainer.accelerator=cpu",
     "trainer.limit_train_batches=2",
@@ -76,7 +77,7 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", [[], ["strategy=ddp", "trainer.devices=2"]])
-def test_cifar10_trains_and_tests(strategy, cifar10, cache, tmp_path, monkeypatch):
+def test_cifar10_trains_and_tests(strategy, cifar10, cache, forked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     common = [
         "data=cifar10",
@@ -105,8 +106,9 @@ def test_cifar10_trains_and_tests(strategy, cifar10, cache, tmp_path, monkeypatc
 def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = cifar10 if "cifar10" in recipe else mnist
-    small = ["data.batch_size=4", "data.eval_batch_size=4", "trainer.max_steps=1", "data.image_size=28"]
-    report = lockstep.train([f"experiment={recipe}", f"data.root={root}", f"data.cache_dir={cache}", *small, *SMALL])
+    small = ["data.batch_size=4", "data.eval_batch_size=4", "trainer.max_steps=1", "data.image_size=28", *SMALL]
+    small += ["trainer.enable_checkpointing=false"]  # 300 MB of resnet50d
+    report = lockstep.train([f"experiment={recipe}", f"data.root={root}", f"data.cache_dir={cache}", *small])
     assert report["status"] == "done"
 
 

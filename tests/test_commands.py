@@ -10,7 +10,7 @@ import time
 
 import forked
 import pytest
-from conftest import SMALL
+from in_process import SMALL
 
 from lockstep import ROOT
 
@@ -193,10 +193,12 @@ def test_processes_that_see_other_files_end_at_once_and_say_so(command, forked_c
     assert "all nodes must see the same files" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "precision"),
-    [("strategy=single", "bf16-mixed"), pytest.param("strategy=ddp", "32-true", marks=pytest.mark.full)],
+    [
+        pytest.param("strategy=single", "bf16-mixed", marks=pytest.mark.slow),
+        pytest.param("strategy=ddp", "32-true", marks=pytest.mark.full),
+    ],
 )
 def test_resnet50d_at_336_pixels(forked_command, strategy, precision):
     devices = "trainer.devices=2" if strategy == "strategy=ddp" else "trainer.devices=1"

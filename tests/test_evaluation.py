@@ -6,7 +6,11 @@ from conftest import write_mnist
 import lockstep
 
 SIZES, WORLDS = (1, 7, 100, 10_000), (1, 2, 3, 4)
-QUICK = [(1, 4), (7, 3), (100, 3)]
+CASES = [(size, strategy, world) for size in SIZES for strategy in ("ddp", "fsdp") for world in WORLDS]
+QUICK = [(1, "ddp", 4), (7, "fsdp", 3), (100, "ddp", 3)]
+SLOW = [(7, "ddp", 4), (100, "fsdp", 3), (10_000, "ddp", 2), (1, "fsdp", 2)]
+
+pytestmark = pytest.mark.xdist_group("evaluation")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,7 @@ def evaluate(tmp_path_factory, cache, forked):
             f"data.root={folder}/7",
             "data.batch_size=8",
             "trainer.max_steps=2",
+            "data.image_size=12",
             *common,
         ]
     )
@@ -45,14 +50,13 @@ def assert_counted_once(evaluate, size: int, strategy: str, world: int) -> None:
     assert figures["test/loss"] == pytest.approx(alone["test/loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("size", "world"), QUICK)
+@pytest.mark.parametrize(
+    ("size", "strategy", "world"),
+    [
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in CASES if case not in (*QUICK, *SLOW)),
+    ],
+)
 def test_each_image_counts_once(evaluate, size, strategy, world):
-    assert_counted_once(evaluate, size, strategy, world)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("size", "world"), [(s, w) for s in SIZES for w in WORLDS if (s, w) not in QUICK])
-def test_each_image_counts_once_in_every_world(evaluate, size, strategy, world):
     assert_counted_once(evaluate, size, strategy, world)

@@ -1,9 +1,12 @@
 """Invariant 5: a checkpoint made under any strategy goes on under any other, at the same sample, to the same end."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import consolidate
 import pytest
+from in_process import SMALL
 
 import lockstep
 from lockstep.checkpoints.content import read
@@ -21,9 +24,14 @@ SETUPS = {
     "shards4": ["strategy=fsdp", "trainer.devices=4", "checkpoint.sharded=true"],
 }
 STEPS, STOPPED = 17, 7  # an epoch has 12
-# One step of each pair for the quick suite: each setup is left once and gone on with once.
-QUICK = list(zip(SETUPS, [*list(SETUPS)[3:], *list(SETUPS)[:3]], strict=True))
-ALL = [(a, b) for a in SETUPS for b in SETUPS]
+# In a ring, each setup is left once and gone on with once.
+RING = ["single", "ddp2", "fsdp2", "accumulated", "shards2", "dp"]
+LARGE_RING = ["fsdp2", "shards4", "ddp2", "fsdp4", "shards2", "single"]
+QUICK = list(zip(RING, [*RING[1:], RING[0]], strict=True))
+SLOW = list(zip(LARGE_RING, [*LARGE_RING[1:], LARGE_RING[0]], strict=True))
+FULL = [pair for pair in itertools.product(SETUPS, SETUPS) if pair not in (*QUICK, *SLOW)]
+
+pytestmark = pytest.mark.xdist_group("interchange")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +46,7 @@ def train(runs, mnist, cache, forked):
     Its eps is large: AdamW makes whole steps out of gradients that are rounding alone."""
     base = [
         f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "data.eval_batch_size=40",
-        "trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "model.dropout_conv=0",
+        *SMALL, "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "model.dropout_conv=0",
         "model.dropout_fc=0", "trainer.gradient_clip_val=0.5", "data.random_shift=2", "callbacks=[default,ema]",
         "callbacks.ema.decay=0.8", "schedule.warmup_steps=5", "trainer.limit_val_batches=1", "optim.lr=1e-4", "optim.eps=1e-4",
         "trainer.precision=32-true",
@@ -48,11 +56,22 @@ def train(runs, mnist, cache, forked):
 
 @pytest.fixture(scope="module")
 def whole(train, runs) -> comparison.Run:
-    """One that nothing stopped; beside it, one under each setup that stopped in mid-epoch."""
+    """One that nothing stopped."""
     train("run=whole", f"trainer.max_steps={STEPS}")
-    for name, options in SETUPS.items():
-        train(f"run={name}", *options, f"trainer.max_steps={STOPPED}")
     return comparison.find("whole", runs)
+
+
+@pytest.fixture(scope="module")
+def stopped(train, runs) -> Callable[[str], Path]:
+    """The checkpoint of a run under a setup that stopped in mid-epoch."""
+
+    def checkpoint(setup: str) -> Path:
+        path = runs / setup / "checkpoints" / "last.ckpt"
+        if not path.exists():
+            train(f"run={setup}", *SETUPS[setup], f"trainer.max_steps={STOPPED}")
+        return path
+
+    return checkpoint
 
 
 def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) -> None:
@@ -70,26 +89,28 @@ def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) 
     assert report["test/loss"] == pytest.approx(whole.report["test/loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("left", "under"), QUICK)
-def test_a_checkpoint_goes_on_under_another_strategy(left, under, train, runs, whole):
-    assert_goes_on(train, runs, whole, left, under, runs / left / "checkpoints" / "last.ckpt")
+@pytest.mark.parametrize(
+    ("left", "under"),
+    [
+        *QUICK,
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW),
+        *(pytest.param(*pair, marks=pytest.mark.full) for pair in FULL),
+    ],
+)
+def test_a_checkpoint_goes_on_under_another_strategy(left, under, train, runs, whole, stopped):
+    assert_goes_on(train, runs, whole, left, under, stopped(left))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("left", "under"), [pair for pair in ALL if pair not in QUICK])
-def test_every_checkpoint_goes_on_under_every_strategy(left, under, train, runs, whole):
-    assert_goes_on(train, runs, whole, left, under, runs / left / "checkpoints" / "last.ckpt")
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(world, train, runs, whole):
-    folder = runs / f"shards{world}" / "checkpoints" / "last.ckpt"
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(world, train, runs, whole, stopped):
+    folder = stopped(f"shards{world}")
     assert sorted(path.name for path in folder.iterdir()) == [
         "rest.pt",
         *(f"shard-{rank:05}-of-{world:05}.pt" for rank in range(world)),
     ]
     file = consolidate.consolidate(folder, folder.with_name("together.ckpt"))
     assert file.is_file()
+    stopped("single")
     figures = [lockstep.evaluate([f"checkpoint={path}", "trainer.accelerator=cpu"]) for path in (file, folder)]
     expected = lockstep.evaluate(["run=single", f"runs_dir={runs}", "trainer.accelerator=cpu"])
     for figure in figures:
@@ -98,11 +119,10 @@ def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(wor
     assert_goes_on(train, runs, whole, f"together{world}", "ddp2", file)
 
 
-def test_checkpoints_have_the_same_keys_whatever_made_them(runs, whole):
+def test_checkpoints_have_the_same_keys_whatever_made_them(stopped):
     def keys(name: str) -> set[tuple]:
-        found = leaves(read(runs / name / "checkpoints" / "last.ckpt"))
-        return {path for path, _ in found if path[0] not in ("callbacks", "hyper_parameters")}
+        """Without the states of callbacks, and without the config, whose strategy has keys of its own."""
+        return {path for path, _ in leaves(read(stopped(name))) if path[0] not in ("callbacks", "config")}
 
-    own = {name: keys(name) for name in SETUPS}
-    for name in SETUPS:
-        assert own[name] ^ own["single"] == set(), name
+    for name in RING:
+        assert keys(name) ^ keys("single") == set(), name

@@ -1,13 +1,15 @@
 """Invariant 3: a run that is killed at any instant and typed again ends bit-identical to the run that was not."""
 
 import json
+import shutil
 from pathlib import Path
 
 import kills
 import pytest
+from in_process import SMALL
 
 import lockstep
-from lockstep.errors import RunFailed
+from lockstep.errors import OutOfMemory, RunFailed
 from lockstep.reporting import comparison
 
 SETUPS = {
@@ -26,37 +28,52 @@ SETUPS = {
         "trainer.devices=2",
         "model=timm",
         "model.name=test_resnet",
+        "data.image_size=28",
     ],  # each with its own statistics
     "shards": ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"],
 }
 # All that has a state: dropout, momentum, schedule, average, best scores, early stopping, a mean loss over three steps.
 # Two epochs of 12 steps, of two micro-batches each, validated in mid-epoch; stopped early in the last one.
 OPTIONS = [
-    "trainer.accelerator=cpu", "data.batch_size=48", "data.eval_batch_size=40", "trainer.max_epochs=2", "trainer.log_every_n_steps=3",
+    *SMALL, "data.batch_size=48", "data.eval_batch_size=40", "trainer.max_epochs=2", "trainer.log_every_n_steps=3",
     "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=10", "trainer.gradient_clip_val=1.0", "checkpoint.every_n_steps=4",
     "schedule=cosine", "schedule.warmup_steps=3", "optim.lr=3e-3", "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9",
     "callbacks.early_stopping.patience=2", "callbacks.early_stopping.monitor=val/loss", "callbacks.early_stopping.mode=max",
     "checkpoint.monitor=val/loss", "checkpoint.mode=min", "data.random_shift=2", "data.random_flip=true", "trainer.enable_progress_bar=false", "resume=auto",
 ]  # fmt: skip
 
+pytestmark = pytest.mark.xdist_group("kills")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("kills")
+
 
 @pytest.fixture
-def train(tmp_path, mnist, cache, monkeypatch, forked):
+def train(folder, mnist, cache, monkeypatch, forked):
     """Trains in processes that can be killed, one process alone included."""
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(folder)
     monkeypatch.setattr("lockstep.launch.start.runs_here", lambda _: False)
+    monkeypatch.setenv(kills.AT, "0")
     base = [f"data.root={mnist}", f"data.cache_dir={cache}", *OPTIONS]
     return lambda *overrides: lockstep.train([*base, *overrides])
 
 
-def events(train, monkeypatch, setup: str, rank: int) -> list[str]:
-    """Runs without a kill; returns the names of the moments at which `rank` could have been killed."""
-    monkeypatch.setenv(kills.RANK, str(rank))
-    monkeypatch.setenv(kills.AT, "0")
-    monkeypatch.setenv(kills.COUNT, str(Path("events").resolve()))
-    train("run=whole", *SETUPS[setup])
-    monkeypatch.delenv(kills.COUNT)
-    return Path("events").read_text().splitlines()
+@pytest.fixture
+def moments(train, folder, monkeypatch):
+    """Runs without a kill, once, as whole-<setup>; returns the names of the moments at which `rank` could have been killed."""
+
+    def found(setup: str, rank: int) -> list[str]:
+        monkeypatch.setenv(kills.RANK, str(rank))
+        file = folder / f"moments-{setup}-{rank}"
+        if not file.exists():
+            monkeypatch.setenv(kills.COUNT, str(file))
+            train(f"run=whole-{setup}-{rank}", *SETUPS[setup])
+            monkeypatch.delenv(kills.COUNT)
+        return file.read_text().splitlines()
+
+    return found
 
 
 def chosen(names: list[str], kinds: slice) -> list[int]:
@@ -67,75 +84,84 @@ def chosen(names: list[str], kinds: slice) -> list[int]:
     return [*found, places["before save"][-1]] if "before save" in places else found
 
 
-def assert_killed_runs_end_alike(train, monkeypatch, setup: str, rank: int, kinds: slice) -> None:
-    names = events(train, monkeypatch, setup, rank)
-    whole = comparison.find("whole", Path("runs"))
-    for at in chosen(names, kinds):
-        monkeypatch.setenv(kills.AT, str(at))
-        with pytest.raises(RunFailed):
-            train(f"run=killed-{at}", *SETUPS[setup])
-        monkeypatch.setenv(kills.AT, "0")
-        train(f"run=killed-{at}", *SETUPS[setup])
-        found = comparison.compare(whole, comparison.find(f"killed-{at}", Path("runs")), exact=True, tolerance=0)
-        place = f"killed at event {at}: {names[at - 1]}"
-        assert (place, {section: lines for section, lines in found.items() if lines}) == (place, {})
-        assert files(f"killed-{at}") == files("whole"), place
-
-
-@pytest.mark.parametrize(("setup", "rank"), [("single", 0), ("shards", 1)])
-def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_room(setup, rank, train, monkeypatch):
-    names = events(train, monkeypatch, setup, rank)
-    monkeypatch.setenv(kills.AT, str(len(names) // 2))
-    monkeypatch.setenv(kills.ROOM, "100000")
-    with pytest.raises(RunFailed):
-        train("run=full", *SETUPS[setup])
-    report = json.loads(Path("runs/full/report.json").read_text())
-    assert (report["status"], "could not be saved" in report["error"]) == ("failed", True)
-    kept = files("full")
-    assert {"checkpoints/last.ckpt" + ("/rest.pt" if setup == "shards" else "")} <= kept
-    assert not [path for path in kept if ".part" in path]
-    monkeypatch.delenv(kills.ROOM)
-    monkeypatch.setenv(kills.AT, "0")
-    train("run=full", *SETUPS[setup])
-    found = comparison.compare(
-        *(comparison.find(run, Path("runs")) for run in ("whole", "full")), exact=True, tolerance=0
-    )
-    assert {section: lines for section, lines in found.items() if lines} == {}
-
-
 def files(run: str) -> set[str]:
     return {str(path.relative_to(f"runs/{run}")) for path in Path("runs", run).rglob("*") if path.is_file()}
+
+
+def assert_ended_alike(run: str, whole: str, place: str) -> None:
+    found = comparison.compare(*(comparison.find(name, Path("runs")) for name in (whole, run)), exact=True, tolerance=0)
+    assert (place, {section: lines for section, lines in found.items() if lines}) == (place, {})
+    assert files(run) == files(whole), place
+
+
+@pytest.mark.parametrize(("setup", "rank"), [("single", 0), pytest.param("shards", 1, marks=pytest.mark.slow)])
+def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_room(
+    setup, rank, train, moments, monkeypatch
+):
+    run, names = f"full-{setup}", moments(setup, rank)
+    with monkeypatch.context() as at_once:
+        at_once.setenv(kills.AT, str(len(names) // 2))
+        at_once.setenv(kills.ROOM, "100000")
+        with pytest.raises(RunFailed):
+            train(f"run={run}", *SETUPS[setup])
+    report = json.loads(Path(f"runs/{run}/report.json").read_text())
+    assert (report["status"], "could not be saved" in report["error"]) == ("failed", True)
+    kept = files(run)
+    assert {"checkpoints/last.ckpt" + ("/rest.pt" if setup == "shards" else "")} <= kept
+    assert not [path for path in kept if ".part" in path]
+    train(f"run={run}", *SETUPS[setup])
+    assert_ended_alike(run, f"whole-{setup}-{rank}", "the disk was full")
 
 
 @pytest.mark.parametrize(
     ("setup", "rank", "kinds"),
     [
-        ("single", 0, slice(0, None, 5)),
-        ("plain", 0, slice(0)),
-        ("ddp3", 1, slice(1)),
-        ("norms", 0, slice(1)),
-        ("shards", 0, slice(3, None, 6)),
+        ("single", 0, slice(0, None, 6)),
+        ("ddp3", 1, slice(0)),
+        ("shards", 0, slice(3, None, 9)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("single", 0, slice(2, None, 6)),
+                ("plain", 0, slice(0)),
+                ("ddp", 0, slice(0, None, 8)),
+                ("norms", 0, slice(1)),
+                ("fsdp", 0, slice(1, None, 8)),
+                ("shards", 1, slice(1, 2)),
+            )
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("single", 0, slice(None)),
+                ("at once", 0, slice(0, None, 6)),
+                ("ddp3", 1, slice(1)),
+                ("ddp3", 0, slice(1, None, 10)),
+                ("fsdp", 1, slice(1)),
+                ("shards", 0, slice(2, None, 6)),
+            )
+        ),
     ],
 )
-def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, monkeypatch):
-    assert_killed_runs_end_alike(train, monkeypatch, setup, rank, kinds)
+def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, moments, monkeypatch):
+    names = moments(setup, rank)
+    for at in chosen(names, kinds):
+        run = f"killed-{setup}-{rank}-{at}"
+        with monkeypatch.context() as killed:
+            killed.setenv(kills.AT, str(at))
+            with pytest.raises((RunFailed, OutOfMemory)):  # which is what a SIGKILL looks like
+                train(f"run={run}", *SETUPS[setup])
+        train(f"run={run}", *SETUPS[setup])
+        assert_ended_alike(run, f"whole-{setup}-{rank}", f"killed at moment {at}: {names[at - 1]}")
+        shutil.rmtree(f"runs/{run}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("setup", "rank", "kinds"),
-    [("single", 0, slice(None)), ("at once", 0, slice(0, None, 6)), ("ddp", 0, slice(0, None, 8)), ("ddp3", 0, slice(1, None, 10)), ("fsdp", 0, slice(1, None, 8)),
-     ("fsdp", 1, slice(1)), ("shards", 0, slice(2, None, 6)), ("shards", 1, slice(1, 2))],
-)  # fmt: skip
-def test_a_run_that_is_killed_at_any_kind_of_moment_ends_alike(setup, rank, kinds, train, monkeypatch):
-    assert_killed_runs_end_alike(train, monkeypatch, setup, rank, kinds)
-
-
-def test_the_run_that_is_compared_has_what_it_is_about(train):
-    report = train("run=a")
-    checkpoint = lockstep.checkpoints.content.read(Path("runs/a/checkpoints/last.ckpt"))
+def test_the_run_that_is_compared_has_what_it_is_about(moments):
+    moments("single", 0)
+    report = json.loads(Path("runs/whole-single-0/report.json").read_text())
+    checkpoint = lockstep.checkpoints.content.read(Path("runs/whole-single-0/checkpoints/last.ckpt"))
     assert 12 < report["train/steps"] < 24
     assert "current_model_state" in checkpoint
     assert any("EarlyStopping" in name for name in checkpoint["callbacks"])
-    log = json.dumps(comparison.series(comparison.find("a", Path("runs"))))
+    log = json.dumps(comparison.series(comparison.find("whole-single-0", Path("runs"))))
     assert log.count("val/acc") == 1

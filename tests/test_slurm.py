@@ -6,20 +6,47 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import slurm
+from in_process import SMALL
 
 from lockstep import ROOT
 from lockstep.reporting import comparison
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))]
+pytestmark = [
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
+]
 OPTIONS = [
-    "strategy=ddp", "trainer.accelerator=cpu", "trainer.max_epochs=20", "trainer.log_every_n_steps=1", "data.random_shift=2",
-    "checkpoint.every_n_steps=25", "callbacks=[default,ema]", "schedule=cosine", "trainer.enable_progress_bar=false",
+    "strategy=ddp", *SMALL, "trainer.max_epochs=4", "trainer.log_every_n_steps=1", "data.random_shift=2",
+    "checkpoint.every_n_steps=10", "callbacks=[default,ema]", "schedule=cosine", "trainer.enable_progress_bar=false",
 ]  # fmt: skip
-STEPS = 180
+STEPS, HELD_AT = 36, 15
+# Holds a job that has not been put back into the queue at step HELD_AT, until the system warns or ends it.
+HOLD = f"""
+import os, sys, time
+from importlib import abc
+def hold():
+    from lockstep.callbacks import FiniteLoss
+    from lockstep.machine import signals
+    original = FiniteLoss.on_train_batch_end
+    def hook(self, trainer, *args):
+        original(self, trainer, *args)
+        while trainer.global_step == {HELD_AT} and not signals.received:
+            time.sleep(0.05)
+    FiniteLoss.on_train_batch_end = hook
+class Finder(abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "lockstep.build":
+            sys.meta_path.remove(self)
+            hold()
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+    sys.meta_path.insert(0, Finder())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +60,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 
 @pytest.fixture(scope="module")
-def place(shared_command) -> Path:
+def place(shared_command, fork_server) -> Path:
     """A folder with the undisturbed run of two processes on this machine, `alone`."""
-    done = shared_command("train.py", "run=alone", "trainer.devices=2", *OPTIONS)
+    done = replace(shared_command, popen=forked.Popen)("train.py", "run=alone", "trainer.devices=2", *OPTIONS)
     assert done.code == 0, done
     for name in ("train.py", "configs"):
         (shared_command.folder / name).symlink_to(ROOT / name)
@@ -88,13 +115,26 @@ def report(place: Path, run: str) -> dict:
 TWO_NODES = ["hydra/launcher=slurm", "trainer.num_nodes=2", "trainer.devices=1"]
 
 
-def typed(cluster: slurm.Cluster, place: Path, *args: str) -> subprocess.Popen:
+def typed(cluster: slurm.Cluster, place: Path, *args: str, **environment: str) -> subprocess.Popen:
     """A multirun on the cluster; submitit's words about SLURM's missing accounting go with its output."""
-    env = {**cluster.env, "OMP_NUM_THREADS": "1"}
+    env = {**cluster.env, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "train.py", "-m", *TWO_NODES, *args]
     return subprocess.Popen(command, cwd=place, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def holding(place: Path) -> str:
+    """The option of sbatch with which the job is held."""
+    (place / "hold").mkdir(exist_ok=True)
+    (place / "hold" / "sitecustomize.py").write_text(HOLD)
+    return f"--export=ALL,PYTHONPATH={place / 'hold'}"
+
+
+def held(place: Path, run: str) -> None:
+    """Waits until the run has logged the step at which it is held."""
+    slurm.until(lambda: rows(place / "runs" / run / "metrics.csv") >= HELD_AT, 300, f"step {HELD_AT}")
+
+
+@pytest.mark.slow
 def test_a_submitted_multirun_gives_the_result_of_one_machine_and_one_job_stops_no_other(cluster, place, data):
     process = typed(cluster, place, *OPTIONS, "run=sweep", "data.batch_size=63,64", *data)
     out, _ = process.communicate(timeout=400)
@@ -107,24 +147,25 @@ def test_a_submitted_multirun_gives_the_result_of_one_machine_and_one_job_stops_
     identical(place, "sweep/1")
 
 
+@pytest.mark.full
 def test_ctrl_c_takes_the_jobs_back(cluster, place, data):
     process = typed(cluster, place, *OPTIONS, "run=stopped", "seed=0,1", "trainer.max_epochs=500", *data)
-    slurm.until(lambda: all(rows(place / f"runs/stopped/{job}/metrics.csv") > 5 for job in range(2)), 180, "both jobs")
+    slurm.until(lambda: all(rows(place / f"runs/stopped/{job}/metrics.csv") > 5 for job in range(2)), 300, "both jobs")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
     slurm.until(lambda: not cluster.run("squeue", "-h").strip(), 60, "the end of all jobs")
 
 
+@pytest.mark.full
 def test_trials_of_a_search_are_jobs_of_slurm(cluster, place, data):
-    options = [option for option in OPTIONS if not option.startswith("trainer.max_epochs")]
     search = [
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=2",
         "hydra.sweeper.n_jobs=2",
         "optim.lr=interval(1e-4,1e-2)",
     ]
-    process = typed(cluster, place, *options, *search, "hydra/sweeper/pruner=median", "run=search", *data)
+    process = typed(cluster, place, *OPTIONS, *search, "hydra/sweeper/pruner=median", "run=search", *data)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
     assert [report(place, f"search/{trial}")["status"] for trial in range(2)] == ["done", "done"]
@@ -132,10 +173,11 @@ def test_trials_of_a_search_are_jobs_of_slurm(cluster, place, data):
     assert f"val/acc={best:.6g}" in (place / "runs/search/experiment/best.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_requeued_run_goes_on_in_its_own_directory(cluster, place, data):
-    job = submit(cluster, place, overrides=data)
+    job = submit(cluster, place, holding(place), overrides=data)
     run = f"basic_net-mnist-{job}.0"
-    slurm.until(lambda: rows(place / "runs" / run / "metrics.csv") > 40, 120, "40 steps")
+    held(place, run)
     cluster.run("scontrol", "requeue", job)
     ended(cluster, job, place)
     assert cluster.job(job)["Restarts"] == "1"
@@ -144,20 +186,11 @@ def test_a_requeued_run_goes_on_in_its_own_directory(cluster, place, data):
     identical(place, run)
 
 
+@pytest.mark.full
 def test_before_its_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster, place, data):
-    # SLURM looks every 30 s, and warns up to a minute early: here after 40 to 100 s. The run is slowed down, to be training then;
-    # put back, it needs half of that.
-    slow = place / "slow"
-    slow.mkdir()
-    (slow / "sitecustomize.py").write_text(SLOW)
-    job = submit(
-        cluster,
-        place,
-        "--time=2",
-        "--signal=USR2@20",
-        f"--export=ALL,PYTHONPATH={slow}",
-        overrides=["run=limited", *data],
-    )
+    # SLURM looks every 30 s, and warns up to a minute early: here after 40 to 100 s. The run is held until then.
+    options = ["--time=2", "--signal=USR2@20", holding(place)]
+    job = submit(cluster, place, *options, overrides=["run=limited", *data])
     ended(cluster, job, place)
     text = (place / f"slurm-{job}.out").read_text()
     assert "SIGUSR2: everything is saved" in text
@@ -166,30 +199,10 @@ def test_before_its_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster,
     identical(place, "limited")
 
 
-SLOW = """
-import os, threading, time
-if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-    def slow():
-        import lockstep.callbacks.finite_loss as module
-        original = module.FiniteLoss.on_train_batch_end
-        def hook(self, *args, **kwargs):
-            time.sleep(1)
-            return original(self, *args, **kwargs)
-        module.FiniteLoss.on_train_batch_end = hook
-    from importlib import abc
-    import sys
-    class Finder(abc.MetaPathFinder):
-        def find_spec(self, name, path, target=None):
-            if name == "lockstep.build":
-                sys.meta_path.remove(self)
-                slow()
-    sys.meta_path.insert(0, Finder())
-"""
-
-
+@pytest.mark.slow
 def test_a_run_that_loses_a_node_goes_on_when_it_is_back(cluster, place, data):
-    job = submit(cluster, place, overrides=["run=lost", *data])
-    slurm.until(lambda: rows(place / "runs/lost/metrics.csv") > 40, 120, "40 steps")
+    job = submit(cluster, place, holding(place), overrides=["run=lost", *data])
+    held(place, "lost")
     cluster.kill_node("n2")
     slurm.until(lambda: cluster.states()["n2"].startswith("down"), 60, "the loss of n2")
     cluster.start_node("n2")
@@ -198,10 +211,11 @@ def test_a_run_that_loses_a_node_goes_on_when_it_is_back(cluster, place, data):
     identical(place, "lost")
 
 
+@pytest.mark.full
 def test_submitit_requeues_a_job_before_its_time_limit(cluster, place, data):
-    process = typed(cluster, place, *OPTIONS, "run=warned", *data)
+    process = typed(cluster, place, *OPTIONS, "run=warned", *data, PYTHONPATH=holding(place).rpartition("=")[2])
     try:
-        slurm.until(lambda: rows(place / "runs/warned/0/metrics.csv") > 40, 120, "40 steps")
+        held(place, "warned/0")
         (job,) = cluster.run("squeue", "-h", "-o", "%A").split()
         cluster.run("scancel", "--signal=USR2", job)  # what SLURM does signal_delay_s before the limit
         ended(cluster, job, place)

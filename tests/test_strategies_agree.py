@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import SMALL
 
 import lockstep
 
+pytestmark = pytest.mark.xdist_group("strategies")
 TWO = ["trainer.devices=2"]
 STRATEGIES = {
     "single": [],
@@ -32,7 +34,7 @@ def base(tmp_path_factory, mnist, cache, forked) -> list[str]:
         "optim=sgd",
         "optim.momentum=0.5", "optim.lr=0.02", "model.dropout_conv=0", "model.dropout_fc=0", "trainer.gradient_clip_val=0.5",
         "data.random_shift=2", "data.random_flip=true",
-        "trainer.precision=32-true", "trainer.max_steps=10", "trainer.log_every_n_steps=1", "trainer.accelerator=cpu",
+        "trainer.precision=32-true", "trainer.max_steps=10", "trainer.log_every_n_steps=1", *SMALL,
     ]  # fmt: skip
 
 

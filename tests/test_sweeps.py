@@ -1,4 +1,4 @@
-"""Multiruns: strategies side by side, jobs on slots of the machine, and Optuna's sweeps, as users type them."""
+"""Multiruns: strategies side by side, jobs on slots of the machine, and Optuna's sweeps. Commands and jobs are forked."""
 
 import contextlib
 import csv
@@ -8,21 +8,40 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import optuna
 import pytest
-
-from lockstep import ROOT
+from in_process import SMALL
 
 pytestmark = pytest.mark.slow
-SHORT = ["trainer.limit_train_batches=4", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+# Holds the jobs of these numbers at their third step, until the system warns or kills them.
+HELD = "TEST_HELD"
+HOLD = """
+import os, time
+from pathlib import Path
+from lockstep.callbacks import FiniteLoss
+from lockstep.machine import signals
+original = FiniteLoss.on_train_batch_end
+def hook(self, trainer, *args):
+    original(self, trainer, *args)
+    held = Path(trainer.default_root_dir).name in os.environ["TEST_HELD"].split(",") and trainer.global_step == 3
+    while held and not signals.received:
+        time.sleep(0.01)
+FiniteLoss.on_train_batch_end = hook
+"""
+SHORT = ["trainer.limit_train_batches=4", "trainer.enable_progress_bar=false", *SMALL]
 SPACE = ["optim.lr=tag(log,interval(1e-5,1e-2))", "optim=adamw,sgd"]
 SLOTS = ["hydra/launcher=slots", "hydra.launcher.jobs=2"]
+
+
+@pytest.fixture
+def command(forked_command):
+    return forked_command
 
 
 def report(folder: Path, run: str) -> dict:
@@ -32,20 +51,6 @@ def report(folder: Path, run: str) -> dict:
 
 def study(folder: Path, name: str) -> optuna.Study:
     return optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/runs/{name}/study.db")
-
-
-def start(command, *args: str) -> subprocess.Popen:
-    full = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "-m",
-        f"data.root={command.data}",
-        f"data.cache_dir={command.cache}",
-        *args,
-    ]
-    return subprocess.Popen(
-        full, cwd=command.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
 
 
 def until(true, limit_s: float = 180) -> None:
@@ -63,6 +68,12 @@ def processes_in(folder: Path) -> list[str]:
             if path.readlink() == folder:
                 found.append(path.parent.name)
     return found
+
+
+def holding(folder: Path, *jobs: int) -> dict[str, str]:
+    """The environment of a multirun some of whose jobs are held."""
+    (folder / "hold.py").write_text(HOLD)
+    return {forked.HOOK: str(folder / "hold.py"), HELD: ",".join(map(str, jobs))}
 
 
 def test_strategies_times_seeds_are_four_runs(command):
@@ -93,15 +104,13 @@ def test_jobs_run_side_by_side_and_one_that_fails_stops_no_other(command):
 
 
 def test_ctrl_c_ends_all_jobs_and_processes(command):
-    process = start(command, "seed=0,1,2", "strategy=ddp", "trainer.devices=2", "run=stopped", "trainer.max_epochs=500",
-                    "trainer.log_every_n_steps=1", *SLOTS, "trainer.accelerator=cpu")  # fmt: skip
+    started = command.start("train.py", "-m", "seed=0,1,2", "strategy=ddp", "trainer.devices=2", "run=stopped",
+                            "trainer.max_epochs=500", "trainer.log_every_n_steps=1", *SLOTS, *SMALL)  # fmt: skip
     until(lambda: all((command.folder / f"runs/stopped/{job}/metrics.csv").exists() for job in (0, 1)))
-    began_s = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert time.monotonic() - began_s < 20
-    until(lambda: not processes_in(command.folder), 20)
+    os.killpg(started.process.pid, signal.SIGINT)
+    done = started.done(120)
+    assert done.code == 130, done
+    until(lambda: not processes_in(command.folder))
     assert [report(command.folder, f"stopped/{job}").get("status") for job in range(3)] == [
         "interrupted",
         "interrupted",
@@ -109,51 +118,33 @@ def test_ctrl_c_ends_all_jobs_and_processes(command):
     ]
 
 
-def test_a_warned_multirun_saves_its_jobs_and_goes_on_when_it_is_typed_again(command):
-    args = [
-        "seed=0,1",
-        "run=warned",
-        "trainer.max_epochs=20",
-        "trainer.log_every_n_steps=1",
-        *SLOTS,
-        "trainer.accelerator=cpu",
-    ]
-    process = start(command, *args)
+def test_a_warned_multirun_saves_its_jobs_and_goes_on_when_it_is_typed_again(command, tmp_path):
+    args = ["-m", "seed=0,1", "run=warned", "trainer.max_epochs=3", "trainer.log_every_n_steps=1", *SLOTS, *SMALL]
+    started = command.start("train.py", *args, env=holding(tmp_path, 0, 1))
     until(lambda: all((command.folder / f"runs/warned/{job}/metrics.csv").exists() for job in (0, 1)))
-    process.terminate()
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    started.process.terminate()
+    done = started.done(120)
+    assert done.code == 130, done
     assert [report(command.folder, f"warned/{job}")["status"] for job in (0, 1)] == ["preempted"] * 2
-    done = command("train.py", "-m", *args, "resume=auto")
+    done = command("train.py", *args, "resume=auto")
     assert done.code == 0, done
     reports = [report(command.folder, f"warned/{job}") for job in (0, 1)]
-    assert [(r["status"], r["train/steps"], r["resumed_from"] is not None) for r in reports] == [
-        ("done", 180, True)
-    ] * 2
+    assert [(r["status"], r["train/steps"], r["resumed_from"] is not None) for r in reports] == [("done", 27, True)] * 2
 
 
-def test_a_sweep_that_was_killed_runs_what_is_missing(command):
-    """Twelve trials, two at a time, some pruned; everything is killed when four have ended."""
+def test_a_sweep_that_was_killed_runs_what_is_missing(command, tmp_path):
+    """Twelve trials, two at a time, some pruned; everything is killed when four have ended and two are running."""
     args = [*SPACE, *SLOTS, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
             "hydra/sweeper/pruner=median", "hydra.sweeper.pruner.n_startup_trials=2", "run=search", "trainer.val_check_interval=2",
-            "trainer.limit_train_batches=8", "trainer.accelerator=cpu",
+            "trainer.limit_train_batches=8", *SMALL,
             "trainer.precision=32-true"]  # which trials are pruned, and when, depends on it  # fmt: skip
-    process = start(command, *args)
-
-    def states() -> list[str]:
-        if not (command.folder / "runs/search/study.db").exists():
-            return []
-        return [t.state.name for t in study(command.folder, "search").trials]
-
-    until(lambda: sum(state in ("COMPLETE", "PRUNED") for state in states()) >= 4 and "RUNNING" in states(), 300)
-    running = [t for t in study(command.folder, "search").trials if t.state.name == "RUNNING"]
-    until(lambda: any((command.folder / f"runs/search/{t.number}/config.yaml").exists() for t in running), 60)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
-    until(lambda: not processes_in(command.folder), 20)
-    before = study(command.folder, "search").trials
-    left = [t for t in before if t.state.name == "RUNNING"]
-    assert 1 <= len(left) <= 2
+    started = command.start("train.py", "-m", *args, env=holding(tmp_path, 4, 5))
+    until(lambda: all((command.folder / f"runs/search/{number}/config.yaml").exists() for number in (4, 5)), 300)
+    os.killpg(started.process.pid, signal.SIGKILL)
+    started.done()
+    until(lambda: not processes_in(command.folder))
+    left = [t for t in study(command.folder, "search").trials if t.state.name == "RUNNING"]
+    assert [t.number for t in left] == [4, 5]
     done = command("train.py", "-m", *args, timeout_s=600)
     assert done.code == 0, done
     trials = study(command.folder, "search").trials
@@ -187,7 +178,7 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command):
     assert wrong.code == 2, wrong
     assert "experiment=best:" not in wrong.err  # it is found there
     assert "experiment=worst: experiment has no worst" in wrong.err
-    best = command("train.py", "--config-dir", str(folder), "experiment=best", "run=best", "trainer.accelerator=cpu",
+    best = command("train.py", "--config-dir", str(folder), "experiment=best", "run=best", *SMALL,
                    f"data.root={command.data}", env={"OMP_NUM_THREADS": "1"})  # fmt: skip  # as many as each of two jobs had
     assert best.code == 0, best
     assert report(command.folder, "best")["val/acc"] == study(command.folder, "search").best_value
@@ -276,10 +267,10 @@ def postgres() -> Iterator[str]:
 def test_two_machines_work_on_one_study_in_a_database(command, postgres):
     args = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.study_name=shared", f"hydra.sweeper.storage={postgres}",
             "hydra/sweeper/pruner=median", "optim.lr=interval(1e-4,1e-2)", *SHORT]  # fmt: skip
-    processes = [start(command, *args, f"run={name}") for name in ("here", "there")]
-    for process in processes:
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, out
+    both = [command.start("train.py", "-m", *args, f"run={name}") for name in ("here", "there")]
+    for started in both:
+        done = started.done()
+        assert done.code == 0, done
     storage = optuna.storages.RDBStorage(postgres)
     trials = optuna.load_study(study_name="shared", storage=storage).trials
     storage.remove_session()

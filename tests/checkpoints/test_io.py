@@ -1,12 +1,12 @@
 """Checkpoints that are written beside the training: in order, as they were, and safe from a kill and a full disk."""
 
-import multiprocessing
 import os
 import resource
 import signal
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -190,19 +190,15 @@ def test_an_error_is_told_at_the_end_and_hides_no_other(tmp_path, full_disk, cap
     assert "could not be saved" in caplog.text
 
 
-CONTEXT = multiprocessing.get_context("forkserver")
-
-
-def save_and_be_killed(folder: Path, written: object) -> None:
-    io = AtomicCheckpointIO(background=True)
+def save_and_be_killed(place: str) -> None:
+    folder, io = Path(place), AtomicCheckpointIO(background=True)
     io.save_checkpoint(content(1, 1.0), folder / "best-step-1.ckpt")
     io.save_checkpoint(content(1, 1.0), folder / "last.ckpt")
     io.drain()
 
     def half(what, path):
         path.write_bytes((folder / "last.ckpt").read_bytes()[: 2 * WEIGHTS])
-        written.set()
-        threading.Event().wait()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     shards.write = half
     io.save_checkpoint(content(2, 2.0), folder / "best-step-2.ckpt")
@@ -211,22 +207,20 @@ def save_and_be_killed(folder: Path, written: object) -> None:
     io.drain()
 
 
-def save_and_end(folder: Path, _: object) -> None:
-    AtomicCheckpointIO(background=True).save_checkpoint(content(1, 1.0), folder / "last.ckpt")
+def save_and_end(place: str) -> None:
+    AtomicCheckpointIO(background=True).save_checkpoint(content(1, 1.0), Path(place) / "last.ckpt")
 
 
-def test_a_kill_in_the_background_leaves_what_was_there_and_a_normal_end_loses_nothing(tmp_path):
-    for name, work in (("killed", save_and_be_killed), ("ended", save_and_end)):
-        folder, written = tmp_path / name / "checkpoints", CONTEXT.Event()
-        folder.mkdir(parents=True)
-        process = CONTEXT.Process(target=work, args=(folder, written))
-        process.start()
-        if name == "killed":
-            assert written.wait(LONG_S)
-            os.kill(process.pid, signal.SIGKILL)
-        process.join(LONG_S)
-        assert process.exitcode == (-signal.SIGKILL if name == "killed" else 0)
-    found = list(finding.checkpoints(tmp_path / "killed"))
-    assert [path.name for path in found] == ["last.ckpt", "best-step-1.ckpt"]
-    assert [value_of(path) for path in found] == [1.0, 1.0]
-    assert [value_of(path) for path in finding.checkpoints(tmp_path / "ended")] == [1.0]
+@pytest.mark.parametrize(
+    ("work", "code", "left"),
+    [(save_and_be_killed, -signal.SIGKILL, ["last.ckpt", "best-step-1.ckpt"]), (save_and_end, 0, ["last.ckpt"])],
+)
+def test_a_kill_in_the_background_leaves_what_was_there_and_a_normal_end_loses_nothing(
+    work, code, left, tmp_path, fork_server
+):
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    assert forked.call(__file__, work.__name__, str(folder)).wait(LONG_S) == code
+    found = list(finding.checkpoints(tmp_path / "run"))
+    assert [path.name for path in found] == left
+    assert {value_of(path) for path in found} == {1.0}

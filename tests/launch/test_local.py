@@ -1,4 +1,4 @@
-"""Processes of one machine: all end well, or all end. Real processes, which, but for one test, import no torch."""
+"""Processes of one machine: all end well, or all end. Most are forked (tests/forked.py), to start at once."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked as forked_processes
 import pytest
 
 from lockstep.config.compose import compose_config
@@ -29,6 +30,8 @@ local_rank = os.environ["LOCAL_RANK"]
 folder = Path(__file__).parent
 (folder / f"rank{local_rank}.part").write_text(json.dumps({"pid": os.getpid(), "run": cfg.run, "rank": world.rank}))
 (folder / f"rank{local_rank}.part").rename(folder / f"rank{local_rank}")
+while not all((folder / f"rank{other}").exists() for other in range(world.size)):
+    time.sleep(0.01)
 what = sys.stdin  # the parent's pipe; never read here
 if (folder / f"fail{local_rank}").exists():
     sys.exit(int((folder / f"fail{local_rank}").read_text()))
@@ -121,6 +124,7 @@ def test_each_process_gets_the_resolved_job_and_its_rank(worker, capfd):
     assert capfd.readouterr().out == "hello from 0\n"  # only rank 0 talks
 
 
+@pytest.mark.slow  # two processes that import torch, and end as Python does
 def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_path, capfd):
     (tmp_path / "busy.py").write_text(BUSY)
     local.run_processes(tmp_path / "busy.py", compose_config("train", ["run=r"]), WORLD)
@@ -139,7 +143,7 @@ def test_the_exit_code_is_kept_unless_words_are_lost(code, output, expected):
 
 
 @pytest.mark.parametrize(("failing", "code", "expected"), [(1, 3, 1), (0, 2, 2)])
-def test_one_that_fails_ends_the_others(worker, failing, code, expected):
+def test_one_that_fails_ends_the_others(worker, failing, code, expected, forked):
     (worker.parent / f"fail{failing}").write_text(str(code))
     (worker.parent / "wait").touch()
     with pytest.raises(RunFailed) as error:
@@ -151,7 +155,7 @@ def test_one_that_fails_ends_the_others(worker, failing, code, expected):
 @pytest.mark.parametrize(
     ("answers", "expected"), [({1: 4}, 4), ({0: 2, 1: 8}, 8), ({0: 2, 1: None}, None)], ids=["one", "both", "no help"]
 )
-def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, worker, capfd, monkeypatch):
+def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, worker, capfd, monkeypatch, forked):
     if len(answers) == 2:
         monkeypatch.setattr(local, "FAILING_S", 120)  # the parent waits for both, however slow they start
     for rank, answer in answers.items():
@@ -169,7 +173,7 @@ def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, w
 @pytest.mark.parametrize(
     ("kills", "accumulate", "part"), [(1, 2, "by the kernel: memory ran out"), (0, None, "by SIGKILL; where nobody")]
 )
-def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumulate, part, worker, monkeypatch):
+def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumulate, part, worker, monkeypatch, forked):
     monkeypatch.setattr(out_of_memory, "VMSTAT", worker.parent / "vmstat")
     (worker.parent / "vmstat").write_text("oom_kill 0")
     (worker.parent / "killed1").write_text(f"oom_kill {kills}")
@@ -188,23 +192,26 @@ def test_one_that_writes_a_checkpoint_has_time_to_finish_it(part, tmp_path, monk
     assert failed.wait(60) == 3
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as writer:
         ends = threading.Timer(1.0, lambda: writer.communicate(b"\n"))
-        ends.start()
+        if part == "last.ckpt.part":
+            ends.start()
         assert local.wait([failed, writer], checkpoints=tmp_path) == 3
-        assert (writer.poll() == 0) == (part == "last.ckpt.part")
-        ends.join()
+        assert writer.poll() == (0 if part == "last.ckpt.part" else None)
+        ends.join() if ends.is_alive() else writer.kill()
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])
-def test_none_is_left_when_the_parent_is_ended(worker, how, code):
+def test_none_is_left_when_the_parent_is_ended(worker, how, code, fork_server):
     (worker.parent / "wait").touch()
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(worker)], stderr=subprocess.DEVNULL)
+    (worker.parent / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(worker.parent / "parent.py"), str(worker)]
+    parent = forked_processes.Popen(command, stderr=subprocess.DEVNULL)
     pids = started(worker)
     parent.send_signal(how)
     assert parent.wait(60) == code
     until(lambda: all(gone(pid) for pid in pids), "the end of the processes")
 
 
-def test_it_can_be_called_off_the_main_thread(worker):
+def test_it_can_be_called_off_the_main_thread(worker, forked):
     thread = threading.Thread(target=local.run_processes, args=(worker, compose_config("train", ["run=r"]), WORLD))
     thread.start()
     thread.join(60)

@@ -14,12 +14,15 @@ import parity
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchvision.io import write_png
 
 import lockstep
 from lockstep.checkpoints import finding
 from lockstep.errors import UserError
 from lockstep.export.folder import export
 from lockstep.launch.exits import exit_code
+
+pytestmark = pytest.mark.xdist_group("scripts")
 
 # Nothing of this may be imported by those who only use a model.
 BLOCKED = """
@@ -99,8 +102,9 @@ def test_a_checkpoint_cannot_name_code_to_run(runs, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("run", ["a", "timm"])
+@pytest.mark.parametrize("run", ["a", pytest.param("timm", marks=pytest.mark.slow)])
 def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
+    """As a module, and as a script that classifies files."""
     folder = export(finding.tested_checkpoint(str(runs / run), "export"), tmp_path / "exports" / run)
     assert {path.name for path in folder.iterdir()} == {
         "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py", "load.py",
@@ -109,35 +113,22 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
     assert json.loads((folder / "classes.json").read_text()) == list("0123456789")
     image_BCHW = images()
     torch.save(image_BCHW, tmp_path / "images.pt")
+    write_png(image_BCHW[0], str(tmp_path / "digit.png"))
     code = (
-        "import torch; from load import load; m = load(); torch.save(m.probabilities(torch.load('../../images.pt')), 'made.pt');"
-        "print(m.classify(torch.load('../../images.pt'))[0][0])"
+        "import runpy, sys, torch; from load import load; m = load(); batch = torch.load('../../images.pt')\n"
+        "torch.save(m.probabilities(batch), 'made.pt'); print(m.classify(batch)[0][0])\n"
+        "sys.argv[1:] = ['../../digit.png']; runpy.run_path('load.py', run_name='__main__')"
     )
     blocked = {"lockstep", "lightning", "hydra", "omegaconf", "pytorch_lightning"} | ({"timm"} if run == "a" else set())
-    name = run_python(code, blocked, folder).strip()
+    name, of_file = run_python(code, blocked, folder).splitlines()
     net = lockstep.load_model(runs / run)
     mean, std = (json.loads((folder / "preprocessing.json").read_text())[key][0] for key in ("mean", "std"))
     with torch.inference_mode():
         expected = net((image_BCHW / 255 - mean) / std).softmax(1)
     torch.testing.assert_close(torch.load(folder / "made.pt"), expected, atol=1e-5, rtol=1e-4)
     assert name == str(int(expected[0].argmax()))
+    assert of_file.startswith(f"../../digit.png: {name}") and of_file.endswith("%)")
     assert load_file(folder / "model.safetensors").keys() == net.state_dict().keys()
-
-
-def test_an_exported_folder_classifies_files(runs, tmp_path):
-    from torchvision.io import write_png
-
-    folder = export(runs / "a" / "checkpoints" / "last.ckpt", tmp_path / "export")
-    write_png(images(1)[0], str(tmp_path / "digit.png"))
-    done = subprocess.run(
-        [sys.executable, str(folder / "load.py"), str(tmp_path / "digit.png")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{tmp_path}/digit.png: ")
-    assert done.stdout.strip().endswith("%)")
 
 
 def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeypatch):

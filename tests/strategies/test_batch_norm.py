@@ -3,9 +3,10 @@
 import socket
 from pathlib import Path
 
+import forked
 import pytest
 import torch
-from torch import multiprocessing, nn
+from torch import nn
 
 from lockstep.strategies.batch_norm import GlobalBatchNorm, synchronise
 
@@ -29,13 +30,12 @@ def step(net: nn.Module, x: torch.Tensor, whole: int) -> torch.Tensor:
     return y
 
 
-def process(rank: int, world: int, port: int, folder: str, device: str) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def process(rank: str, world: str, port: str, folder: str, device: str) -> None:
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world))
     net = make_net().to(device)
     assert synchronise(net, device) == 2
     x = batch().to(device)
-    y = step(net, x.chunk(world)[rank], len(x))
+    y = step(net, x.chunk(int(world))[int(rank)], len(x))
     for parameter in net.parameters():
         torch.distributed.all_reduce(parameter.grad)
     found = {"y": y, "state": net.state_dict(), "grads": [p.grad for p in net.parameters()]}
@@ -49,12 +49,14 @@ def on_a_gpu() -> object:
 
 
 @pytest.fixture(scope="module", params=["cpu", on_a_gpu()])
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> list[dict]:
     folder = tmp_path_factory.mktemp("batch_norm")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    multiprocessing.spawn(process, (2, port, str(folder), request.param), nprocs=2)
+    arguments = ("2", str(port), str(folder), request.param)
+    processes = [forked.call(__file__, "process", str(rank), *arguments) for rank in range(2)]
+    assert [process.wait(300) for process in processes] == [0, 0]
     return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(2)]
 
 

@@ -1,0 +1,88 @@
+"""Runs in the tests' own process, which imports torch once: small ones, what they leave, and one that several tests start from."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.callbacks import FiniteLoss
+
+# For runs whose network does not matter: a step of BasicNet takes a tenth, a checkpoint 1 MB instead of 14.
+SMALL = ["data.image_size=12", "trainer.accelerator=cpu"]
+Train = Callable[..., dict[str, Any]]
+
+
+class Crash(RuntimeError):
+    pass
+
+
+def options(mnist: Path, cache: Path) -> list[str]:
+    """An epoch has 12 steps."""
+    return [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", *SMALL]
+
+
+@pytest.fixture
+def train(tmp_path: Path, mnist: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Trains in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *overrides: lockstep.train([*options(mnist, cache), *overrides])
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, mnist: Path, cache: Path) -> Path:
+    """The directory of a run `a` of one epoch, with a row of the log for each step."""
+    folder = tmp_path_factory.mktemp("trained")
+    lockstep.train([*options(mnist, cache), f"runs_dir={folder}", "run=a", "trainer.log_every_n_steps=1"])
+    return folder / "a"
+
+
+@pytest.fixture
+def run_a(train: Train, trained: Path) -> dict[str, Any]:
+    """A copy of `trained` as runs/a, to continue or to look at; its report."""
+    shutil.copytree(trained, "runs/a")
+    return report("a")
+
+
+@pytest.fixture
+def crash_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Makes training raise Crash at the end of a step."""
+
+    def set_up(step: int) -> None:
+        def crash(self: FiniteLoss, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == step:
+                raise Crash
+
+        monkeypatch.setattr(FiniteLoss, "on_train_batch_end", crash)
+
+    yield set_up
+
+
+def report(run: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("runs", run, "report.json").read_text())
+    return found
+
+
+def rows(run: str | Path) -> list[dict[str, str]]:
+    """Of metrics.csv, without the speed."""
+    with Path("runs", run, "metrics.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != "train/images_per_s"} for row in csv.DictReader(file)]
+
+
+def logged_steps(run: str) -> list[int]:
+    return [int(row["step"]) for row in rows(run) if row["train/loss"]]
+
+
+def state(path: str | Path) -> dict[str, Any]:
+    """A checkpoint, by its path below runs/."""
+    found: dict[str, Any] = torch.load(Path("runs", path), weights_only=True)
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)

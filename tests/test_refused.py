@@ -1,0 +1,109 @@
+"""What a run refuses, found when it is about to begin or later: told in one message, and nothing is changed."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from in_process import report
+
+import lockstep
+from lockstep.errors import TrainingFailed, UserError
+
+pytestmark = pytest.mark.xdist_group("refused")
+
+
+def contents(run: str) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes()
+        for path in Path("runs", run).rglob("*")
+        if path.is_file() and path.name != "train.log"
+    }
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):
+    shutil.copytree("runs/a", "runs/b")
+    before, other = contents("a"), contents("b")
+    with pytest.raises(UserError, match="trained on other data"):
+        train("run=a", "resume=auto", "trainer.max_epochs=2", f"data.root={make_mnist(640, 50)}")
+    for override, told in (
+        ("model=resnet50d", "model.name=resnet50d cannot be changed"),
+        ("data.val_fraction=0.2", "data.val_fraction"),
+    ):
+        with pytest.raises(UserError, match=told):
+            train("resume=a", override)
+    with pytest.raises(UserError, match="is another run"):
+        train("resume=a", "run=b", "trainer.max_epochs=2")
+    assert contents("a") == before
+    assert contents("b") == other
+
+
+def test_what_would_repeat_samples_or_be_ignored_cannot_be_changed_in_a_resumed_run(run_a):
+    with pytest.raises(UserError) as error:
+        lockstep.train(["resume=a", "data.batch_size=24", "seed=3", "optim.lr=0.5", "trainer.max_epochs=2"])
+    assert [problem.split(" cannot")[0] for problem in error.value.problems] == [
+        "data.batch_size=24",
+        "seed=3",
+        "optim.lr=0.5",
+    ]
+
+
+def test_a_directory_is_never_taken_twice(train, run_a):
+    before = contents("a")
+    with pytest.raises(UserError, match=r"runs/a exists. Type resume=auto"):
+        train("run=a", "debug=one_batch")
+    assert contents("a") == before
+
+
+def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):
+    Path("runs/a").mkdir(parents=True)
+    Path("runs/a/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="warmup_steps"):
+        train("run=a", "schedule=cosine", "schedule.warmup_steps=1000")
+    assert {path.name for path in Path("runs/a").iterdir() if path.is_file()} == {"notes.txt", "train.log"}
+    assert Path("runs/a/notes.txt").read_text() == "mine"
+
+
+def test_weights_that_do_not_fit_are_refused(train, run_a):
+    with pytest.raises(UserError, match=r"does not fit the network: .*classifier"):
+        train("run=c", "init_from=a", "data.image_size=16")
+    assert not Path("runs/c").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["+optim.foo=1", "trainer.val_check_interval=1000", "trainer.limit_train_batches=0.001"]
+)
+def test_what_torch_or_lightning_refuses_is_told_and_leaves_nothing(train, wrong):
+    with pytest.raises(UserError):
+        train("run=a", wrong)
+    assert not Path("runs/a").exists()
+
+
+def test_validating_within_an_accumulated_step_is_refused(train):
+    with pytest.raises(
+        UserError, match=r"val_check_interval=5 counts micro-batches .* Type trainer.val_check_interval=4"
+    ):
+        train("run=a", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=5")
+    with pytest.raises(UserError, match=r"after 7 micro-batches, within a step of 2"):
+        train("run=a", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=0.3")
+    assert not Path("runs/a").exists()
+
+
+def test_a_cut_off_file_of_data_is_named(train, mnist, tmp_path):
+    shutil.copytree(mnist, tmp_path / "cut")
+    path = tmp_path / "cut/MNIST/raw/train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte.gz is cut off or damaged"):
+        train("run=a", f"data.root={tmp_path / 'cut'}")
+    assert not Path("runs").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_advice(train):
+    with pytest.raises(TrainingFailed, match=r"the loss is (nan|inf) at step \d+ .* lower optim.lr"):
+        train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.log_every_n_steps=2")
+    assert (report("a")["status"], "optim.lr" in report("a")["error"]) == ("failed", True)
+
+
+def test_a_loss_that_is_no_number_is_seen_in_a_short_run_too(train):
+    with pytest.raises(TrainingFailed):
+        train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.limit_train_batches=5")
+    assert report("a")["status"] == "failed"

@@ -1,0 +1,229 @@
+"""Invariant 3 on one process: a run that was cut off goes on where it was, whatever cut it off. tests/test_kills.py kills."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from in_process import Crash, logged_steps, options, report, rows, same, state
+
+import lockstep
+from lockstep.callbacks import FiniteLoss
+from lockstep.errors import Preempted
+from lockstep.reporting.loggers import MetricsCsv
+from lockstep.training.module import TaskModule
+
+pytestmark = pytest.mark.xdist_group("resume")
+TWO_EPOCHS = ["trainer.log_every_n_steps=1", "schedule=cosine", "trainer.max_epochs=2", "callbacks=[default,ema]"]
+FIGURES = ("test/loss", "test/acc", "val/acc", "checkpoint", "train/steps")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, mnist, cache) -> Path:
+    """The directory of a run of two epochs that nothing cut off."""
+    folder = tmp_path_factory.mktemp("whole")
+    lockstep.train([*options(mnist, cache), *TWO_EPOCHS, f"runs_dir={folder}", "run=whole"])
+    return folder / "whole"
+
+
+def assert_ended_alike(run: str, whole: Path) -> None:
+    a, b = state(whole / "checkpoints/last.ckpt"), state(f"{run}/checkpoints/last.ckpt")
+    assert same(a["state_dict"], b["state_dict"])
+    moments = [[s["exp_avg_sq"].sum() for s in c["optimizer_states"][0]["state"].values()] for c in (a, b)]
+    assert moments[0] == moments[1]
+    assert a["lr_schedulers"] == b["lr_schedulers"]
+    assert rows(run) == rows(whole)
+    for figure in FIGURES:
+        assert report(run)[figure] == report(whole)[figure], figure
+
+
+@pytest.mark.parametrize(
+    "saved_at",
+    [11, 17, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 12))],
+)  # 11: before the last batch of an epoch
+def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, whole, saved_at):
+    crash_at(saved_at + 1)
+    with pytest.raises(Crash):
+        train("run=parts", *TWO_EPOCHS, f"checkpoint.every_n_steps={saved_at}")
+    assert report("parts")["status"] == "failed"
+    crash_at(-1)
+    train("run=parts", "resume=auto", *TWO_EPOCHS, f"checkpoint.every_n_steps={saved_at}")
+    assert_ended_alike("parts", whole)
+
+
+@pytest.mark.parametrize("warning", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
+def test_a_run_that_is_warned_saves_at_the_next_step_and_goes_on_from_there(train, whole, warning, monkeypatch):
+    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)
+    original = FiniteLoss.on_train_batch_end
+
+    def warn(self, trainer, *args):
+        original(self, trainer, *args)
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), warning)
+
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", warn)
+    with pytest.raises(Preempted, match=rf"ended by {warning.name} after 7 steps; .* resume=auto"):
+        train("run=parts", *TWO_EPOCHS)
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", original)
+    assert report("parts")["status"] == "preempted"
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)) == handlers
+    assert state("parts/checkpoints/last.ckpt")["global_step"] == 7
+    train("run=parts", "resume=auto", *TWO_EPOCHS)
+    assert_ended_alike("parts", whole)
+
+
+def test_a_run_that_is_warned_while_it_is_tested_ends_and_is_tested_again(train, trained, monkeypatch):
+    original = TaskModule.test_step
+
+    def warned(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args)
+
+    monkeypatch.setattr(TaskModule, "test_step", warned)
+    with pytest.raises(Preempted, match="ended by SIGTERM"):
+        train("run=parts", "data.eval_batch_size=50")
+    monkeypatch.setattr(TaskModule, "test_step", original)
+    assert train("run=parts", "resume=auto")["test/loss"] == pytest.approx(report(trained)["test/loss"], rel=1e-6)
+
+
+def test_auto_passes_over_a_damaged_checkpoint(train, run_a):
+    folder = Path("runs/a/checkpoints")
+    best = next(folder.glob("best-*.ckpt"))
+    with (folder / "last.ckpt").open("r+b") as file:
+        file.truncate(100_000)
+    os.utime(folder / "last.ckpt")  # it is the newest
+    again = train("run=a", "resume=auto", "trainer.max_epochs=2")
+    assert again["resumed_from"] == str(best)
+    assert again["train/steps"] == 24
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
+
+
+def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist):
+    train("run=a", "optim=sgd", "optim.lr=0.01", "model.dropout_fc=0.1", "debug=one_batch")
+    lockstep.train(["resume=a", "trainer.max_epochs=2"])
+    config = lockstep.checkpoints.resuming.load_config(Path("runs/a/config.yaml"))
+    found = (config.optim.lr, config.model.dropout_fc, config.trainer.max_epochs, config.data.root)
+    assert found == (0.01, 0.1, 2, str(mnist))
+    assert config.resume is None
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at):
+    crash_at(3)
+    with pytest.raises(Crash):
+        train("run=a", "resume=auto", "trainer.log_every_n_steps=1")
+    crash_at(-1)
+    again = train("run=a", "resume=auto", "trainer.log_every_n_steps=1")
+    assert (again["train/steps"], again["resumed_from"]) == (12, None)
+    assert logged_steps("a") == list(range(12))
+
+
+def test_more_steps_go_on_where_max_steps_ended_a_run(train):
+    common = ["trainer.log_every_n_steps=1"]
+    train("run=whole", "trainer.max_steps=17", *common)
+    train("run=parts", "trainer.max_steps=7", *common)
+    train("run=parts", "resume=auto", "trainer.max_steps=17", *common)
+    losses = [[row["train/loss"] for row in rows(run) if row["train/loss"]] for run in ("whole", "parts")]
+    assert len(losses[0]) == 17
+    assert losses[0] == losses[1]
+    assert same(state("whole/checkpoints/last.ckpt")["state_dict"], state("parts/checkpoints/last.ckpt")["state_dict"])
+
+
+def test_a_finished_run_typed_again_changes_no_figure(train, run_a):
+    log = rows("a")
+    again = train("run=a", "resume=auto", "trainer.log_every_n_steps=1")
+    assert rows("a") == log
+    for figure in FIGURES:
+        assert again[figure] == run_a[figure]
+
+
+def test_a_recipe_can_be_typed_again_and_its_seed_is_drawn_once(train):
+    common = ["run=a", "experiment=mnist_basic_net", "seed=null", "resume=auto"]
+    first = train(*common, "trainer.max_epochs=1")
+    again = train(*common, "trainer.max_epochs=2")
+    assert (first["train/steps"], again["train/steps"]) == (12, 24)
+    assert again["resumed_from"] == "runs/a/checkpoints/last.ckpt"
+    assert again["seed"] == first["seed"]
+
+
+def test_a_run_from_weights_can_be_typed_again(train, run_a, crash_at):
+    best = state(f"a/{run_a['checkpoint']}")
+    common = ["init_from=a", "optim=sgd", "optim.lr=0", "trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
+    train("run=whole", *common)
+    for step in (3, 14):  # before and after its first checkpoint
+        crash_at(step)
+        with pytest.raises(Crash):
+            train("run=x", "resume=auto", *common)
+    assert report("x")["resumed_from"] is None
+    crash_at(-1)
+    assert same(state("x/checkpoints/last.ckpt")["state_dict"], best["state_dict"])
+    shutil.rmtree("runs/a")  # what it began from is of no effect any more
+    done = train("run=x", "resume=auto", *common)
+    assert done["resumed_from"] == "runs/x/checkpoints/last.ckpt"
+    assert rows("x") == rows("whole")
+    config = Path("runs/whole/config.yaml").read_text()
+    assert Path("runs/x/config.yaml").read_text() == config.replace("run: whole", "run: x")
+
+
+def test_a_run_that_was_moved_keeps_its_best_checkpoints(train):
+    train("run=a", "checkpoint.save_top_k=2", "trainer.max_epochs=2")
+    best = {path.name for path in Path("runs/a/checkpoints").glob("best-*")}
+    Path("runs/a").rename("runs/b")
+    lockstep.train(["resume=b", "trainer.max_epochs=3"])
+    assert [path.name for path in Path("runs").iterdir()] == ["b"]
+    callback = next(s for name, s in state("b/checkpoints/last.ckpt")["callbacks"].items() if "ModelCheckpoint" in name)
+    there = {path.name for path in Path("runs/b/checkpoints").glob("best-*")}
+    assert {Path(path).name for path in callback["best_k_models"]} == there
+    assert len(there) == 2
+    assert there & best
+    assert all(Path(path).parent == Path("runs/b/checkpoints").resolve() for path in callback["best_k_models"])
+
+
+def test_going_back_to_an_older_checkpoint_drops_what_came_later(train):
+    common = ["trainer.log_every_n_steps=1", "checkpoint.save_top_k=3", "trainer.max_epochs=3"]
+    train("run=a", *common)
+    files = {path.name for path in Path("runs/a/checkpoints").iterdir()}
+    before = rows("a")
+    train("resume=runs/a/checkpoints/best-step-12.ckpt", "trainer.max_steps=15")
+    assert logged_steps("a") == list(range(15))
+    assert not {"best-step-24.ckpt", "best-step-36.ckpt"} & {path.name for path in Path("runs/a/checkpoints").iterdir()}
+    again = train("run=a", "resume=auto", "trainer.max_steps=-1", *common)
+    assert again["resumed_from"].endswith("last.ckpt")
+    assert rows("a") == before
+    assert {path.name for path in Path("runs/a/checkpoints").iterdir()} == files
+
+
+def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
+    common = ["run=a", "callbacks=[default,early_stopping]", "optim=sgd", "optim.lr=0", "optim.momentum=0",
+              "optim.nesterov=false", "trainer.max_epochs=10", "trainer.limit_train_batches=2", "resume=auto"]  # fmt: skip
+    epochs = [train(*common, f"callbacks.early_stopping.patience={patience}")["train/epochs"] for patience in (1, 1, 3)]
+    assert epochs == [2, 2, 4]
+
+
+def test_workers_deal_out_the_same_batches(train, whole):
+    train("run=with", *TWO_EPOCHS, "data.num_workers=2", "data.prefetch_factor=3", "data.persistent_workers=false")
+    assert rows("with") == rows(whole)
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash(train, crash_at):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    common = ["run=a", "logger=tensorboard", "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=4"]
+    crash_at(7)
+    with pytest.raises(Crash):
+        train(*common)
+    crash_at(-1)
+    train(*common, "resume=auto")
+    events = EventAccumulator("runs/a/tensorboard").Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(12))
+
+
+def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
+    logger = MetricsCsv(run_dir=tmp_path, run="a")
+    for step in (9, 10, 11):
+        logger.log_metrics({"loss": 0.5 + step}, step)
+    path = tmp_path / "metrics.csv"
+    path.write_bytes(path.read_bytes()[: -len("1,11.5\r\n")])
+    assert path.read_text().endswith("\n1")  # of 11
+    logger.cut(11)
+    assert path.read_text().split() == ["step,loss", "9,9.5", "10,10.5"]
