@@ -39,12 +39,12 @@ from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints, run_folders
 from lockstep.checkpoints.resuming import load_config
-from lockstep.config.checks import nearest, plain, shown
 from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
 from lockstep.config.identity import title
 from lockstep.config.keys import dotted
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
+from lockstep.config.words import nearest, plain, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.reporting.console import number, out
@@ -207,13 +207,16 @@ def typed(value: Any) -> str:
     return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
-def options_of(group: str, own: dict[str, Any]) -> dict[str, int]:
-    """The options of a group with the same class and name as a config's own: how many of their keys it has not."""
-    found: dict[str, int] = {}
+def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """The options of a group that a config may have been made with, each with its distance; the nearest has the least."""
+    found: dict[str, tuple[int, int]] = {}
     for name in options(group):
         option = dotted(plain(load_config(config_file(f"{group}/{name}"))), group)
-        if all(v in (own.get(k), "???") for k, v in option.items() if k.endswith(("._target_", ".name"))):
-            found[name] = len(option.keys() - own.keys())
+        what = {k: v for k, v in option.items() if k.endswith(("._target_", ".name"))}
+        fits = all(v in (own.get(k), "???") for k, v in what.items())
+        if fits and (option or f"{group}._target_" not in own):  # an option without keys is that for no class
+            same = sum(v == own.get(k) for k, v in what.items())
+            found[name] = (-same, len(option.keys() - own.keys() - {f"{group}.defaults"}))
     return found
 
 
@@ -231,7 +234,7 @@ def as_overrides(config: DictConfig) -> list[str]:
     composed = compose_config("train", chosen)
     OmegaConf.resolve(composed)
     base = dotted(plain(composed))
-    changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key))]
+    changed = [key for key in own if key not in PLACE and (key not in base or shown(own[key]) != shown(base[key]))]
     return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
 
 

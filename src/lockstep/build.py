@@ -4,7 +4,7 @@ from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightni
 
 # isort: split
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,43 +12,31 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 from torchmetrics import Metric
 
-from lockstep import callbacks, strategies
+from lockstep import strategies
+from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_weights, read
-from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.checkpoints.weights import load_into
-from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
-from lockstep.config.checks import fused_problem, missing_groups, nearest
-from lockstep.config.identity import run_dir, title
+from lockstep.checkpoints.content import load_module_weights, load_weights, read
+from lockstep.config.checks import fused_problem
+from lockstep.config.components import missing_groups
+from lockstep.config.identity import title
 from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, target_of, to_plain
 from lockstep.config.signatures import accepted, locate
-from lockstep.data.datamodule import DataModule, facts
+from lockstep.config.words import nearest
+from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError, of_users_code, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads
 from lockstep.models.network import network
 from lockstep.reporting import console
-from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.tasks import Task
 from lockstep.training import foreign, memory
 from lockstep.training.module import TaskModule
-from lockstep.training.profiler import NoProfiler
 
-PROFILERS: dict[str, type[Profiler]] = {
-    "simple": SimpleProfiler,
-    "advanced": AdvancedProfiler,
-    "pytorch": PyTorchProfiler,
-}
-
-
+__all__ = ["data", "evaluate", "fit", "module", "process", "quiet", "seed", "trainer", "validate", "with_numbers"]
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
@@ -115,8 +103,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         UserError: network, task and data do not fit together.
     """
     if foreign.is_foreign(target_of(cfg.task._target_, "task")):
-        made = foreign_module(cfg, offered_by(data), Path(weights) if weights else None)
+        made = foreign.create_module(
+            cfg, foreign.offered_by(data), partial(optimizer, cfg), with_weights=weights is None
+        )
         raise_problems(foreign.problems(cfg, made, data))
+        if weights:
+            load_module_weights(made, Path(weights))
         return made
     raise_problems(missing_groups(cfg))
     goal: Task = create(cfg.task, "task")
@@ -138,7 +130,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
         load_weights(net, Path(weights))
-    return TaskModule(
+    made = TaskModule(
         net,
         goal,
         optimizer=optimizer(cfg),
@@ -152,132 +144,35 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         metrics=metrics(cfg, goal),
         network_arguments=offered,
     )
-
-
-def offered_by(data: pl.LightningDataModule) -> dict[str, Any]:
-    """What a network may ask for, beside what a task offers."""
-    if not isinstance(data, DataModule):
-        return {}
-    classes = {"num_classes": len(data.about["classes"])} if data.about.get("classes") else {}
-    return {**classes, **data.dataset.network_arguments()}
-
-
-def foreign_module(cfg: DictConfig, offered: dict[str, Any], weights: Path | None) -> pl.LightningModule:
-    """A LightningModule of the user's, with the network, optimizer and schedule that it asks for."""
-    raise_problems(foreign.config_problems(cfg))
-    asked = foreign.asked(to_plain(cfg.task))
-    net = network(to_plain(cfg.model), offered, with_weights=weights is None) if "net" in asked else None
-    schedule = foreign.Scheduler(create(cfg.schedule, "schedule")) if "scheduler" in asked and cfg.schedule else None
-    parts = {"net": net, "optimizer": optimizer(cfg) if "optimizer" in asked else None, "scheduler": schedule}
-    made: Any = create(cfg.task, "task", **{name: parts[name] for name in asked})
-    made.lockstep = foreign.Given(net, offered, schedule)
-    if schedule:
-        schedule.module = made
-    if weights:
-        content = read(weights)
-        made.on_load_checkpoint(content)
-        load_into(made.state_dict(), content["state_dict"], weights)
-    module: pl.LightningModule = made
-    return module
+    raise_problems(monitor_problems(str(cfg.checkpoint.monitor), made.figure_names()))
+    return made
 
 
 def load_module(path: Path) -> pl.LightningModule:
     """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError: it does not fit."""
     content = read(path)
-    return foreign_module(OmegaConf.create(content["config"]), content["module_arguments"], path).eval()
+    cfg = OmegaConf.create(content["config"])
+    made = foreign.create_module(cfg, content["module_arguments"], partial(optimizer, cfg), with_weights=False)
+    load_module_weights(made, path)
+    return made.eval()
 
 
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
-    """The task's own figures and those of the config. Raises UserError where the monitored one is not among them."""
+    """The task's own figures and those of the config."""
     found = goal.metrics()
     for name, node in cfg.task.metrics.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
-    figures = ["val/loss", *(f"val/{name}" for name in found)]
-    monitor = str(cfg.checkpoint.monitor)
-    if not any(f"{monitor}/".startswith(f"{figure}/") for figure in figures):
-        raise UserError(
-            f"checkpoint.monitor={monitor}: the validation logs {', '.join(figures)}{nearest(monitor, figures)}. Name one of them, or add it to task.metrics."
-        )
+    taken = sorted(found.keys() & {"loss", "count"})
+    raise_problems(f"task.metrics.{name}: every task logs a {name}. Type another name." for name in taken)
     return found
 
 
-def loggers(cfg: DictConfig) -> list[Logger]:
-    """metrics.csv first, whatever else is chosen."""
-    place = {"run_dir": run_dir(cfg), "run": cfg.run}
-    return [
-        MetricsCsv(**place),
-        *(create(node, f"logger.{name}", **place) for name, node in cfg.logger.items() if name != "csv"),
-    ]
-
-
-def of_foreign_module(cfg: DictConfig, save: Callable[[pl.Trainer], None] | None = None) -> list[pl.Callback]:
-    """First in the list, so that it says first what is wrong."""
-    found = foreign.is_foreign(target_of(cfg.task._target_, "task"))
-    return [callbacks.Foreign(cfg, strategies.parallelize, save)] if found else []
-
-
-def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
-    """The Trainer of a training run.
-
-    Raises:
-        UserError: Lightning refuses a combination of arguments.
-    """
-    own: list[pl.Callback] = [
-        callbacks.StepSeed(cfg.seed),
-        callbacks.Plan(cfg, data, facts(data)),
-        CutAtResume(),
-        saving.Position(to_plain(cfg)),
-    ]
-    if cfg.trainer.enable_progress_bar:
-        own.append(callbacks.Progress(cfg.checkpoint.monitor))
-    save = None
-    if cfg.trainer.enable_checkpointing:
-        folder = run_dir(cfg) / "checkpoints"
-        if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
-            own.append(saving.best_checkpoints(cfg, folder))
-        own.append(last := saving.last_checkpoint(cfg, folder))
-        save = last.save_and_wait
-    own.append(callbacks.Preemption(save))
-    chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    return lightning_trainer(cfg, world, callbacks=[*of_foreign_module(cfg, save), *chosen, *own], logger=loggers(cfg))
-
-
-def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
-    """A Trainer that tests only: no logger, the strategy and precision of the config."""
-    own = [*of_foreign_module(cfg), callbacks.Preemption(None)]
-    return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
-
-
-def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
-    given = to_plain(cfg.trainer)
-    ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which ones; otherwise, how many
-    devices = given["devices"] if ids else world.devices
-    given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
-    given |= parts
-    profiler = PROFILERS.get(given["profiler"])
-    given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
-    given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py, callbacks/progress.py
-    # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
-    # Under SLURM, resuming is ours: Lightning's own checkpoint of a requeued job lies elsewhere and is taken first.
-    slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
-    environment = slurm if world.external else LightningEnvironment()
-    strategy = create(cfg.strategy, "strategy", environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
-    plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
-    if environment is not None and getattr(strategy, "cluster_environment", None) is None:
-        plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
-    try:
-        made = pl.Trainer(
-            **given,
-            strategy=strategy,
-            plugins=plugins,
-            use_distributed_sampler=has_own_loaders(cfg),
-            default_root_dir=run_dir(cfg),
-        )
-    except (ValueError, TypeError, MisconfigurationException) as e:
-        raise UserError(f"trainer: {e}") from e
-    without_sigterm_broadcast(made)
-    return made
+def monitor_problems(monitor: str, figures: list[str]) -> Iterator[str]:
+    names = [f"val/{figure}" for figure in ("loss", *figures)]
+    known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
+    if not known:
+        yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Name one of them, or add it to task.metrics."
 
 
 def quiet(world: World) -> None:

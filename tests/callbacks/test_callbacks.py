@@ -83,7 +83,10 @@ class Weights(pl.LightningModule):
 
 def test_the_average_follows_its_definition():
     module, ema = Weights(), EMA(decay=0.9, update_every_n_steps=2)
-    trainer = SimpleNamespace(global_step=0, accumulate_grad_batches=1)
+    module_of = SimpleNamespace(automatic_optimization=True)
+    trainer = SimpleNamespace(
+        global_step=0, accumulate_grad_batches=1, num_training_batches=100, lightning_module=module_of
+    )
     expected = None
     for step in range(1, 10):
         trainer.global_step = step
@@ -113,7 +116,7 @@ def test_seeding_draws_what_torch_draws():
 @pytest.mark.parametrize("own", ["32-true", "bf16-mixed"])
 def test_processes_that_would_compute_differently_end_and_say_so(own):
     trainer = SimpleNamespace(global_rank=1, strategy=SimpleNamespace(broadcast=lambda _: "bf16-mixed"))
-    plan = Plan(OmegaConf.create({}), None)
+    plan = Plan(OmegaConf.create({}), None, {})
     if own == "bf16-mixed":
         plan.agree(trainer, "computes in precision", own)
         return

@@ -1,12 +1,12 @@
 """Checkpoints that are written beside the training: in order, as they were, and safe from a kill and a full disk."""
 
+import multiprocessing
 import os
 import resource
 import signal
 import threading
 from pathlib import Path
 
-import forked
 import pytest
 import torch
 
@@ -190,6 +190,9 @@ def test_an_error_is_told_at_the_end_and_hides_no_other(tmp_path, full_disk, cap
     assert "could not be saved" in caplog.text
 
 
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
 def save_and_be_killed(folder: Path, written: object) -> None:
     io = AtomicCheckpointIO(background=True)
     io.save_checkpoint(content(1, 1.0), folder / "best-step-1.ckpt")
@@ -214,9 +217,9 @@ def save_and_end(folder: Path, _: object) -> None:
 
 def test_a_kill_in_the_background_leaves_what_was_there_and_a_normal_end_loses_nothing(tmp_path):
     for name, work in (("killed", save_and_be_killed), ("ended", save_and_end)):
-        folder, written = tmp_path / name / "checkpoints", forked.context.Event()
+        folder, written = tmp_path / name / "checkpoints", CONTEXT.Event()
         folder.mkdir(parents=True)
-        process = forked.context.Process(target=work, args=(folder, written))
+        process = CONTEXT.Process(target=work, args=(folder, written))
         process.start()
         if name == "killed":
             assert written.wait(LONG_S)

@@ -20,8 +20,6 @@ from typing import Literal
 import torch
 from torch import nn
 
-from lockstep.data import Images
-
 
 class Net(nn.Module):
     def __init__(
@@ -41,11 +39,8 @@ class Net(nn.Module):
         self.given = (in_channels, num_classes, width, rate, kind, layers, folder, anything)
 
 
-class Small(Images):
-    '''Decides an argument of its base class itself, and hands the others on.'''
-
-    def __init__(self, **images):
-        super().__init__(image_size=8, **images)
+def net(**keys):
+    return Net(1, 10, **keys)
 
 
 def half(width):
@@ -125,12 +120,10 @@ def test_a_class_that_is_not_there_or_not_trusted_is_named(target, parts):
         assert part in problem
 
 
-def test_an_argument_that_a_class_hands_on_is_checked_by_the_one_that_gets_it():
-    with pytest.raises(
-        UserError, match=r"data\.randm_flip is not an argument of mine\.Small \(did you mean random_flip\?\)"
-    ):
-        create({"_target_": "mine.Small", "randm_flip": True}, "data")
-    assert create({"_target_": "mine.Small", "random_flip": True}, "data").image_size == 8
+def test_an_argument_that_a_function_hands_on_is_checked_by_the_one_that_gets_it():
+    assert create({"_target_": "mine.net", "width": 3}, "model").given[2] == 3
+    with pytest.raises(UserError, match=r"model\.witdh is not an argument of mine\.net"):
+        create({"_target_": "mine.net", "width": 3, "witdh": 4}, "model")
 
 
 def test_an_error_inside_a_component_is_its_own():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lockstep.tasks import Regression, Segmentation, Task
 from lockstep.training.module import TaskModule
@@ -44,6 +45,23 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
     made.step_weight = weight_B.mean()
     made.configure_gradient_clipping(None, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
     assert [parameter.grad.abs().sum().item() for parameter in net.parameters()] == [0.0, 0.0]
+
+
+class Late(Metric):
+    """Has a value for each of its samples, and none before the first."""
+
+    def update(self, output, target) -> None:
+        self.seen = output
+
+    def compute(self):
+        return self.seen.square()
+
+
+def test_what_will_be_logged_is_known_beforehand_and_computing_it_leaves_no_trace():
+    made = module(Segmentation(), nn.Identity())
+    made.figures["late"] = Late()
+    assert made.figure_names() == ["iou", "acc", "late", "late/*"]
+    assert made.figures["iou"].update_count == 0
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():

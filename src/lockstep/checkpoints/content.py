@@ -37,6 +37,13 @@ def load_network(path: Path) -> nn.Module:
     return net.eval()
 
 
+def load_module_weights(module: Any, path: Path) -> None:
+    """Of a LightningModule of the user's, as Lightning does it. Raises UserError when the checkpoint does not fit."""
+    content = read(path)
+    module.on_load_checkpoint(content)
+    load_into(module.state_dict(), content["state_dict"], path)
+
+
 def holds_module(path: Path) -> bool:
     """Whether it is a checkpoint of a LightningModule of the user's, whose network nobody but itself knows."""
     return "module_arguments" in read(path)

@@ -1,18 +1,17 @@
 """Every check of a config, across its groups, without torch: a mistake is told in half a second, all at once."""
 
-import difflib
 import importlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.identity import title
+from lockstep.config.components import missing_targets, of_lockstep, task_problems
+from lockstep.config.devices import device_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
-from lockstep.machine.world import World, available, world_of
+from lockstep.config.words import nearest, plain, shown
+from lockstep.machine.world import World, world_of
 
 # Arguments of Lightning's Trainer that another key of Lockstep decides.
 OWNED = {
@@ -31,19 +30,6 @@ OWNED = {
 }
 
 
-def nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
-
-
-def shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def unknown_keys(cfg: DictConfig) -> Iterator[str]:
     """Keys that were forced in with `+key=value` and that nothing reads."""
     top = [key for key in KEYS if "." not in key] + list(GROUPS)
@@ -60,12 +46,6 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
                     if key in OWNED
                     else f"{key} is not a key of this project{nearest(key, known)}."
                 )
-
-
-def missing_targets(cfg: DictConfig) -> Iterator[str]:
-    for group in GROUPS:
-        if isinstance(cfg.get(group), DictConfig) and OmegaConf.is_missing(cfg[group], "_target_"):
-            yield f"{group}._target_ is missing; it names a class of yours, as in {group}._target_=my_package.my_module.MyClass."
 
 
 def wrong_values(cfg: DictConfig) -> Iterator[str]:
@@ -91,46 +71,10 @@ def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
         yield f"{key}={refers} refers to a key that is not in the config. Set that key, or {key}."
 
 
-def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    given, there = shown(plain(cfg.trainer.devices)), available(world.accelerator)
-    if world.accelerator == "cuda" and not there:
-        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU and this machine shows none. Type trainer.accelerator=cpu."
-    elif there is not None and world.devices > there and not world.external:
-        yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
-    if world.external and there is not None and there < world.devices:
-        yield f"{world.external} started {world.devices} processes on this node, and this one sees {there} {world.accelerator} devices. Give each process all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
-    if world.one_process and cfg.strategy.traits.splits_batches and world.external and world.devices * world.nodes > 1:
-        yield f"strategy={world.strategy} is one process with all its GPUs; {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
-    if world.one_process and not cfg.strategy.traits.splits_batches and world.devices > 1:
-        yield f"strategy={world.strategy} uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
-    if cfg.strategy.traits.splits_batches and world.accelerator == "cpu" and world.devices > 1:
-        yield f"strategy={world.strategy} splits batches over GPUs; there is nothing to split over with trainer.devices={given} on a CPU. Type strategy=ddp, or trainer.devices=1."
-    if world.one_process and world.nodes > 1:
-        yield f"strategy={world.strategy} is one process; trainer.num_nodes={world.nodes} needs several. Type strategy=ddp, or trainer.num_nodes=1."
-    if world.nodes > 1 and not world.external and not world.one_process:
-        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-        if absent or not cfg.run:
-            yield (
-                f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
-                "environment of each node, and run=<name>. Type torchrun --nnodes=... train.py, or trainer.num_nodes=1."
-            )
-    if world.external and cfg.trainer.devices not in ("auto", -1, world.devices):
-        yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."
-    if world.external and cfg.seed is None and cfg.resume is None:
-        yield f"seed=null would be drawn by each process that {world.external} has started. Type seed=<number>."
-    if world.external and cfg.trainer.num_nodes not in (1, world.nodes):
-        yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Leave trainer.num_nodes out."
-
-
 def accumulated(cfg: DictConfig) -> int:
     """`trainer.accumulate_grad_batches` as a number: that of the first attempt of `auto`."""
     given: int | str = cfg.trainer.accumulate_grad_batches
     return 1 if given == "auto" else int(given)
-
-
-def of_lockstep(node: DictConfig) -> bool:
-    """Whether a node names a class of Lockstep's, which is known without importing it."""
-    return str(node.get("_target_")).startswith("lockstep.")
 
 
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -169,14 +113,6 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
                 f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} it is not known yet how many make a step. "
                 "Type trainer.accumulate_grad_batches=1, or a larger number."
             )
-
-
-def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
-    """Of a LightningDataModule, whose batches Lockstep cannot divide."""
-    if cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
-    if cfg.data.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."
 
 
 def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -224,22 +160,6 @@ def wrong_mode(cfg: DictConfig) -> str | None:
     known = {str(cfg.task.monitor): str(cfg.task.mode), "val/loss": "min"}
     good = known.get(str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode))
     return None if good == cfg.checkpoint.mode else good
-
-
-def task_problems(cfg: DictConfig, _: World) -> Iterator[str]:
-    """Of Lockstep's own tasks; of another class, build.py says it when the class is known."""
-    if not of_lockstep(cfg.task):
-        return
-    yield from missing_groups(cfg)
-    if not str(cfg.checkpoint.monitor).startswith("val/"):
-        yield f"checkpoint.monitor={shown(cfg.checkpoint.monitor)} is not possible; it takes a figure of the validation, val/<name>. Type for example checkpoint.monitor=val/loss."
-
-
-def missing_groups(cfg: DictConfig) -> Iterator[str]:
-    """Groups that every Task needs."""
-    for group, usual in {"model": "basic_net", "optim": "adamw", "schedule": "constant"}.items():
-        if not cfg[group]:
-            yield f"{group}=none is for a LightningModule that brings its own; task={title(cfg.task)} needs one. Type {group}={usual}."
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:

@@ -15,9 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import CONFIGS
-from lockstep.config.checks import OWNED, check, nearest
+from lockstep.config.checks import OWNED, check
 from lockstep.config.identity import sweep_name
 from lockstep.config.project import command, config_folders
+from lockstep.config.words import nearest
 
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 

@@ -13,8 +13,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import project
-from lockstep.config.checks import nearest
 from lockstep.config.signatures import locate, parameters, takes_one, type_problem
+from lockstep.config.words import nearest
 from lockstep.errors import UserError, raise_problems
 
 # What configs may name, and what those may return; beside it, the packages of the project (config/project.py).
@@ -120,8 +120,8 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
 
 def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
     """Whether a node names a class that is there and may be made."""
-    target = node.get("_target_", MISSING)
-    if target == MISSING:
+    target = node.get("_target_")
+    if target in (None, MISSING):
         yield f"{key}._target_ is missing; it names the class, as in {key}._target_=my_package.my_module.MyClass."
         return
     try:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from lockstep.config.checks import nearest, shown
 from lockstep.config.schema import KEYS
+from lockstep.config.words import nearest, shown
 
 ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
@@ -108,4 +108,11 @@ def hints(target: str) -> dict[str, Any]:
     """Annotations as types, also where they are written as texts."""
     found: Any = locate(target)
     functions = constructors(found) if isinstance(found, type) else [found]
-    return {name: hint for each in reversed(functions) for name, hint in typing.get_type_hints(each).items()}
+    return {name: hint for each in reversed(functions) for name, hint in annotations(each).items()}
+
+
+def annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except Exception:  # one is a text that only the author's type checker understands
+        return {name: hint for name, hint in function.__annotations__.items() if not isinstance(hint, str)}

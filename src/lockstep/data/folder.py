@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.config.checks import nearest
+from lockstep.config.words import nearest
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
 from lockstep.data.dataset import Arrays
 from lockstep.data.decoding import Files, read_all, scratch, shown

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from lockstep.config.checks import nearest
+from lockstep.config.words import nearest
 from lockstep.data.cache import cache_folder, key_of
 from lockstep.data.from_torch import Datasets
 from lockstep.errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.checks import nearest
+from lockstep.config.words import nearest
 from lockstep.data.arrow import Rows, class_numbers
 from lockstep.data.cache import cache_folder, decoded, key_of
 from lockstep.data.dataset import Indices

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.config import project
-from lockstep.config.checks import nearest
+from lockstep.config.words import nearest
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 

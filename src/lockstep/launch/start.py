@@ -10,7 +10,8 @@ from omegaconf import DictConfig
 from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check, division_problems, own_loader_problems
+from lockstep.config.checks import check, division_problems
+from lockstep.config.components import own_loader_problems
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.errors import of_users_code, raise_problems
 from lockstep.launch import local, out_of_memory

@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.config.identity import title
+from lockstep.config.instantiate import create, to_plain
 from lockstep.config.signatures import parameters
 from lockstep.data.datamodule import DataModule
+from lockstep.errors import raise_problems
+from lockstep.models.network import network
 
 # Arguments of its constructor that the engine gives it where its signature names them, and the groups that they come from.
 GROUPS = {"net": "model", "optimizer": "optim", "scheduler": "schedule"}
@@ -46,17 +49,59 @@ class Scheduler:
         return self.made
 
 
+@dataclass
+class Given:
+    """What the engine gave to a module; the module keeps it as `lockstep`."""
+
+    net: nn.Module | None = None
+    network_arguments: dict[str, Any] = field(default_factory=dict)  # what the data offered the network
+    scheduler: Scheduler | None = None
+
+
+def given_to(module: pl.LightningModule) -> Given:
+    given: Any = module.lockstep
+    assert isinstance(given, Given)
+    return given
+
+
+def offered_by(data: pl.LightningDataModule) -> dict[str, Any]:
+    """What a network may ask for, beside what a task offers."""
+    if not isinstance(data, DataModule):
+        return {}
+    classes = {"num_classes": len(data.about["classes"])} if data.about.get("classes") else {}
+    return {**classes, **data.dataset.network_arguments()}
+
+
+def create_module(
+    cfg: DictConfig, offered: dict[str, Any], optimizer: Callable[[], Any], *, with_weights: bool
+) -> pl.LightningModule:
+    """The module of the config, with the network, optimizer and schedule that it asks for. The network may ask for `offered`.
+
+    Raises:
+        UserError: keys are wrong, or would have no effect.
+    """
+    raise_problems(config_problems(cfg))
+    wanted = asked(to_plain(cfg.task))
+    net = network(to_plain(cfg.model), offered, with_weights=with_weights) if "net" in wanted else None
+    schedule = Scheduler(create(cfg.schedule, "schedule")) if "scheduler" in wanted and cfg.schedule else None
+    parts = {"net": net, "optimizer": optimizer() if "optimizer" in wanted else None, "scheduler": schedule}
+    module: pl.LightningModule = create(cfg.task, "task", **{name: parts[name] for name in wanted})
+    object.__setattr__(module, "lockstep", Given(net, offered, schedule))
+    if schedule:
+        schedule.module = module
+    return module
+
+
 def config_problems(cfg: DictConfig) -> Iterator[str]:
     """Keys and groups that the module would not notice, and groups that it misses."""
     name, wanted = title(cfg.task), asked(cfg.task)
     idle = [group for argument, group in GROUPS.items() if cfg[group] and argument not in wanted]
     if idle:
         arguments = ", ".join(argument for argument, group in GROUPS.items() if group in idle)
-        overrides = ", ".join(f"override /{group}: none" for group in idle)
+        base = ", or begin its config with defaults: [lightning_module]" if len(idle) == len(GROUPS) else ""
         yield (
-            f"{', '.join(idle)} would have no effect: {cfg.task._target_} takes no argument {arguments}. Type "
-            f"{' '.join(f'{group}=none' for group in idle)}, or begin the task's config with `# @package _global_` and "
-            f"defaults: [{overrides}]."
+            f"{', '.join(idle)} would have no effect: {cfg.task._target_} takes no argument {arguments}. "
+            f"Type {' '.join(f'{group}=none' for group in idle)}{base}."
         )
     for argument in wanted:
         if argument != "scheduler" and not cfg[GROUPS[argument]]:
@@ -95,20 +140,5 @@ def promises(module: pl.LightningModule, data: pl.LightningDataModule, world: in
             f"task: {name}'s own steps on {type(data).__name__}'s own dataloaders: one-format checkpoints hold; batches are theirs, "
             f"so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
         )
-    resume = "exact resume" if world < 3 else "resume to float rounding"  # see ReplicatedStrategy.settle_buckets
+    resume = "exact resume" if world < 3 else "resume to float rounding"  # see ReplicatedStrategy.rebuild_buckets
     return f"task: {name}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"
-
-
-@dataclass
-class Given:
-    """What the engine gave to a module; the module keeps it as `lockstep`."""
-
-    net: nn.Module | None = None
-    network_arguments: dict[str, Any] = field(default_factory=dict)  # what the data offered the network
-    scheduler: Scheduler | None = None
-
-
-def given_to(module: pl.LightningModule) -> Given:
-    given: Any = module.lockstep
-    assert isinstance(given, Given)
-    return given

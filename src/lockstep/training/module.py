@@ -2,6 +2,8 @@
 
 # B batch
 
+import copy
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import Metric
 
-from lockstep.compat.hook_name import PlainHookName
+from lockstep.compat.hook_names import QuickHookNames
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, scale_gradients
@@ -22,7 +24,7 @@ from lockstep.training.steps import completes_step, has_row
 from lockstep.training.trees import first_rows, float32
 
 
-class TaskModule(PlainHookName):
+class TaskModule(QuickHookNames):
     """Trains `net` on a task.
 
     `parallelize` gets the network once, before the optimizer is made, and returns what is called in its place.
@@ -140,6 +142,20 @@ class TaskModule(PlainHookName):
         self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
         for metric in (self.mean_loss, *self.figures.values()):
             metric.reset()
+
+    def figure_names(self) -> list[str]:
+        """What an evaluation logs beside loss and count. Where a metric says nothing before its first sample: name, name/*."""
+        found: list[str] = []
+        for name, metric in self.figures.items():
+            blank: Any = copy.deepcopy(metric)
+            blank.sync_on_compute = False
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torchmetrics': it has seen no sample
+                    found += self.named(name, blank.compute())
+            except Exception:
+                found += [name, f"{name}/*"]
+        return found
 
     def named(self, name: str, value: Any) -> dict[str, Tensor]:
         """A figure; of a metric with several values, such as one for each class, a figure for each."""

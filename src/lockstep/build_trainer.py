@@ -1,0 +1,108 @@
+"""The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. A part of build.py."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from omegaconf import DictConfig
+
+from lockstep import callbacks, strategies
+from lockstep.checkpoints import saving
+from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep.config.identity import run_dir
+from lockstep.config.instantiate import create, has_own_loaders, target_of, to_plain
+from lockstep.data.datamodule import facts
+from lockstep.errors import UserError
+from lockstep.machine.world import World
+from lockstep.reporting.loggers import CutAtResume, MetricsCsv
+from lockstep.training import foreign
+from lockstep.training.profiler import NoProfiler
+
+PROFILERS: dict[str, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+
+
+def loggers(cfg: DictConfig) -> list[Logger]:
+    """metrics.csv first, whatever else is chosen."""
+    place = {"run_dir": run_dir(cfg), "run": cfg.run}
+    return [
+        MetricsCsv(**place),
+        *(create(node, f"logger.{name}", **place) for name, node in cfg.logger.items() if name != "csv"),
+    ]
+
+
+def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
+    """First in the list, to say first what is wrong."""
+    found = foreign.is_foreign(target_of(cfg.task._target_, "task"))
+    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if found else []
+
+
+def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
+    """The Trainer of a training run.
+
+    Raises:
+        UserError: Lightning refuses a combination of arguments.
+    """
+    own: list[pl.Callback] = [
+        callbacks.StepSeed(cfg.seed),
+        callbacks.Plan(cfg, data, facts(data)),
+        CutAtResume(),
+        saving.Position(to_plain(cfg)),
+    ]
+    if cfg.trainer.enable_progress_bar:
+        own.append(callbacks.Progress(cfg.checkpoint.monitor))
+    save = None
+    if cfg.trainer.enable_checkpointing:
+        folder = run_dir(cfg) / "checkpoints"
+        if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
+            own.append(saving.best_checkpoints(cfg, folder))
+        own.append(last := saving.last_checkpoint(cfg, folder))
+        save = last.save_and_wait
+    own.append(callbacks.Preemption(save))
+    chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
+    return lightning_trainer(cfg, world, callbacks=[*foreign_callbacks(cfg, save), *chosen, *own], logger=loggers(cfg))
+
+
+def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
+    """A Trainer that tests only: no logger, the strategy and precision of the config."""
+    own = [*foreign_callbacks(cfg), callbacks.Preemption(None)]
+    return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
+
+
+def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
+    given = to_plain(cfg.trainer)
+    ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which ones; otherwise, how many
+    devices = given["devices"] if ids else world.devices
+    given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
+    given |= parts
+    profiler = PROFILERS.get(given["profiler"])
+    given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
+    given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py, callbacks/progress.py
+    # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
+    # Under SLURM, resuming is ours: Lightning's own checkpoint of a requeued job lies elsewhere and is taken first.
+    slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
+    environment = slurm if world.external else LightningEnvironment()
+    strategy = create(cfg.strategy, "strategy", environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
+    plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
+    if environment is not None and getattr(strategy, "cluster_environment", None) is None:
+        plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
+    try:
+        made = pl.Trainer(
+            **given,
+            strategy=strategy,
+            plugins=plugins,
+            use_distributed_sampler=has_own_loaders(cfg),
+            default_root_dir=run_dir(cfg),
+        )
+    except (ValueError, TypeError, MisconfigurationException) as e:
+        raise UserError(f"trainer: {e}") from e
+    without_sigterm_broadcast(made)
+    return made
