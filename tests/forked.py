@@ -140,12 +140,7 @@ def preload() -> None:
     import lockstep.sweeps.table
     import lockstep.training.memory  # noqa: F401
 
-    for heavy in (
-        "matplotlib.backends.backend_svg",
-        "matplotlib.figure",
-        "timm",
-    ):  # after Lockstep, which leaves them out
-        importlib.import_module(heavy)
+    importlib.import_module("timm")
 
 
 def serve(address: str) -> None:

@@ -33,9 +33,10 @@ ORDER = (
     "build",
     "launch",
     "__init__",
+    "__main__",
     "hydra_plugins",
 )
-EVERYWHERE = {"ROOT", "CONFIGS", "__version__"}  # constants of the package itself
+EVERYWHERE = {"ROOT", "PACKAGE", "WHEEL", "CONFIGS", "__version__"}  # constants of the package itself
 
 HEAVY = {
     "torch",

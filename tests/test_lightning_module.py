@@ -18,7 +18,7 @@ from lockstep.errors import RunFailed
 TWO = ("strategy=ddp", "trainer.devices=2")
 QUICK = (
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=2", "trainer.log_every_n_steps=1",
-    "checkpoint.every_n_steps=4", "trainer.enable_progress_bar=false", "+callbacks.witness._target_=witness.Witness",
+    "trainer.enable_progress_bar=false", "+callbacks.witness._target_=witness.Witness",
 )  # fmt: skip
 MNIST = (
     "data.root={mnist}",
@@ -26,6 +26,7 @@ MNIST = (
     "data.batch_size=16",
     "data.limit_train=96",
     "data.eval_batch_size=51",
+    "checkpoint.every_n_steps=4",
 )
 OWN = ("data.data_dir={raw}", "data.batch_size=96", "data.num_workers={workers}")
 UNUSED = ("strategy.find_unused_parameters=true",)

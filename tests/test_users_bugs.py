@@ -133,5 +133,7 @@ def test_a_refusal_of_lightning_is_one_line_and_leaves_nothing(train, more):
     done = train("nothing", "trainer.val_check_interval=1000", *more)
     assert done.code == 2, done
     (line,) = done.err.splitlines()
-    assert line.startswith("error: `val_check_interval` (1000) must be less than or equal to the number of the training batches")
+    assert line.startswith(
+        "error: `val_check_interval` (1000) must be less than or equal to the number of the training batches"
+    )
     assert not Path(train.folder, "runs/a").exists()

@@ -3,6 +3,8 @@
 import io
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -321,3 +323,13 @@ def test_data_that_needs_nothing_says_nothing(root):
     data = made(root)
     data.prepare()
     assert (data.notice, data.facts) == (None, {"skipped": 0})
+
+
+def test_a_run_on_mnist_imports_none_of_this():
+    asked = "import sys, lockstep.data as d; d.Mnist, d.Arrays; print([m for m in sys.modules if m in %r])"
+    modules = [f"lockstep.data.{name}" for name in ("folder", "decoding", "huggingface", "from_torch")] + [
+        "PIL",
+        "torch",
+    ]
+    done = subprocess.run([sys.executable, "-c", asked % modules], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

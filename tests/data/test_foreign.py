@@ -92,6 +92,8 @@ def test_random_transforms_are_noticed(tmp_path):
         data = TorchDataset(train=train, test=train, image_size=8)
         data.prepare()
         assert ("its transforms are random" in (data.notice or "")) == noticed
+        again = TorchDataset(train=train, test=train, image_size=8)
+        assert data.fingerprint == again.fingerprint
 
 
 @pytest.mark.parametrize(("nodes", "told"), [

@@ -151,6 +151,15 @@ def test_batches_are_the_same_for_every_number_of_processes_and_workers(case):
     assert [first + second for first, second in zip(*both, strict=True)] == alone
 
 
+def test_only_what_is_held_in_memory_can_be_kept_on_the_gpu(case):
+    data = create_data(compose_config("train", case.overrides()))
+    if case.name == "folder-cache":
+        assert data.bytes_in_memory == 81 * (3 * SIZE * SIZE + 8)
+        return
+    with pytest.raises(lockstep.errors.UserError, match=r"data.on_device=true has no effect"):
+        DataModule(data, batch_size=BATCH, eval_batch_size=8, on_device=True)
+
+
 def test_a_run_that_crashed_in_mid_epoch_and_resumed_ends_bit_identical(case, whole, monkeypatch):
     def crash(self, trainer, *_):
         if trainer.global_step == 6:
@@ -179,10 +188,12 @@ def test_an_evaluation_by_two_processes_counts_each_sample_once(case, whole):
 
 def test_classes_are_named_in_the_checkpoint_and_the_export(case, whole):
     about = case.state("whole")["DataModule"]["about"]
+    assert len(about["mean"]) == (1 if case.name == "torchvision" else 3)  # numbers of the channels that were chosen
     names = list(COLOURS) if case.name != "torchvision" else [
         "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]  # fmt: skip
     assert about["classes"] == names
     assert whole["unit"] == "images"
+    assert whole.get("data/skipped", 0) == 0
     assert whole["data/sha256"] == case.state("whole")["DataModule"]["sha256"]
     export(case.folder / "runs/whole" / whole["checkpoint"], case.folder / "exported")
     from lockstep.export.exported import load

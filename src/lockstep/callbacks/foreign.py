@@ -30,6 +30,7 @@ class Foreign(pl.Callback):
     ) -> None:
         self.cfg, self.parallelize, self.save = cfg, parallelize, save
         self.own_loaders, self.begun = has_own_loaders(cfg), False
+        self.due: dict[int, float] = {}  # figures by the index of the scheduler that has not seen them yet
         self.told: set[str] = set()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -53,6 +54,9 @@ class Foreign(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.begun = False
+        for index, figure in self.due.items():
+            pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
+        self.due = {}
         schedule = given_to(pl_module).scheduler
         by_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
         changes = title(self.cfg.schedule) != "constant" or self.cfg.schedule.get("warmup_steps")
@@ -86,12 +90,18 @@ class Foreign(pl.Callback):
     ) -> None:
         """Checkpoints load with weights_only=True, so of hyper_parameters they keep plain values."""
         checkpoint["module_arguments"] = given_to(pl_module).network_arguments
+        checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
             values = to_plain(checkpoint[key])
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
             self.tell_dropped(sorted(values.keys() - checkpoint[key].keys()), key)
         for name in ("hparams_type", "datamodule_hparams_type"):  # a class
             checkpoint.pop(name, None)
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.due = checkpoint["plateau"]
 
     def tell_dropped(self, names: list[str], key: str) -> None:
         if names and key not in self.told:
@@ -101,6 +111,21 @@ class Foreign(pl.Callback):
                 ", ".join(names),
                 key,
             )
+
+
+def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, float]:
+    """Lightning steps a ReduceLROnPlateau after the checkpoints of an epoch's end, and never for a run that goes on from one."""
+    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]["started"]
+    current = batches["current"]
+    ended = current["processed"] >= trainer.num_training_batches or batches["is_last_batch"]
+    if not ended or current["ready"] != current["processed"] or not trainer.lightning_module.automatic_optimization:
+        return {}
+    return {
+        index: float(trainer.callback_metrics[config.monitor])
+        for index, config in enumerate(trainer.lr_scheduler_configs)
+        if config.reduce_on_plateau and config.interval == "epoch" and (epochs + 1) % config.frequency == 0
+        if config.monitor in trainer.callback_metrics
+    }
 
 
 def seed_epoch(seed: int, trainer: pl.Trainer) -> None:

@@ -15,33 +15,14 @@ from lockstep.data.foreign import Foreign
 from lockstep.data.splits import PARTS
 
 TARGETS = ("targets", "labels", "_labels")  # where torchvision's Datasets keep them
-READ = 64  # samples of a part that its fingerprint reads
+READ = 32  # samples of a part that its fingerprint reads
 
 
-class TorchDataset(Foreign):
-    """`train`, `test` and perhaps `val`: Datasets that give (input, target) or a dict; PIL images become bytes.
+class Datasets(Foreign):
+    """The parts of a data set as torch Datasets, in `given`; `val` may be None."""
 
-    `classes`: their names, where the training Dataset has neither `classes` nor `targets`. A Dataset may say its
-    `fingerprint`; otherwise that is made of the arrays it holds and of some of its samples.
-    """
-
-    def __init__(
-        self, *, train: Any, test: Any, val: Any = None, classes: Sequence[str] | None = None, **images: Any
-    ) -> None:
-        super().__init__(**images)
-        self.given, self.asked_classes = {"train": train, "val": val, "test": test}, classes
-
-    @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found = super().problems(data)
-        for part in PARTS:
-            if isinstance(node := data.get(part), Mapping):
-                found.extend(problems(node, f"data.{part}", given={}))
-            elif part != "val" and cls is TorchDataset:
-                found.append(
-                    f"data.{part} is missing; it names a Dataset, as in data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
-                )
-        return found
+    given: Mapping[str, Any]
+    chosen_classes: Sequence[str] | None = None
 
     def samples(self, part: str) -> "Items":
         return Items(self.given[part], channels=self.channels, size=self.image_size)
@@ -60,12 +41,11 @@ class TorchDataset(Foreign):
 
     @cached_property
     def names(self) -> dict[str, list[str]]:  # type: ignore[override]
-        found = self.asked_classes or classes_of(self.given["train"])
+        found = self.chosen_classes or classes_of(self.given["train"])
         return {"classes": list(found)} if found else {}
 
     def prepare(self) -> None:
-        places = np.arange(min(READ, len(self.train)))
-        if bytes_of(self.train, places) != bytes_of(self.train, places):
+        if bytes_of(self.train) is None:
             self.notice = (
                 "data.train gives other samples when it is read again: its transforms are random. Batches then depend on data.num_workers, "
                 "and a resumed run differs. Augment on the device instead (data.random_flip, data.random_shift, or `augment` of a data set of your own)."
@@ -79,6 +59,32 @@ class TorchDataset(Foreign):
             for content in content_of(samples) if samples is not None else ():
                 digest.update(content)
         return digest.hexdigest()
+
+
+class TorchDataset(Datasets):
+    """`train`, `test` and perhaps `val`: Datasets that give (input, target) or a dict; PIL images become bytes.
+
+    `classes`: their names, where the training Dataset has neither `classes` nor `targets`. A Dataset may say its
+    `fingerprint`; otherwise that is made of the arrays it holds and of some of its samples.
+    """
+
+    def __init__(
+        self, *, train: Any, test: Any, val: Any = None, classes: Sequence[str] | None = None, **images: Any
+    ) -> None:
+        super().__init__(**images)
+        self.given, self.chosen_classes = {"train": train, "val": val, "test": test}, classes
+
+    @classmethod
+    def problems(cls, data: Mapping[str, Any]) -> list[str]:
+        found = super().problems(data)
+        for part in PARTS:
+            if isinstance(node := data.get(part), Mapping):
+                found.extend(problems(node, f"data.{part}", given={}))
+            elif part != "val":
+                found.append(
+                    f"data.{part} is missing; it names a Dataset, as in data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
+                )
+        return found
 
 
 class Items:
@@ -126,13 +132,16 @@ def content_of(samples: Items) -> Iterator[bytes]:
         array: NDArray[Any] | None = np.asarray(value) if hasattr(value, "dtype") or isinstance(value, list) else None
         if array is not None and array.dtype != object:
             yield np.ascontiguousarray(array).tobytes()
-    yield bytes_of(samples, np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)))
+    yield bytes_of(samples) or b"random"
 
 
-def bytes_of(samples: Items, places: Indices) -> bytes:
-    """Of some samples, read one by one: they need not be of one shape."""
-    digest = hashlib.sha256()
-    for place in places:
-        for value in samples.named(samples.dataset[int(place)]).values():
-            digest.update(value.encode() if isinstance(value, str) else np.asarray(value).tobytes())
-    return digest.digest()
+def bytes_of(samples: Items) -> bytes | None:
+    """Of some samples, read one by one: they need not be of one shape. None where they are others when read again."""
+    found = []
+    for _ in range(2):
+        digest = hashlib.sha256()
+        for place in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
+            for value in samples.named(samples.dataset[int(place)]).values():
+                digest.update(value.encode() if isinstance(value, str) else np.asarray(value).tobytes())
+        found.append(digest.digest())
+    return found[0] if found[0] == found[1] else None

@@ -12,14 +12,13 @@ from filelock import FileLock
 
 from lockstep.config.checks import nearest
 from lockstep.data.cache import cache_folder, key_of
-from lockstep.data.foreign import Foreign
-from lockstep.data.from_torch import TorchDataset
+from lockstep.data.from_torch import Datasets
 from lockstep.errors import UserError
 
 SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "valid"), "test": ("test",)}
 
 
-class Torchvision(TorchDataset):
+class Torchvision(Datasets):
     """`torchvision.datasets.<dataset>(root, ...)` with its own parts; where it has no test part, its val is the test set.
 
     Raises:
@@ -36,8 +35,8 @@ class Torchvision(TorchDataset):
         cache_dir: str | None = None,
         **images: Any,
     ) -> None:
-        Foreign.__init__(self, **images)
-        self.dataset, self.root, self.asked_classes = dataset, Path(root).expanduser(), None
+        super().__init__(**images)
+        self.dataset, self.root = dataset, Path(root).expanduser()
         self.asked, self.arguments, self.cache = source, dict(arguments or {}), cache_folder(cache_dir)
 
     @classmethod

@@ -68,7 +68,8 @@ def logging_restored() -> Iterator[None]:
         yield
     finally:
         for logger, level, propagate, disabled, own_handlers, filters in before:
-            logger.setLevel(level)
+            if logger.level != level:  # setting it clears the caches of all loggers, of which Lightning brings hundreds
+                logger.setLevel(level)
             logger.propagate, logger.disabled = propagate, disabled
             logger.handlers[:], logger.filters[:] = own_handlers, filters
         for handler, level, filters in handlers:

@@ -1,13 +1,12 @@
 """report.html: the figures, the curves and the config on one page that needs nothing else."""
 
 import html
-import io
-import re
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.reporting.chart import chart
 from lockstep.reporting.console import number
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
@@ -25,22 +24,8 @@ table {{ border-collapse: collapse; margin: 1rem 0 }} td {{ padding: .2rem 1.5re
 
 def curve(title: str, unit: str, names: tuple[str, ...], metrics: list[dict[str, float]]) -> str:
     """An SVG of the named columns over optimizer steps; nothing where none was logged."""
-    from matplotlib.figure import Figure  # not pyplot: no window, no global state
-
     series = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
-    if not any(series.values()):
-        return ""
-    figure = Figure(figsize=(8, 3))
-    axes = figure.add_axes((0.1, 0.18, 0.87, 0.7))  # fixed: matplotlib's layout engines take as long as the drawing
-    for name, points in series.items():
-        if points:
-            axes.plot(*zip(*points, strict=True), label=name, marker="o" if len(points) < 30 else None)
-    axes.set(title=title, xlabel="optimizer step", ylabel=unit)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return re.sub(r"^.*?(?=<svg)", "", buffer.getvalue(), flags=re.DOTALL)
+    return chart(title, "optimizer step", unit, series)
 
 
 def panels(task: Any, report: dict[str, Any]) -> list[tuple[str, str, tuple[str, ...]]]:

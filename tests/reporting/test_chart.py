@@ -1,0 +1,62 @@
+"""Curves of the report's page: every series and point is there, at its place, and a page stays small."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from lockstep.reporting import chart
+
+
+def polylines(svg: str) -> list[list[tuple[float, float]]]:
+    ElementTree.fromstring(svg)  # it is well formed
+    return [
+        [tuple(map(float, place.split(","))) for place in points.split()]
+        for points in re.findall(r'points="([^"]*)"', svg)
+    ]
+
+
+def test_points_lie_where_their_values_say():
+    (places,) = polylines(chart.chart("Loss", "step", "nats", {"a": [(0, 1.0), (5, 3.0), (10, 2.0)]}))
+    (x0, y0), (x1, y1), (x2, y2) = places
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y0 - y1 == pytest.approx(2 * (y2 - y1), abs=0.2)  # downwards
+    assert chart.LEFT < x0 < x2 < chart.RIGHT
+    assert chart.TOP < y1 < y0 < chart.BOTTOM
+
+
+def test_titles_names_and_round_numbers_are_written():
+    svg = chart.chart("Loss <1>", "optimizer step", "images/s", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
+    words = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+    assert {"Loss <1>", "optimizer step", "images/s", "train/loss", "10,000", "0.4"} <= set(words)
+
+
+def test_what_is_not_finite_is_left_out():
+    series = {"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "b": [(0, math.nan)], "c": []}
+    (places,) = polylines(chart.chart("", "", "", series))
+    assert len(places) == 2
+    assert chart.chart("", "", "", {"b": [(0, math.nan)]}) == ""
+
+
+def test_one_value_has_a_range_around_it():
+    for value in (0.0, -2.0, 1e9):
+        ((place,),) = polylines(chart.chart("", "", "", {"a": [(7, value)]}))
+        assert place == ((chart.LEFT + chart.RIGHT) / 2, (chart.TOP + chart.BOTTOM) / 2)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 7), (0.99, 0.991), (0, 123_456), (-1e-9, 1e-9)])
+def test_ticks_are_a_few_round_numbers_within_the_range(low, high):
+    found = chart.ticks(low, high)
+    assert 3 <= len(found) <= 7
+    assert all(low <= tick <= high for tick in found)
+
+
+def test_a_long_curve_is_thinned_out_and_keeps_its_peaks():
+    points = [(step, float(step % 7)) for step in range(100_000)]
+    points[70_001] = (70_001, 100.0)
+    kept = chart.thinned(points)
+    assert len(kept) <= chart.MANY
+    assert (70_001, 100.0) in kept
+    assert list(kept) == sorted(kept)
+    assert set(kept) <= set(points)
