@@ -16,7 +16,9 @@ def test_a_metric_with_a_value_for_each_class_is_logged_by_class_and_can_be_moni
     assert done.code == 0, done
     folder = forked_command.folder / "runs/a"
     report = json.loads((folder / "report.json").read_text())
-    assert {name for name in report if "/f1" in name} == {f"{part}/f1/{i}" for part in ("val", "test") for i in range(10)}
+    assert {name for name in report if "/f1" in name} == {
+        f"{part}/f1/{i}" for part in ("val", "test") for i in range(10)
+    }
     with (folder / "metrics.csv").open() as file:
         seen = [float(row["val/f1/3"]) for row in csv.DictReader(file) if row["val/f1/3"]]
     assert len(seen) == 3
