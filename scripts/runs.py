@@ -234,7 +234,7 @@ def as_overrides(config: DictConfig) -> list[str]:
     composed = compose_config("train", chosen)
     OmegaConf.resolve(composed)
     base = dotted(plain(composed))
-    changed = [key for key in own if key not in PLACE and (key not in base or shown(own[key]) != shown(base[key]))]
+    changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key, ABSENT))]
     return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
 
 

@@ -111,7 +111,7 @@ def test_all_problems_of_a_node_are_told_at_once():
         ("mine.Nte", ["model._target_=mine.Nte is not there", "did you mean Net?"]),
         ("mine.nets.Net", ["model._target_=mine.nets.Net is not there", "mine has no nets"]),
         ("os.system", ["model._target_=os.system may not be named", "lockstep, torch.nn", "mine"]),
-        (None, ["model._target_ is missing"]),
+        ("???", ["model._target_ is missing; it names the class"]),
     ],
 )
 def test_a_class_that_is_not_there_or_not_trusted_is_named(target, parts):

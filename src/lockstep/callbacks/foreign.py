@@ -37,6 +37,8 @@ class Foreign(pl.Callback):
         """`compile` and `channels_last` are about the network of the model group; a module's own network stays as it is."""
         if trainer.is_global_zero:  # the module's figures are reduced as it says; this warning is about them
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
+        if not self.own_loaders:  # whose datamodule calls the module's hook
+            warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
         net, cfg = given_to(pl_module).net, self.cfg
         self.parallelize(
             pl_module if net is None else net,

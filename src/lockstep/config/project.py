@@ -91,10 +91,8 @@ def enter(folder: Path) -> None:
     os.environ.setdefault(VARIABLE, str(find(folder).root or ""))
     before = list(sys.path)
     make_importable()
-    added = [
-        path for path in sys.path if path not in before
-    ]  # for SLURM's jobs too, which unpickle before they ask for it
-    if added:
+    added = [path for path in sys.path if path not in before]
+    if added:  # a job of SLURM's is unpickled before it can ask for its project
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *added]))
 
 

@@ -1,9 +1,11 @@
 """What a class or function that a config names takes: its arguments, those of its base classes, and their types."""
 
+import contextlib
 import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -105,14 +107,13 @@ def has_target(value: Any) -> bool:
 
 
 def hints(target: str) -> dict[str, Any]:
-    """Annotations as types, also where they are written as texts."""
+    """Annotations as types, also where they are written as texts; without those that only the author's type checker understands."""
     found: Any = locate(target)
     functions = constructors(found) if isinstance(found, type) else [found]
-    return {name: hint for each in reversed(functions) for name, hint in annotations(each).items()}
-
-
-def annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function)
-    except Exception:  # one is a text that only the author's type checker understands
-        return {name: hint for name, hint in function.__annotations__.items() if not isinstance(hint, str)}
+    types: dict[str, Any] = {}
+    for function in reversed(functions):
+        for name, written in getattr(function, "__annotations__", {}).items():
+            alone: Any = SimpleNamespace(__annotations__={name: written})  # one that cannot be read hides no other
+            with contextlib.suppress(Exception):
+                types |= typing.get_type_hints(alone, getattr(function, "__globals__", {}))
+    return types

@@ -1,6 +1,6 @@
 """Image files to bytes of one size, with Pillow. Free of torch.
 
-JPEG of 500 x 375 to 224 pixels: see docs/data.md for what a core decodes.
+What a core decodes is in docs/decoding.md: 157 images/s of 500 x 375 to 224 pixels, and 136 into the cache.
 """
 
 # B batch · C channel · H W pixel · N file

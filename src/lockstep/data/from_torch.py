@@ -14,7 +14,7 @@ from lockstep.data.decoding import to_array
 from lockstep.data.foreign import Foreign
 from lockstep.data.splits import PARTS
 
-TARGETS = ("targets", "labels", "_labels")  # where torchvision's Datasets keep them
+TARGETS = ("targets", "labels")  # where torchvision's Datasets keep them
 READ = 32  # samples of a part that its fingerprint reads
 
 

@@ -174,7 +174,7 @@ class EvalShares:
         if split.count < world:
             raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
         self.split, self.rank, self.world = split, rank, world
-        self.bounds = [*range(0, split.count, min(batch, split.count)), split.count]
+        self.bounds = [*range(0, split.count, max(batch, world)), split.count]
         if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
             del self.bounds[-2]
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,6 +34,11 @@ def asked(task: Mapping[str, Any]) -> list[str]:
     return [argument for argument in GROUPS if argument in named and argument not in task]
 
 
+def picklable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hydra's partials refuse to be pickled, and Lightning drops hyperparameters that do."""
+    return partial(function.func, *function.args, **function.keywords) if isinstance(function, partial) else function
+
+
 class Scheduler:
     """The schedule of the config, called as modules call theirs: with the optimizer alone."""
 
@@ -41,6 +47,10 @@ class Scheduler:
         self.module: pl.LightningModule | None = None  # the one that it is given to
         self.made: LRScheduler | None = None
         self.counts_steps = "total_steps" in inspect.signature(make).parameters
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy among the hyperparameters takes no module along."""
+        return {**vars(self), "module": None, "made": None}
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
         assert self.module is not None
@@ -81,11 +91,19 @@ def create_module(
         UserError: keys are wrong, or would have no effect.
     """
     raise_problems(config_problems(cfg))
-    wanted = asked(to_plain(cfg.task))
+    wanted = asked(cfg.task)
     net = network(to_plain(cfg.model), offered, with_weights=with_weights) if "net" in wanted else None
-    schedule = Scheduler(create(cfg.schedule, "schedule")) if "scheduler" in wanted and cfg.schedule else None
-    parts = {"net": net, "optimizer": optimizer() if "optimizer" in wanted else None, "scheduler": schedule}
-    module: pl.LightningModule = create(cfg.task, "task", **{name: parts[name] for name in wanted})
+    schedule = (
+        Scheduler(picklable(create(cfg.schedule, "schedule"))) if "scheduler" in wanted and cfg.schedule else None
+    )
+    parts = {"net": net, "optimizer": picklable(optimizer()) if "optimizer" in wanted else None, "scheduler": schedule}
+    given = {name: parts[name] for name in wanted}
+    task = to_plain(cfg.task)
+    for name, node in task.items():
+        if isinstance(node, Mapping) and node.get("_partial_"):
+            given[name] = picklable(create(node, f"task.{name}"))
+    rest = {name: node for name, node in task.items() if name not in given}
+    module: pl.LightningModule = create(rest, "task", **given)
     object.__setattr__(module, "lockstep", Given(net, offered, schedule))
     if schedule:
         schedule.module = module
