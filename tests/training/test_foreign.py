@@ -1,0 +1,344 @@
+"""What the engine gives to a LightningModule of the user's, what it refuses, and what it leaves alone. In this process."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import thin_project
+import torch
+
+import lockstep
+from lockstep import build
+from lockstep.config.checks import check
+from lockstep.config.components import own_loader_problems
+from lockstep.config.compose import compose_config
+from lockstep.config.project import make_importable
+from lockstep.errors import NotSaved, TrainingFailed, UserError
+from lockstep.export.folder import export
+from lockstep.training import foreign
+
+MODULES = """import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Small(pl.LightningModule):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.Dropout(0.1), nn.Linear(width, 10))
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.layers(x), y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Validated(Small):
+    def validation_step(self, batch, batch_idx):
+        self.log("valid_loss", self.loss(batch))
+
+
+class Template(pl.LightningModule):
+    '''As in the Lightning-Hydra template.'''
+
+    def __init__(self, net, optimizer, scheduler, interval: str = "step"):
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.layers = net
+
+    loss, training_step, validation_step = Validated.loss, Validated.training_step, Validated.validation_step
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def configure_optimizers(self):
+        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
+        scheduler = self.hparams.scheduler(optimizer=optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.hparams.interval}}
+
+
+class Named(Small):
+    named_batches = True
+    sizes = []
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "twice": 2 * batch["input"]}
+
+    def loss(self, batch):
+        self.sizes.append((len(batch["input"]), batch["count"], int(batch["index"].min()) >= 0))
+        return F.cross_entropy(self.layers(batch["twice"]), batch["target"])
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+class WithLoader(Validated):
+    def val_dataloader(self):
+        return []
+
+
+class Unplain(Small):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = {"path": [self.hparams]}
+
+
+class Data(pl.LightningDataModule):
+    '''Batches of 12 of 48 random images, in an order of torch's generator.'''
+
+    def __init__(self, num_workers: int = 0, batch_size: int = 12):
+        super().__init__()
+        self.num_workers, self.batch_size = num_workers, batch_size
+
+    def loader(self, count, **given):
+        generator = torch.Generator().manual_seed(0)
+        data = TensorDataset(torch.rand(count, 1, 28, 28, generator=generator), torch.arange(count) % 10)
+        return DataLoader(data, batch_size=self.batch_size, **given)
+
+    def train_dataloader(self):
+        workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        return self.loader(48, shuffle=True, **workers)
+
+
+class TwoTests(Data):
+    def test_dataloader(self):
+        return [self.loader(12), self.loader(24)]
+
+
+class Reads(Small):
+    '''Asks for the number of steps, so Lightning makes the dataloaders early.'''
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("test_loss", self.loss(batch))
+
+
+class Stop(pl.Callback):
+    def __init__(self, at: int):
+        self.at = at
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.at:
+            raise RuntimeError("the test stops this run")
+
+
+class Other:
+    pass
+"""
+FILES = {"src/odd/__init__.py": MODULES, "configs/data/odd.yaml": "_target_: odd.Data\nnum_workers: 0\n"}
+OWN = ["task=lightning_module", "trainer.accelerator=cpu", "trainer.precision=32-true"]
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:You passed in a `.*_dataloader` but have no",
+    "ignore:Be aware that when using `ckpt_path`",
+    "ignore:Attribute 'net' is an instance of `nn.Module`",  # Lightning's advice to modules of the template
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def project(tmp_path_factory) -> Iterator[Path]:
+    """A project with the modules; the tests work in its folder."""
+    root = thin_project.write(tmp_path_factory.mktemp("project"), **FILES)
+    (root / "configs/project.yaml").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.syspath_prepend(str(root / "src"))
+        make_importable()
+        yield root
+    sys.modules.pop("odd", None)
+
+
+@pytest.fixture
+def train(mnist, cache):
+    """Trains a class of the project's on 64 images, 4 steps an epoch; returns the report."""
+    images = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=16", "data.limit_train=64"]
+
+    def run(name: str, *more: str) -> dict:
+        own_data = "data=odd" in more
+        return lockstep.train([*OWN, f"task._target_=odd.{name}", *([] if own_data else images), *more])
+
+    return run
+
+
+def config(*overrides: str):
+    return compose_config("train", [*OWN, *overrides])
+
+
+def checkpoint(run: str, name: str = "last.ckpt") -> dict:
+    return torch.load(f"runs/{run}/checkpoints/{name}", weights_only=True)
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small takes no argument net, optimizer. Type model=none optim=none."),
+        (["task._target_=odd.Template", "model=basic_net"], "odd.Template asks for optimizer. Choose it with optim=<name>."),
+        (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, and small makes its own"),
+        (["task._target_=odd.Small", "strategy=dp"], "strategy=dp changes how a task's network is called"),
+        (["task._target_=odd.Small", "strategy=fsdp", "trainer.devices=2"], "Type strategy=ddp."),
+        (["task._target_=odd.Small", "+task.metrics={a: {_target_: torchmetrics.MeanMetric}}"], "task.metrics has no effect"),
+    ],
+)  # fmt: skip
+def test_what_the_module_would_not_notice_is_refused(overrides, words):
+    assert words in "\n".join(foreign.config_problems(config(*overrides)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["task=classification", "model=none"], "model=none is for a LightningModule that brings its own; task=classification needs one. Type model=basic_net."),
+        (["task=classification", "task.monitor=test/acc"], "checkpoint.monitor=test/acc is not possible; it takes a figure of the validation"),
+        ([], "task._target_ is missing; it names a class of yours"),
+    ],
+)  # fmt: skip
+def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
+    assert words in "\n".join(check(config(*overrides)))
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        ("Small", ["+task.widht=3"], r"task.widht is not an argument of odd.Small \(did you mean width\?\)"),
+        ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Type task.monitor=null."),
+        ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist brings the batches"),
+        ("Other", ["model=basic_net", "optim=sgd", "schedule=constant"], "odd.Other is neither a lockstep.tasks.Task nor a lightning.pytorch.LightningModule"),
+        ("Template", ["model=basic_net", "optim=sgd", "schedule=cosine", "+task.interval=epoch"], "schedule=cosine counts optimizer steps, and Template steps it once an epoch"),
+        ("Small", ["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"),
+        ("Small", ["data=odd", "+data.val_fraction=0.2"], "data.val_fraction is not an argument of odd.Data"),
+    ],
+)  # fmt: skip
+def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, name, more, words):
+    with pytest.raises(UserError, match=words):
+        train(name, "run=refused", *more)
+    assert not Path("runs/refused").exists()
+
+
+def test_a_task_of_locksteps_refuses_dataloaders_of_ones_own():
+    with pytest.raises(
+        UserError, match="task=classification needs data that says what it is; data=data brings dataloaders"
+    ):
+        lockstep.train(["task=classification", "data=odd", "trainer.accelerator=cpu"])
+
+
+def test_keys_that_divide_locksteps_batches_are_refused_for_dataloaders_of_ones_own():
+    cfg = config("data=odd", "task._target_=odd.Small", "trainer.accumulate_grad_batches=auto", "data.num_workers=auto")
+    found = "\n".join(own_loader_problems(cfg))
+    assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of data are its own" in found
+    assert "data.num_workers=auto is for Lockstep's loaders" in found
+
+
+# --- what it gets ---
+
+
+def test_a_module_of_the_template_gets_its_network_optimizer_and_schedule(train, capsys):
+    report = train(
+        "Template", "run=template", "model=basic_net", "optim=sgd", "schedule=cosine", "task.monitor=valid_loss"
+    )
+    saved = checkpoint("template", "best-step-4.ckpt")
+    assert report["checkpoint"] == "checkpoints/best-step-4.ckpt"
+    assert saved["optimizer_states"][0]["param_groups"][0]["momentum"] == 0.9
+    assert saved["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0.0, abs=1e-9)  # cosine to the end of 4 steps
+    assert saved["hyper_parameters"] == {"interval": "step"}
+    assert (
+        "checkpoints leave out net, optimizer, scheduler of hyper_parameters: no plain values"
+        in capsys.readouterr().err
+    )
+    module = lockstep.load_model("template")
+    assert torch.equal(module.layers.state_dict()["conv1.weight"], saved["state_dict"]["layers.conv1.weight"])
+    assert lockstep.evaluate(["run=template", "trainer.accelerator=cpu"])["test_loss"] == report["test_loss"]
+    with pytest.raises(UserError, match=r"holds the LightningModule odd\.Template"):
+        export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
+
+
+def test_a_module_that_wants_names_gets_them_without_fillers_and_its_own_hook_last(train):
+    import odd
+
+    report = train("Named", "run=named", "data.eval_batch_size=10", "trainer.num_sanity_val_steps=0")
+    assert report["status"] == "done"
+    assert odd.Named.sizes[:4] == [(16, 16, True)] * 4
+    assert sum(size for size, _, _ in odd.Named.sizes[4:12]) >= 64  # all that is held out
+    assert all(size == count and real for size, count, real in odd.Named.sizes)
+
+
+# --- figures ---
+
+
+def test_without_evaluation_steps_the_last_checkpoint_is_kept_and_nothing_is_tested(train, capsys):
+    report = train("Small", "run=bare")
+    assert (report["status"], report["checkpoint"], report["train/steps"]) == ("done", "checkpoints/last.ckpt", 4)
+    assert not [name for name in report if name.startswith(("test", "val"))]
+    assert "nothing is tested: Small has no test_step" in capsys.readouterr().out
+
+
+def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train):
+    words = r"checkpoint.monitor=val_loss is not among what Validated logs: .*valid_loss \(did you mean valid_loss\?\)"
+    with pytest.raises(TrainingFailed, match=words):
+        train("Validated", "run=told", "task.monitor=val_loss", "trainer.max_epochs=2")
+    assert json.loads(Path("runs/told/report.json").read_text())["status"] == "failed"
+    assert checkpoint("told")["global_step"] == 4
+    report = train("Validated", "run=told", "resume=auto", "checkpoint.monitor=valid_loss", "trainer.max_epochs=2")
+    assert (report["train/steps"], report["checkpoint"]) == (8, "checkpoints/best-step-8.ckpt")
+    assert report["valid_loss"] > 0
+
+
+def test_figures_of_several_test_dataloaders_are_all_reported(train):
+    report = train("Reads", "run=several", "data=odd", "data._target_=odd.TwoTests")
+    assert {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1"} <= set(report)
+    assert (report["data/source"], report["data/sha256"], report["batch_size"]) == ("own dataloaders", None, None)
+    assert report["train/samples_per_s"] > 0
+    assert report["train/data_wait_share"] is None
+    assert "own dataloaders" in Path("runs/several/report.html").read_text()
+
+
+# --- checkpoints ---
+
+
+def test_what_would_not_load_again_is_not_saved(train):
+    with pytest.raises(NotSaved, match=r"would not load: it has /mine/path/0 \(.*AttributeDict\)"):
+        train("Unplain", "run=unplain")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["Small", "Reads"])
+def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly_from_an_epochs_end(train, name, workers):
+    options = ["data=odd", f"data.num_workers={workers}", "trainer.max_epochs=3"]
+    run = f"{name}{workers}"
+    train(name, f"run={run}-whole", *options)
+    with pytest.raises(RuntimeError, match="the test stops this run"):
+        train(name, f"run={run}-parts", *options, "+callbacks.stop={_target_: odd.Stop, at: 5}")
+    train(name, f"run={run}-parts", "resume=auto", *options, "+callbacks.stop.at=-1")
+    whole, parts = checkpoint(f"{run}-whole"), checkpoint(f"{run}-parts")
+    assert parts["global_step"] == 12
+    assert all(torch.equal(parts["state_dict"][key], value) for key, value in whole["state_dict"].items())
+
+
+# --- what it is called ---
+
+
+def test_runs_of_a_module_are_called_after_it():
+    from lockstep.config.identity import model_and_data
+
+    assert model_and_data(config("task._target_=odd.Small")) == "small-mnist"
+
+
+def test_a_build_without_a_network_takes_the_datas_own_normalisation():
+    cfg = config("task._target_=odd.Small", "data=cifar10")
+    assert list(build.with_numbers(cfg).data.mean) == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
