@@ -109,8 +109,8 @@ def start_server(folder: Path) -> None:
     if ADDRESS in os.environ:  # one that somebody keeps
         return
     address, log = folder / "fork-server", folder / "fork-server.log"
-    with log.open("ab") as output:
-        fcntl.flock(output, fcntl.LOCK_EX)
+    with (folder / "fork-server.lock").open("w") as lock, log.open("ab") as output:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # not `output`, whose lock the server would keep
         worker = connected(address)
         if worker is None:
             command = [sys.executable, "-c", "import sys, forked; forked.serve(sys.argv[1])", str(address)]
