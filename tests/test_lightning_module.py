@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from your_own import Page
+from your_own import Page, samples_seen
 
 import lockstep
-from lockstep.errors import RunFailed
+from lockstep.errors import OutOfMemory, RunFailed
 
 TWO = ("strategy=ddp", "trainer.devices=2")
 QUICK = (
@@ -30,35 +29,16 @@ MNIST = (
 )
 OWN = ("data.data_dir={raw}", "data.batch_size=96", "data.num_workers={workers}")
 UNUSED = ("strategy.find_unused_parameters=true",)
-# Writes down the rows of every step, and fails at one: a callback of the project's.
-WITNESS = """import json
-from pathlib import Path
-
-import lightning.pytorch as pl
-
-
-class Witness(pl.Callback):
-    def __init__(self, *, fail_at: int | None = None) -> None:
-        self.fail_at = fail_at
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        step = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-        rows = batch[0].flatten(1).double().square().sum(1).tolist()
-        with (Path(trainer.default_root_dir) / f"seen-{trainer.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"step": step, "rows": rows}) + "\\n")
-        if step == self.fail_at and trainer.global_rank == trainer.world_size - 1:
-            raise RuntimeError("the test stops this run")
-"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One of the page's commands. It fails before step `fails_at`, and resumes after an earlier one."""
+    """One of the page's commands. Its last process is killed before step `kill_at`, and resumes after an earlier one."""
 
     name: str
     given: tuple[str, ...]
     two: tuple[str, ...] = TWO
-    fails_at: int = 7
+    kill_at: int = 7
     loss: str = "train_loss"
     promises: tuple[str, ...] = ("the same batches, exact resume and one-format checkpoints hold",)
 
@@ -66,11 +46,11 @@ class Case:
 CASES = [
     Case("classifier", ("task=lit_classifier", "task.hidden_dim=16", *MNIST)),
     Case("gan", ("task=lit_gan", "+task.width=16", *MNIST), (*TWO, *UNUSED), loss="g_loss"),
-    # Three batches an epoch for each of two processes: it fails in the second epoch and resumes from the end of the first.
+    # Three batches an epoch for each of two processes: it is killed in the second epoch and resumes from the end of the first.
     Case(
         "own_data",
         ("task=lit_classifier", "data=lit_mnist", *OWN),
-        fails_at=4,
+        kill_at=4,
         promises=(
             "LitMNIST's own dataloaders: one-format checkpoints hold; batches are theirs",
             "from the end of an epoch only",
@@ -94,13 +74,8 @@ class Runs:
     def checkpoint(self, run: str) -> dict:
         return torch.load(Path("runs", f"{self.case.name}-{run}", "checkpoints/last.ckpt"), weights_only=True)
 
-    def rows(self, run: str) -> dict[int, list[float]]:
-        """The samples of each step, of all processes together."""
-        found: dict[int, list[float]] = {}
-        for path in sorted(Path("runs", f"{self.case.name}-{run}").glob("seen-*.jsonl")):
-            for line in map(json.loads, path.read_text().splitlines()):
-                found.setdefault(line["step"], []).extend(line["rows"])
-        return {step: sorted(rows) for step, rows in found.items()}
+    def samples(self, run: str) -> dict[int, list[float]]:
+        return samples_seen(Path("runs", f"{self.case.name}-{run}"))
 
     def log(self, run: str) -> list[dict[str, str]]:
         with Path("runs", f"{self.case.name}-{run}", "metrics.csv").open() as file:
@@ -110,8 +85,6 @@ class Runs:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, mnist) -> Path:
     root = Page("lightning-module").write(tmp_path_factory.mktemp("project"))
-    (root / "src/witness").mkdir(exist_ok=True)
-    (root / "src/witness/__init__.py").write_text(WITNESS)
     raw = root / "raw/MNIST/raw"
     raw.mkdir(parents=True)
     for path in (mnist / "MNIST/raw").glob("*.gz"):  # torchvision wants them unpacked
@@ -121,7 +94,7 @@ def project(tmp_path_factory, mnist) -> Path:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def runs(request, project, forked, mnist, cache) -> Iterator[Runs]:
-    """The command alone, as two processes, and as two that fail and go on; and an evaluation."""
+    """The command alone, as two processes, and as two that are killed and go on; and an evaluation."""
     case: Case = request.param
     places = {"mnist": mnist, "cache": cache, "raw": project / "raw"}
     with pytest.MonkeyPatch.context() as patch:
@@ -132,9 +105,9 @@ def runs(request, project, forked, mnist, cache) -> Iterator[Runs]:
             return lockstep.train([f"run={case.name}-{run}", *given])
 
         reports = {"single": train("single"), "ddp": train("ddp", *case.two)}
-        with pytest.raises(RunFailed):
-            train("stopped", *case.two, f"+callbacks.witness.fail_at={case.fails_at}")
-        reports["stopped"] = train("stopped", "resume=auto", *case.two, "+callbacks.witness.fail_at=null")
+        with pytest.raises((RunFailed, OutOfMemory)):  # which is what a SIGKILL looks like
+            train("killed", *case.two, f"+callbacks.witness.kill_at={case.kill_at}")
+        reports["killed"] = train("killed", "resume=auto", *case.two)
         evaluation = lockstep.evaluate([f"run={case.name}-ddp"])
         yield Runs(case, project, reports, evaluation)
     for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
@@ -161,7 +134,7 @@ def test_the_log_has_a_row_for_every_step(runs):
 
 
 def test_two_processes_see_the_batches_of_one(runs):
-    single, ddp = runs.rows("single"), runs.rows("ddp")
+    single, ddp = runs.samples("single"), runs.samples("ddp")
     if runs.case.name == "own_data":  # batches of its own in each process
         assert {len(rows) for rows in ddp.values()} == {2 * 96}
     else:
@@ -169,12 +142,12 @@ def test_two_processes_see_the_batches_of_one(runs):
         assert ddp == single
 
 
-def test_a_run_that_fails_and_goes_on_ends_bit_identical(runs):
-    stopped, ddp = runs.checkpoint("stopped"), runs.checkpoint("ddp")
+def test_a_killed_run_that_is_typed_again_ends_bit_identical(runs):
+    killed, ddp = runs.checkpoint("killed"), runs.checkpoint("ddp")
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-        assert differing(stopped[part], ddp[part]) == [], part
-    assert runs.log("stopped") == runs.log("ddp")
-    assert figures(runs.reports["stopped"]) == figures(runs.reports["ddp"])
+        assert differing(killed[part], ddp[part]) == [], part
+    assert runs.log("killed") == runs.log("ddp")
+    assert figures(runs.reports["killed"]) == figures(runs.reports["ddp"])
 
 
 def differing(a: object, b: object, place: str = "") -> list[str]:

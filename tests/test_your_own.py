@@ -1,7 +1,6 @@
 """What docs/your-own says works as it is written there, touches no file of Lockstep's, and keeps every promise."""
 
 import io
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -11,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from your_own import FOLDER, Page
+from your_own import FOLDER, Page, samples_seen
 
 import lockstep
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config, tried_alone
-from lockstep.errors import RunFailed, UserError
+from lockstep.errors import OutOfMemory, RunFailed, UserError
 from lockstep.reporting import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")
@@ -25,7 +24,7 @@ QUICK = (
     "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=2", "optim=sgd", "optim.lr=0.02", "data.batch_size=8", "data.limit_train=48",
     "+callbacks.witness._target_=witness.Witness",
 )  # fmt: skip
-STOPS_AT, SAVED_AT = 5, 4
+KILLED_AT = 5
 MNIST = ("data.root={mnist}", "data.cache_dir={cache}")
 NO_DROPOUT = ("model.dropout_conv=0", "model.dropout_fc=0")
 PAGES = [
@@ -55,13 +54,8 @@ class Runs:
         state = torch.load(path, weights_only=True, map_location="cpu")["state_dict"]
         return torch.cat([value.double().flatten() for value in state.values()])
 
-    def samples(self, run: str) -> dict[int, list[int]]:
-        """Those of each step, of all processes together."""
-        found: dict[int, list[int]] = {}
-        for path in Path("runs", run).glob("seen-*.jsonl"):
-            for row in map(json.loads, path.read_text().splitlines()):
-                found.setdefault(row["step"], []).extend(row["index"])
-        return {step: sorted(samples) for step, samples in found.items()}
+    def samples(self, run: str) -> dict[int, list[float]]:
+        return samples_seen(Path("runs", run))
 
 
 @pytest.fixture(
@@ -74,7 +68,7 @@ class Runs:
     ],
 )
 def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
-    """The page's command, alone, as two processes, and as two that fail and go on; and an evaluation."""
+    """The page's command, alone, as two processes, and as two that are killed and go on; and an evaluation."""
     page: Page = request.param
     quick = [text.format(mnist=mnist, cache=cache) for text in page.quick]
     common = [*page.commands[page.command], *QUICK, *quick]
@@ -83,11 +77,9 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
         with redirect_stdout(io.StringIO()) as printed:
             reports = {"single": lockstep.train(["run=single", *common])}
         reports["ddp"] = lockstep.train(["run=ddp", *TWO, *common])
-        with pytest.raises(RunFailed):
-            lockstep.train(["run=stopped", *TWO, *common, f"+callbacks.witness.fail_at={STOPS_AT}"])
-        reports["stopped"] = lockstep.train(
-            ["run=stopped", "resume=auto", *TWO, *common, "+callbacks.witness.fail_at=null"]
-        )
+        with pytest.raises((RunFailed, OutOfMemory)):  # which is what a SIGKILL looks like
+            lockstep.train(["run=killed", *TWO, *common, f"+callbacks.witness.kill_at={KILLED_AT}"])
+        reports["killed"] = lockstep.train(["run=killed", "resume=auto", *TWO, *common])
         evaluation = lockstep.evaluate(["run=ddp", "trainer.accelerator=cpu"])
         yield Runs(page, reports, evaluation, printed.getvalue())
     forget()
@@ -171,11 +163,11 @@ def test_two_processes_find_the_weights_of_one(runs):
     assert runs.reports["ddp"]["test/loss"] == pytest.approx(runs.reports["single"]["test/loss"], rel=1e-5)
 
 
-def test_a_run_that_fails_and_goes_on_ends_bit_identical(runs):
-    assert runs.reports["stopped"]["resumed_from"].endswith("last.ckpt")
-    assert runs.samples("stopped").keys() == runs.samples("ddp").keys()
+def test_a_killed_run_that_is_typed_again_ends_bit_identical(runs):
+    assert runs.reports["killed"]["resumed_from"].endswith("last.ckpt")
+    assert runs.samples("killed").keys() == runs.samples("ddp").keys()
     found = comparison.compare(
-        *(comparison.find(run, Path("runs")) for run in ("ddp", "stopped")), exact=True, tolerance=0
+        *(comparison.find(run, Path("runs")) for run in ("ddp", "killed")), exact=True, tolerance=0
     )
     assert {name: found[name] for name in ("log", "figures", "weights")} == {"log": [], "figures": [], "weights": []}
 

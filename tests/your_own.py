@@ -1,5 +1,6 @@
 """The pages of docs/your-own as projects: their code blocks are files, their first command is what runs."""
 
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -15,27 +16,38 @@ from lockstep import ROOT
 FOLDER = ROOT / "docs/your-own"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?:# @package _global_\n)?# (\S+/\S+\.(?:py|yaml))\n")  # Hydra wants its own line first
-# Writes down the samples of every step, and fails at one. Each run may have it: it is a callback of the project's.
-WITNESS = """import json
+# A callback of the project's: writes down the samples of every step, and kills the last process at one.
+WITNESS = """import json, os, signal
 from pathlib import Path
 
 import lightning.pytorch as pl
 
 
 class Witness(pl.Callback):
-    def __init__(self, *, fail_at: int | None = None) -> None:
-        self.fail_at = fail_at
+    def __init__(self, *, kill_at: int | None = None) -> None:
+        self.kill_at = kill_at
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        seen = {"step": trainer.global_step, "index": batch["index"].tolist()}
+        step = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        named = isinstance(batch, dict)
+        samples = batch["index"] if named else batch[0].flatten(1).double().square().sum(1)
         with (Path(trainer.default_root_dir) / f"seen-{trainer.global_rank}.jsonl").open("a") as file:
-            file.write(json.dumps(seen) + "\\n")
-        if trainer.global_step == self.fail_at and trainer.global_rank == trainer.world_size - 1:
-            raise RuntimeError("the test stops this run")
+            file.write(json.dumps({"step": step, "samples": samples.tolist()}) + "\\n")
+        if step == self.kill_at and trainer.global_rank == trainer.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-# --- the data that a stranger has --------------------------------------------------------------------------------------
+def samples_seen(run: Path) -> dict[int, list[float]]:
+    """Those of each step, of all processes together: their indices, or a number for each."""
+    found: dict[int, list[float]] = {}
+    for path in run.glob("seen-*.jsonl"):
+        for row in map(json.loads, path.read_text().splitlines()):
+            found.setdefault(row["step"], []).extend(row["samples"])
+    return {step: sorted(samples) for step, samples in found.items()}
+
+
+# --- the data that a stranger has ---
 
 
 def write_flowers(root: Path) -> None:
