@@ -56,6 +56,16 @@ def test_there_are_commands():
     assert len(commands()) > 15
 
 
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_to_a_file_leads_somewhere(page):
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
+    missing = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
+    assert missing == []
+
+
 def test_every_file_that_the_map_names_exists():
     page = (ROOT / "README.md").read_text()
     for name in set(re.findall(r"`(tests/[\w/.]+)`", page)) | set(re.findall(r"`(src/[\w/.]+)`", page)):
