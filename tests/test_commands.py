@@ -189,7 +189,7 @@ def test_processes_that_see_other_files_end_at_once_and_say_so(command, forked_c
     assert done.code == 0, done
     done = torchrun(command, "strategy=ddp", "run=a", "resume=auto", "runs_dir=disk${oc.env:RANK}/runs", *SHORT)
     assert done.returncode == 1
-    assert "rank 1 starts from new weights, and rank 0 disk0/runs/a/checkpoints/last.ckpt" in done.stderr
+    assert "rank 1 starts from new weights, but rank 0 disk0/runs/a/checkpoints/last.ckpt" in done.stderr
     assert "all nodes must see the same files" in done.stderr
 
 

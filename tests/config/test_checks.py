@@ -191,7 +191,7 @@ def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypa
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         monkeypatch.setenv(name, "0")
     (told,) = problems(*auto, "trainer.num_nodes=2", "run=a")
-    assert "more than one parent has started them" in told
+    assert "more than one parent process started them" in told
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     (told,) = problems(*auto)

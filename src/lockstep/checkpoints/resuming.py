@@ -44,7 +44,7 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     keys = [key_of(override) for override in overrides]
     recipes = [key for key in keys if key in RECIPES]
     if recipes:
-        raise UserError(f"{recipes[0]}= cannot be changed for a run that exists. Set the keys that you mean.")
+        raise UserError(f"{recipes[0]}= cannot be changed for an existing run. Set the individual keys instead.")
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
     with open_dict(cfg):
