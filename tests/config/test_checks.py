@@ -153,7 +153,7 @@ BAD = {
     "task.mode=most": ["task.mode=most", "max, min"],
     "task.monitor=test/acc": ["monitor=test/acc", "val/<name>"],
     "task.metric={}": ["task.metric is not a key", "did you mean task.metrics?"],
-    "data=cifar10 data.source=embedded": ["no package carries cifar10", "data.root=", "data.source=download"],
+    "data=cifar10 data.source=embedded": ["no package contains cifar10", "data.root=", "data.source=download"],
     "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],
     "strategy=dp compile=true": ["no effect under strategy=dp"],
     "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],
