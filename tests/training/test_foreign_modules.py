@@ -190,8 +190,8 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
     ("overrides", "words"),
     [
         (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small takes no argument net, optimizer. Type model=none optim=none."),
-        (["task._target_=odd.Template", "model=basic_net"], "odd.Template asks for optimizer. Choose it with optim=<name>."),
-        (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, and small makes its own"),
+        (["task._target_=odd.Template", "model=basic_net"], "odd.Template needs optimizer. Choose it with optim=<name>."),
+        (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, but small makes its own"),
         (["task._target_=odd.Small", "strategy=dp"], "strategy=dp changes how a task's network is called"),
         (["task._target_=odd.Small", "strategy=fsdp", "trainer.devices=2"], "Type strategy=ddp."),
         (["task._target_=odd.Small", "+task.metrics={a: {_target_: torchmetrics.MeanMetric}}"], "task.metrics has no effect"),
@@ -218,7 +218,7 @@ def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
     [
         ("Small", ["+task.widht=3"], r"task.widht is not an argument of odd.Small \(did you mean width\?\)"),
         ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Type task.monitor=null."),
-        ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist brings the batches"),
+        ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist provides the batches"),
         ("Other", ["model=basic_net", "optim=sgd", "schedule=constant"], "odd.Other is neither a lockstep.tasks.Task nor a lightning.pytorch.LightningModule"),
         ("Template", ["model=basic_net", "optim=sgd", "schedule=cosine", "+task.interval=epoch"], "schedule=cosine counts optimizer steps, but Template steps it once per epoch"),
         ("Small", ["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"),
