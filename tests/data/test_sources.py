@@ -114,7 +114,11 @@ class Case:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "torch")) for name in SOURCES]
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.xdist_group(f"source-{name}"), *[pytest.mark.slow] * (name == "torch")])
+        for name in SOURCES
+    ],
 )
 def case(request, tmp_path_factory) -> Case:
     place = tmp_path_factory.mktemp(request.param)
