@@ -63,3 +63,11 @@ def test_every_file_that_the_map_names_exists():
     tree = page.split("    train.py  ")[1].split("\n\n")[0]
     for name in re.findall(r"([\w/]+\.py)", tree):
         assert list(ROOT.glob(f"**/{name}")), name
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_every_link_leads_to_a_file(page):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []

@@ -219,7 +219,7 @@ def test_two_objectives_leave_a_front(command):
         (["hydra.sweeper.objective=test/acc"], "Choosing by the test set would make its figures worthless"),
         (
             ["hydra.sweeper.objective=[val/acc,val/loss]", "hydra/sweeper/pruner=median"],
-            "trials are pruned by one figure",
+            "trials are pruned by one validation figure",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     goal.bind(data.about)
     if any(True for _ in goal.parameters()) and cfg.strategy.traits.shards:
         raise UserError(
-            f"task={type(goal).__name__} has parameters of its own, which strategy={cfg.strategy.name} does not shard. Type strategy=ddp."
+            f"task={type(goal).__name__} has its own parameters, which strategy={cfg.strategy.name} does not shard. Type strategy=ddp."
         )
     offered = {**data.dataset.network_arguments(), **goal.network_arguments()}
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)

@@ -17,7 +17,7 @@ class UserError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """Training cannot go on, for a reason that needs no traceback; exit code 1."""
+    """Training cannot continue, for a reason that needs no traceback; exit code 1."""
 
 
 class Preempted(TrainingFailed):

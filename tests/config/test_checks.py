@@ -195,7 +195,7 @@ def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypa
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     (told,) = problems(*auto)
-    assert "torchrun has started them" in told
+    assert "torchrun started them" in told
     assert "trainer.accumulate_grad_batches=1" in told
 
 

@@ -266,7 +266,7 @@ def test_an_image_is_upright():
 def test_grey_of_16_bits_keeps_its_shades():
     image = Image.fromarray(np.array([[0, 20_000], [40_000, 65_535]], np.uint16))
     assert to_array(image, channels=1, size=2).tolist() == [[[0, 78], [156, 255]]]
-    with pytest.raises(ValueError, match="32-bit numbers"):
+    with pytest.raises(ValueError, match="its pixels have 32 bits"):
         to_array(Image.fromarray(np.ones((2, 2), np.float32)), channels=1, size=2)
 
 

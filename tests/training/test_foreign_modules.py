@@ -242,8 +242,8 @@ def test_a_task_of_locksteps_refuses_dataloaders_of_ones_own():
 def test_keys_that_divide_locksteps_batches_are_refused_for_dataloaders_of_ones_own():
     cfg = config("data=odd", "task._target_=odd.Small", "trainer.accumulate_grad_batches=auto", "data.num_workers=auto")
     found = "\n".join(own_loader_problems(cfg))
-    assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of data are its own" in found
-    assert "data.num_workers=auto is for Lockstep's loaders" in found
+    assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data=data makes its own" in found
+    assert "data.num_workers=auto is for Lockstep's dataloaders" in found
 
 
 # --- what it gets ---

@@ -16,7 +16,7 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
-        # stopped by a threshold or a NaN; running out of patience is judged anew, because patience may be longer now
+        # by a threshold or a NaN. Patience is checked again, because it may be longer now
         self.stopped = state_dict["stopping_reason"] not in (
             EarlyStoppingReason.NOT_STOPPED.value,
             EarlyStoppingReason.PATIENCE_EXHAUSTED.value,

@@ -87,7 +87,7 @@ def newest_checkpoint(run_dir: Path, key: str) -> Path:
     for path in checkpoints(run_dir):
         return path
     raise UserError(
-        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no complete checkpoint. Type run=<another name> to start anew."
+        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no complete checkpoint. Type run=<another name> to start over."
     )
 
 

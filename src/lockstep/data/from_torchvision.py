@@ -75,7 +75,7 @@ class Torchvision(Datasets):
             )
         if parts.get("train") is None or parts.get("test") is None:
             raise UserError(
-                f"torchvision.datasets.{self.dataset} has no test part. Use data=folder on its image files, which splits them."
+                f"torchvision.datasets.{self.dataset} has no test part. Type data=folder with its image files, which splits them."
             )
         return {"val": None, **parts}
 

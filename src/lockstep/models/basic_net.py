@@ -21,7 +21,7 @@ class Dropout(nn.Dropout):
             return super().forward(x)
         dtype, bits = BYTE if (self.p * 256).is_integer() else TWO_BYTES
         values, each = 2**bits, 64 // bits
-        dropped = min(round(self.p * values), values - 1)  # of so many values
+        dropped = min(round(self.p * values), values - 1)  # out of `values`
         drawn = torch.empty(-(-x.numel() // each), dtype=torch.int64).random_(-(2**63), None)
         drawn_like_x = drawn.view(dtype)[: x.numel()].as_strided(x.shape, torch.empty_like(x).stride())
         kept = drawn_like_x >= dropped - values // 2  # they are signed

@@ -125,7 +125,7 @@ def config_problems(cfg: DictConfig) -> Iterator[str]:
         if argument != "scheduler" and not cfg[GROUPS[argument]]:
             yield f"{cfg.task._target_} needs {argument}. Choose it with {GROUPS[argument]}=<name>."
     if cfg.task.get("metrics"):
-        yield f"task.metrics has no effect: {name} logs figures of its own. Leave it out."
+        yield f"task.metrics has no effect: {name} logs its own figures. Leave it out."
     if cfg.compile and "net" not in wanted:
         yield f"compile=true compiles the network of the model group, but {name} makes its own. Leave it out; a module may call self.<network>.compile()."
     if cfg.strategy.traits.shards or cfg.strategy.traits.splits_batches:
