@@ -86,14 +86,14 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
     given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py, callbacks/progress.py
-    # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
+    # For processes that Lockstep started, LOCAL_RANK and its like count, not the rest of the environment.
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which lies elsewhere.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
     strategy = create(cfg.strategy, "strategy", environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
-        plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
+        plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
     try:
         made = pl.Trainer(
             **given,

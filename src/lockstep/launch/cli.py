@@ -77,7 +77,7 @@ def command(job: Job, argv: list[str]) -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of Hydra's own report and exit code
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = search_path(argv)
-    if {"-m", "--multirun"} & set(argv):  # before Hydra, which writes multirun.yaml before it finds a mistake
+    if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
         if job.name == "eval":
             raise UserError("eval.py evaluates one run at a time. Leave -m out.")
         raise_problems(tried_alone(job.name, overrides, always)[0])

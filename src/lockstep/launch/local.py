@@ -30,9 +30,9 @@ from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
 ERROR_FILE = "LOCKSTEP_ERROR_FILE"  # where a process reports that memory ran out
-FAILING_S = 2.0  # seconds for the others to fail after one process failed: rank 0 may be writing the report
-SAVING_S = 60.0  # the same after a warning or while a checkpoint is written: rank 0 may be finishing W&B's run
-GRACE_S = 10.0  # from the request to end to the kill
+FAILING_S = 2.0  # seconds for the others to end after one failed: rank 0 may be writing the report
+SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
+GRACE_S = 10.0  # seconds between the request to end and the kill
 
 
 def free_port() -> int:

@@ -73,7 +73,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         raise
     raise_problems(own_loader_problems(cfg) if data is None else [] if evaluating else division_problems(cfg, world))
     cfg = identify(decided(cfg, world, data), data.source if data else None)
-    if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
+    if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
         out_of_memory.begin_anew(cfg)
     in_processes = partial(local.run_processes, job.script)
     with signals.noted():

@@ -20,8 +20,8 @@ WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGTERM, *REQUEUE)
 
-END_S = 120.0  # SLURM ends a requeued job at once, and a warned one after KillWait or GraceTime
-PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, from SLURM and from the parent process
+END_S = 120.0  # wait so long for SLURM: it ends a requeued job at once, a warned one after KillWait or GraceTime
+PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, sent by SLURM and by the parent process
 
 received: list[signal.Signals] = []
 first_s = 0.0  # time of the first signal
@@ -32,7 +32,7 @@ def on_signal(number: int, _: FrameType | None) -> None:
     global first_s
     warning, now_s = signal.Signals(number), time.monotonic()
     insists = warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
-    if insists:  # this process hangs
+    if insists:  # a later second SIGTERM means that this process hangs
         signal.signal(warning, signal.SIG_DFL)
         os.kill(os.getpid(), warning)
     first_s = first_s if received else now_s

@@ -45,7 +45,7 @@ class BasicNet(nn.Module):
         if side < 1:
             raise ValueError(f"BasicNet needs images of at least 6 pixels; data.image_size={image_size}")
         # ReLU after the pool gives the same numbers as before it, from a quarter of the elements. Both are cheap
-        # in channels_last, which convolutions like as well; from `Flatten` on there is one order.
+        # in channels_last, which is also fast for convolutions; from `Flatten` on there is one order.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 32, 3),
             nn.ReLU(),
