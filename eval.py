@@ -9,7 +9,7 @@ from lockstep import launch
 
 
 def evaluate(cfg: DictConfig, world: launch.World) -> None:
-    """One process's part. `cfg` is the run's own config with the strategy and devices of this command line."""
+    """The part of one process. `cfg` is the run's config with the strategy and devices of this command line."""
     from lockstep import build
     from lockstep.reporting.summary import show_evaluation
 

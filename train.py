@@ -9,8 +9,8 @@ from lockstep import launch
 
 
 def train(cfg: DictConfig, world: launch.World) -> None:
-    """One process's part of a run. The config is checked, the data is prepared and the run has its name by now."""
-    from lockstep import build  # torch and lightning, 7 s: only when the config is known to be right
+    """The part of one process. By now the config is checked, the data is prepared and the run has a name."""
+    from lockstep import build  # imports torch and Lightning (7 s), so only after the config is checked
     from lockstep.reporting.recorder import Recorder
 
     build.quiet(world)

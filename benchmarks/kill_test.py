@@ -193,8 +193,8 @@ def table(tallies: dict[str, Tally]) -> str:
 
 HEADER = """# Killed and typed again
 
-Runs of 60 steps were killed with SIGKILL at random moments and typed again until they were done; their ends were compared bit by
-bit with that of a run that nobody killed: weights, optimizer, metrics.csv (without speed), test figures, files. Made by
+Runs of 60 steps were killed with SIGKILL at random moments and typed again until they finished. Their results were compared bit by
+bit with those of an undisturbed run: weights, optimizer, metrics.csv (without speed), test figures, files. Made by
 `python benchmarks/kill_test.py {arguments}` with {versions}.
 
 """

@@ -3,8 +3,8 @@
 python scripts/compare_runs.py <run> <run> [--exact] [--tolerance 1e-6] [--runs-dir runs]
 
 Without --exact, numbers agree when their relative difference is at most the tolerance; of a tensor, that is the norm of the
-difference over the norm. With --exact, every bit counts, of the optimizer's state too. Speed and time are left out.
-Exit code: 0 the results agree, 1 they differ, 2 there is nothing to compare. Differences of config alone are told, not counted.
+difference over the norm. With --exact, every bit counts, including the optimizer's state. Speed and time are ignored.
+Exit code: 0 the results agree, 1 they differ, 2 there is nothing to compare. Differences of config are shown but not counted.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from lockstep.reporting.comparison import agree, compare, find
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs=2, metavar="run", help="a run's name or directory")
-    parser.add_argument("--exact", action="store_true", help="every bit counts, of the whole state")
-    parser.add_argument("--tolerance", type=float, default=1e-6, help="relative difference that passes as rounding")
+    parser.add_argument("--exact", action="store_true", help="compare every bit of the whole state")
+    parser.add_argument("--tolerance", type=float, default=1e-6, help="relative difference that counts as equal")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     args = parser.parse_args()
     try:
         a, b = (find(given, args.runs_dir) for given in args.runs)
     except FileNotFoundError as e:
-        print(f"error: {e}. Type the names or the directories of two runs.", file=sys.stderr)
+        print(f"error: {e}. Type the names or directories of two runs.", file=sys.stderr)
         return 2
     found = compare(a, b, exact=args.exact, tolerance=args.tolerance)
     for section, lines in found.items():

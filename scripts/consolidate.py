@@ -1,4 +1,4 @@
-"""Puts a checkpoint of shards together to one file, which resumes, evaluates and exports as any other does.
+"""Joins a checkpoint of shards into one file, which resumes, evaluates and exports like any other.
 
 python scripts/consolidate.py <folder of shards> [<file>]
 """
@@ -14,9 +14,9 @@ from lockstep.launch.exits import exit_code
 
 
 def consolidate(folder: Path, file: Path) -> Path:
-    """Raises UserError: `folder` is no complete checkpoint of shards, or `file` exists."""
+    """Raises UserError if `folder` is not a complete checkpoint of shards, or `file` exists."""
     if not folder.is_dir() or not is_checkpoint(folder):
-        raise UserError(f"{folder} is not a complete checkpoint of shards, as checkpoint.sharded=true leaves them.")
+        raise UserError(f"{folder} is not a complete checkpoint of shards, as written with checkpoint.sharded=true.")
     if file.exists():
         raise UserError(f"{file} exists. Type another name.")
     with shards.replacing(file) as part:
@@ -27,10 +27,10 @@ def consolidate(folder: Path, file: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("file", nargs="?", type=Path, help="by default the folder's name with -whole")
+    parser.add_argument("file", nargs="?", type=Path, help="default: the folder's name with -whole")
     args = parser.parse_args()
     file = args.file or args.folder.with_name(f"{args.folder.stem}-whole.ckpt")
-    print(f"{args.folder} is in one file now: {consolidate(args.folder, file)}")
+    print(f"{args.folder} is now one file: {consolidate(args.folder, file)}")
 
 
 if __name__ == "__main__":

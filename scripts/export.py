@@ -1,8 +1,8 @@
-"""Writes a trained network as a folder that torch (and timm, for timm's networks) loads by itself.
+"""Exports a trained network as a folder that needs only torch (and timm, for timm's networks).
 
 python scripts/export.py <run or checkpoint> [<folder>]
 
-The folder has model.safetensors, config.yaml, classes.json, preprocessing.json and load.py, which shows how it is used.
+The folder contains model.safetensors, config.yaml, classes.json, preprocessing.json, and load.py, which shows how to use it.
 """
 
 import argparse
@@ -16,12 +16,14 @@ from lockstep.launch.exits import exit_code
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", help="a run's name or directory (its best checkpoint), or a checkpoint")
-    parser.add_argument("folder", nargs="?", type=Path, help="where to write; by default exports/<run>")
+    parser.add_argument(
+        "what", help="a run's name in ./runs, its directory, or a checkpoint; of a run, the checkpoint that it tested"
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help="where to write; default: exports/<run>")
     args = parser.parse_args()
     path = tested_checkpoint(args.what, "export")
     folder = args.folder or Path("exports") / path.resolve().parents[1].name
-    print(f"{path} is exported to {export(path, folder)}; python {folder}/load.py <image> uses it")
+    print(f"{path} is exported to {export(path, folder)}. Try it: python {folder}/load.py <image>")
 
 
 if __name__ == "__main__":

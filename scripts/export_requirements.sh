@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements.txt: every package of the tested set, by version and hash, without the addresses of an index.
+# Writes requirements.txt: every package of the tested set, by version and hash, without index addresses.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 uv lock --quiet

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the tests of clusters need, from Debian's packages, as root: SLURM, network namespaces, PostgreSQL. Without them,
+# Installs what the cluster tests need, from Debian's packages, as root: SLURM, network namespaces, PostgreSQL. Without them,
 # these tests are skipped and say so.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive

@@ -1,12 +1,12 @@
-"""Begins a project of your own.
+"""Creates your own project.
 
 python scripts/new_project.py <folder> --package <name> [--data folder|arrays|none] [--full [--strip]]
 
 By default a THIN project, which depends on Lockstep: train.py, eval.py, configs/ with what differs, src/<name>/, tests of
-Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. A newer Lockstep is an upgrade.
-  --data folder   images in class folders (default) · arrays: an own data set of arrays · none: MNIST, until there is data
+Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. It can upgrade Lockstep.
+  --data folder   images in class folders (default) · arrays: a data set of arrays · none: MNIST, until you have data
   --full          a renamed copy of all of Lockstep instead; --strip leaves out its benchmarks, notebook and templates
-  --lockstep      what a thin project depends on: a requirement such as 'lockstep @ git+https://...'; by default this checkout
+  --lockstep      the requirement of a thin project, such as 'lockstep @ git+https://...'; default: this checkout
 """
 
 import argparse
@@ -25,9 +25,9 @@ TEMPLATES = ROOT / "templates"
 NAME = "my_project"  # of the template, which is a project that runs
 DATA = ("folder", "arrays", "none")
 FIRST_LINE = {
-    "folder": "images in data/<class>/; another folder: data.root=<folder>",
-    "arrays": "data/train.npz and data/test.npz; another folder: data.root=<folder>",
-    "none": "MNIST, until this project has data of its own",
+    "folder": "images in data/<class>/, or in another folder: data.root=<folder>",
+    "arrays": "data/train.npz and data/test.npz, or another folder: data.root=<folder>",
+    "none": "MNIST, until this project has its own data",
 }
 STRIPPED = (
     "benchmarks/", "tests/benchmarks/", "NOTEBOOK.md", "templates/", "scripts/new_project.py", "tests/scripts/test_new_project.py",
@@ -36,17 +36,17 @@ STRIPPED = (
 
 
 def check(folder: Path, package: str) -> None:
-    """Raises UserError: the folder has something in it, or the name is no package's."""
+    """Raises UserError if the folder is not empty or the name is not a valid package name."""
     if not package.isidentifier() or keyword.iskeyword(package) or package in ("lockstep", "hydra_plugins", "tests"):
         raise UserError(
-            f"--package {package} is no name for a package. Type letters, digits and _, as in --package flowers."
+            f"--package {package} is not a valid package name. Type letters, digits and _, for example --package flowers."
         )
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} exists and is not empty. Type another folder.")
 
 
 def copy(source: Path, target: Path, name: dict[str, str]) -> None:
-    """A file, with the words of `name` replaced; what is no text is copied as it is."""
+    """Copies a file with `name` replaced; binary files are copied unchanged."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         text = source.read_text(encoding="utf-8")
@@ -64,13 +64,13 @@ def replaced(text: str, words: dict[str, str]) -> str:
 
 
 def thin(folder: Path, package: str, data: str, requirement: str | None) -> None:
-    """Copies the template, and over it what belongs to the kind of data."""
+    """Copies the template, then the files for the kind of data."""
     words = {NAME: package, NAME.replace("_", "-"): package.replace("_", "-")}
     words |= {"DATA_LINE": FIRST_LINE[data], "LOCKSTEP_ADDRESS": address(folder, requirement)}
     for source in (TEMPLATES / "project", TEMPLATES / f"data-{data}"):
         for path in sorted(path for path in source.rglob("*") if path.is_file()):
             place = path.relative_to(source)
-            if not any(part.startswith((".", "__pycache__")) for part in place.parts):  # what tools have left there
+            if not any(part.startswith((".", "__pycache__")) for part in place.parts):  # leftovers of tools
                 copy(path, folder / str(place).replace("dot-", ".").replace(NAME, package), words)
     if data == "none":
         edit(folder / "configs/project.yaml", f"  - override data: {package}\n", "")
@@ -88,7 +88,7 @@ def thin(folder: Path, package: str, data: str, requirement: str | None) -> None
 
 
 def address(folder: Path, requirement: str | None) -> str:
-    """Where Lockstep is, as the new project says it."""
+    """The address of Lockstep for the new project."""
     return requirement.partition("@")[2].strip() if requirement else os.path.relpath(ROOT, folder.resolve())
 
 
@@ -99,7 +99,7 @@ def edit(path: Path, old: str, new: str) -> None:
 
 
 def full(folder: Path, package: str, strip: bool) -> None:
-    """Copies every file that git knows, with Lockstep's name replaced."""
+    """Copies every file tracked by git, with Lockstep's name replaced."""
     words = {
         "lockstep": package,
         "Lockstep": package.replace("_", " ").title().replace(" ", ""),
@@ -107,9 +107,7 @@ def full(folder: Path, package: str, strip: bool) -> None:
     }
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
-        raise UserError(
-            "--full copies a checkout of Lockstep, and this is none: git ls-files failed. Clone Lockstep first."
-        )
+        raise UserError("--full copies a git checkout of Lockstep, and git ls-files failed here. Clone Lockstep first.")
     for name in listed.stdout.splitlines():
         if not (strip and name.startswith(STRIPPED)):
             copy(ROOT / name, folder / replaced(name, words), words)
@@ -118,7 +116,7 @@ def full(folder: Path, package: str, strip: bool) -> None:
 
 
 def commit(folder: Path, message: str) -> None:
-    """Begins the project's history; without git, or a name for the author, there is none."""
+    """Makes the project's first commit, if git and an author's name are there."""
     who = ["-c", "user.name=new_project", "-c", "user.email=new_project@localhost"]
     known = subprocess.run(["git", "config", "user.email"], capture_output=True).returncode == 0
     for command in (
@@ -134,7 +132,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--package", required=True)
     parser.add_argument("--data", choices=DATA, default="folder")
-    parser.add_argument("--lockstep", help="a requirement; by default the path of this checkout")
+    parser.add_argument("--lockstep", help="a requirement; default: the path of this checkout")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--strip", action="store_true")
     args = parser.parse_args()

@@ -1,20 +1,20 @@
-"""The ledger of runs, read from their report.json and config.yaml: which there are, what one is, which to run again.
+"""Lists runs from their report.json and config.yaml, shows one, and prints the commands that repeat failed ones.
 
 python scripts/runs.py [--where status=failed] [--where 'test/acc>0.9'] [--sort -test/acc] [--format table|csv|json]
 python scripts/runs.py show <run>
 python scripts/runs.py failed [<sweep>] [--stale-min 30]
 
---where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, as optim.lr=0.001. A run without
-the key fulfils no condition and is sorted last. `show` tells what of a config is not a default, as overrides.
+--where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, such as optim.lr=0.001. A run
+without the key meets no condition and is sorted last. `show` prints what differs from the defaults, as overrides.
 
-`failed` prints, ready for sh, what runs each of those again that failed, were interrupted, or neither ended nor wrote anything
-for --stale-min minutes: a run that SIGKILL ended says `running` for ever. As checkpoints/resuming.py has it,
-- with a whole checkpoint, `run=<name> resume=auto` goes on with the run's own config, and nothing else need be typed;
-- without one, resume=auto begins anew with what is typed: the job's overrides, where its sweep left them in the report, or
+`failed` prints a shell command for each run that failed, was interrupted, or is `running` but wrote nothing for --stale-min
+minutes (a run ended by SIGKILL stays `running`). As in checkpoints/resuming.py,
+- with a complete checkpoint, `run=<name> resume=auto` continues with the run's own config and needs nothing else;
+- without one, resume=auto starts over with what is typed: the job's overrides, if its sweep saved them in the report, or
   else what in config.yaml is not a default;
-- without one, a run that was to go on from another's (resume) cannot have resume=auto; it gets a new name;
-- a job that never began has no config.yaml: `run=<sweep>/<job>` and its overrides.
-Where the files say too little, the line is a comment.
+- without one, a run that resumed another one cannot use resume=auto; it gets a new name;
+- a job that never began has no config.yaml: the command is `run=<sweep>/<job>` and its overrides.
+If the files say too little, the line is a comment.
 """
 
 import argparse
@@ -65,10 +65,10 @@ class Run:
 
     @cached_property
     def config(self) -> DictConfig:
-        """Empty where there is none, or a damaged one."""
+        """The content of a file; empty if it is missing or damaged."""
         try:
             return load_config(self.folder / "config.yaml")
-        except Exception:  # YAML's errors, OmegaConf's, the disk's: one damaged file must not hide the other runs
+        except Exception:  # any error of YAML, OmegaConf or the disk: one damaged file must not hide the other runs
             return OmegaConf.create()
 
     def get(self, key: str) -> Any:
@@ -82,11 +82,11 @@ class Run:
     def written_s(self) -> float:
         try:
             return max(path.lstat().st_mtime for path in self.folder.rglob("*"))
-        except FileNotFoundError:  # one that went while it was looked at: the run is at work
+        except FileNotFoundError:  # a file vanished meanwhile, so the run is active
             return time.time()
 
     def began_s(self) -> float:
-        """When it was last started or, where that is not said, last written to."""
+        """When it was last started, or if unknown, last written to."""
         with suppress(KeyError, TypeError, ValueError):
             return datetime.fromisoformat(self.report["started"]).timestamp()
         return self.written_s()
@@ -100,7 +100,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def find_runs(runs_dir: Path) -> list[Run]:
-    """All runs below a folder, the newest last. Raises UserError: there is no such folder."""
+    """All runs below a folder, the newest last. Raises UserError if the folder does not exist."""
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
     found = []
@@ -111,7 +111,7 @@ def find_runs(runs_dir: Path) -> list[Run]:
 
 
 def named(runs: list[Run], given: str, runs_dir: Path) -> list[Run]:
-    """The run of a name or a directory, or the jobs of a sweep. Raises UserError that names the nearest one."""
+    """The run with a name or directory, or the jobs of a sweep. Raises UserError that names the nearest one."""
     name = given.rstrip("/").removeprefix(f"{runs_dir}/")
     found = [run for run in runs if f"{run.name}/".startswith(f"{name}/")]
     if not found:
@@ -126,7 +126,7 @@ def is_number(value: Any) -> bool:
 
 
 def holds(value: Any, sign: str, text: str) -> bool:
-    """Numbers are compared as numbers, anything else as it is typed; only numbers and texts have an order."""
+    """Compares numbers as numbers, anything else as text; only numbers and texts have an order."""
     if is_number(value):
         with suppress(ValueError):
             return bool(COMPARE[sign](value, float(text)))
@@ -135,15 +135,17 @@ def holds(value: Any, sign: str, text: str) -> bool:
 
 
 def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], list[str]]:
-    """The runs that fulfil all conditions, in order, and the keys that were asked for."""
+    """The runs that meet all conditions, sorted, and the keys of the conditions."""
     conditions = [re.split(r"\s*(!=|<=|>=|=|<|>)\s*", text, maxsplit=1) for text in where]
     blank = [text for text, condition in zip(where, conditions, strict=True) if len(condition) == 1]
-    raise_problems(f"--where {text} compares nothing. Type it in quotes, as --where 'test/acc>0.9'." for text in blank)
+    raise_problems(
+        f"--where {text} has no comparison. Type it in quotes, for example --where 'test/acc>0.9'." for text in blank
+    )
     by = sort.removeprefix("-")
     keys = list(dict.fromkeys(key for key in (*(key for key, _, _ in conditions), by) if key))
     unknown = [key for key in keys if runs and all(run.get(key) is ABSENT for run in runs)]
     there = [*dict.fromkeys(key for run in runs for key in run.report), *KEYS]
-    raise_problems(f"{key} is a key of no run{nearest(key, there)}." for key in unknown)
+    raise_problems(f"{key} is not a key of any run{nearest(key, there)}." for key in unknown)
     chosen = [run for run in runs if all(holds(run.get(key), sign, text) for key, sign, text in conditions)]
     values = [(run, value) for run in chosen if (value := run.get(by)) is not ABSENT and value is not None]
     place: dict[Run, tuple[Any, ...]] = {
@@ -154,7 +156,7 @@ def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], l
 
 
 def columns(runs: list[Run]) -> dict[str, str]:
-    """The columns of all runs with their headings: what each monitored, the same figure of the test, and the speed."""
+    """The columns of the table with their headings: monitored figures, the same figures of the test, and speeds."""
     monitored = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
     figures = [name for monitor in dict.fromkeys(monitored) for name in (monitor, monitor.replace("val/", "test/", 1))]
     units = dict.fromkeys(str(run.report["unit"]) for run in runs if run.report.get("unit"))
@@ -190,38 +192,38 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
         writer.writerows(rows)
     else:
         table = Table(*(headings.get(key, key) for key in keys), "age")
-        table.columns[0].overflow = "fold"  # names are there to be copied
+        table.columns[0].overflow = "fold"  # do not wrap names: people copy them
         for run in runs:
-            # What was asked for has all its digits, as a learning rate needs them.
+            # The requested keys keep all digits, because learning rates need them.
             table.add_row(*(cell(run, key, digits=key not in headings) for key in keys), age(run.began_s()))
-        # Whole rows in a pipe too, where a console has 80 columns.
+        # Whole rows in a pipe too, where rich assumes 80 columns.
         Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 10_000).print(table)
 
 
 def typed(value: Any) -> str:
-    """A value as Hydra reads it back."""
+    """A value in Hydra's syntax."""
     if isinstance(value, list):
         return f"[{','.join(map(typed, value))}]"
-    word = r"(?!(?:null|true|false|nan|inf)$)(?=.*[^\de.+_-])[\w/][\w/.+-]*"  # and not a number either
+    word = r"(?!(?:null|true|false|nan|inf)$)(?=.*[^\de.+_-])[\w/][\w/.+-]*"  # or as a number
     bare = not isinstance(value, str) or re.fullmatch(word, value, re.IGNORECASE | re.ASCII)
     return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
 def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The options of a group that a config may have been made with, each with its distance; the nearest has the least."""
+    """The options of a group that a config may come from, each with its distance; the smallest is the best match."""
     found: dict[str, tuple[int, int]] = {}
     for name in options(group):
         option = dotted(plain(load_config(config_file(f"{group}/{name}"))), group)
         what = {k: v for k, v in option.items() if k.endswith(("._target_", ".name"))}
         fits = all(v in (own.get(k), "???") for k, v in what.items())
-        if fits and (option or f"{group}._target_" not in own):  # an option without keys is that for no class
+        if fits and (option or f"{group}._target_" not in own):  # an option without keys means no class
             same = sum(v == own.get(k) for k, v in what.items())
             found[name] = (-same, len(option.keys() - own.keys() - {f"{group}.defaults"}))
     return found
 
 
 def as_overrides(config: DictConfig) -> list[str]:
-    """What to type for a run with this config: options of groups, then keys. A key that it lacks is newer than the run."""
+    """The overrides that give this config: group options, then keys. A key that the config lacks is newer than the run."""
     own, defaults, chosen = dotted(plain(config)), default_options("train"), []
     usual = dotted(plain(compose_config("train", [])))
     for group in filter(is_group, map(str, config)):
@@ -241,7 +243,7 @@ def as_overrides(config: DictConfig) -> list[str]:
 def show(run: Run) -> None:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
     print(f"{run.name}:", *(f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"), sep="\n  ")
-    print("config, beside the defaults:", *(as_overrides(run.config) if run.config else ["unknown"]), sep="\n  ")
+    print("config, besides the defaults:", *(as_overrides(run.config) if run.config else ["unknown"]), sep="\n  ")
     print("files:", *files, sep="\n  ")
 
 
@@ -252,7 +254,7 @@ def has_failed(run: Run, stale_min: float) -> bool:
 
 
 def again(run: Run, runs_dir: Path) -> str:
-    """The command that runs it again; see above."""
+    """The command that runs it again; see the rules at the top."""
     name, begun, given = run.name, (run.folder / "config.yaml").exists(), run.report.get("overrides")
     if (begun and not run.config) or (not begun and given is None):
         return f"# {name}: its files do not say how to run it again"
@@ -264,7 +266,7 @@ def again(run: Run, runs_dir: Path) -> str:
         other = before and run.folder.resolve() not in Path(before).resolve().parents
         start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []
         name += "-again" if begun and other else ""
-        left_out = (*PLACE, "init_from") if other else PLACE  # what the other began from
+        left_out = (*PLACE, "init_from") if other else PLACE  # what the other run started from
         words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
     return shlex.join([*command("train").split(), f"run={typed(name)}", *place, *words])
@@ -272,11 +274,13 @@ def again(run: Run, runs_dir: Path) -> str:
 
 def main() -> None:
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="by default runs")
+    common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="default: runs")
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common])
-    parser.add_argument("--where", action="append", default=[], metavar="'key=value'", help="several must all hold")
-    parser.add_argument("--sort", default="", metavar="[-]key", help="by default, the newest is last")
+    parser.add_argument(
+        "--where", action="append", default=[], metavar="'key=value'", help="may be repeated; all conditions must hold"
+    )
+    parser.add_argument("--sort", default="", metavar="[-]key", help="default: the newest last")
     parser.add_argument("--format", choices=["table", "csv", "json"], default="table")
     commands = parser.add_subparsers(dest="command", metavar="{show,failed}")
     commands.add_parser("show", parents=[common]).add_argument("run")
@@ -284,7 +288,7 @@ def main() -> None:
     failed.add_argument("run", nargs="?", metavar="sweep")
     failed.add_argument("--stale-min", type=float, default=30.0)
     argv = sys.argv[1:]
-    with suppress(ValueError):  # argparse takes the value of `--sort -test/acc` for an option
+    with suppress(ValueError):  # argparse would read the value of `--sort -test/acc` as an option
         at = argv.index("--sort")
         argv[at : at + 2] = ["=".join(argv[at : at + 2])]
     args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs")))

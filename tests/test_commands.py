@@ -149,7 +149,7 @@ def test_a_mistake_that_shows_late_leaves_nothing_either(forked_command):
     done = forked_command("train.py", *TWO, "schedule=cosine", "schedule.warmup_steps=1000", *SHORT)
     assert done.code == 2, done
     assert done.err.splitlines() == [
-        "error: schedule.warmup_steps=1000 is not below the run's 4 steps. Type a smaller number."
+        "error: schedule.warmup_steps=1000 must be below the run's 4 steps. Type a smaller number."
     ]
     assert [name for name in forked_command.files() if name != "runs"] == []
 
@@ -197,7 +197,7 @@ def test_processes_that_see_other_files_end_at_once_and_say_so(command, forked_c
     assert done.code == 0, done
     done = torchrun(command, "strategy=ddp", "run=a", "resume=auto", "runs_dir=disk${oc.env:RANK}/runs", *SHORT)
     assert done.returncode == 1
-    assert "rank 1 starts from new weights, and rank 0 disk0/runs/a/checkpoints/last.ckpt" in done.stderr
+    assert "rank 1 starts from new weights, but rank 0 disk0/runs/a/checkpoints/last.ckpt" in done.stderr
     assert "all nodes must see the same files" in done.stderr
 
 

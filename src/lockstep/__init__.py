@@ -9,9 +9,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).resolve().parent
-ROOT = PACKAGE.parents[
-    1
-]  # the checkout, where configs/, train.py and scripts/ lie beside src/; a wheel has them inside
+ROOT = PACKAGE.parents[1]  # the checkout, with configs/, train.py and scripts/ beside src/; a wheel contains them
 WHEEL = (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
 
@@ -22,7 +20,7 @@ def train(overrides: list[str] | None = None) -> dict[str, Any]:
     Raises:
         UserError: the config or the input is wrong; nothing was started.
         RunFailed: a process of the run failed.
-        TrainingFailed: it went wrong in a known way: OutOfMemory, a loss that is no number.
+        TrainingFailed: training failed for a known reason, such as OutOfMemory or a loss that is NaN.
     """
     from lockstep.launch.call import call
 
@@ -30,20 +28,19 @@ def train(overrides: list[str] | None = None) -> dict[str, Any]:
 
 
 def evaluate(overrides: list[str]) -> dict[str, Any]:
-    """Runs `python eval.py <overrides>` from Python and returns the figures. Raises as `train` does."""
+    """Runs `python eval.py <overrides>` from Python and returns the figures. Raises the same errors as `train`."""
     from lockstep.launch.call import call
 
     return call("eval", overrides)
 
 
 def load_model(what: str | Path) -> "nn.Module":
-    """The bare network of a run (`runs/<name>`, or its name) or of a checkpoint, with its weights, for evaluation, on the CPU.
+    """The bare network of a run (a name or `runs/<name>`) or of a checkpoint, with its weights, on the CPU in evaluation mode.
 
-    image_BCHW to logits_BK; of a run, the checkpoint that was tested. Where the task is a LightningModule of your own, that
-    module itself.
+    Of a run, it loads the checkpoint that was tested. If the task is your own LightningModule, returns that module.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is no such checkpoint, or it is damaged.
     """
     from lockstep.checkpoints.content import holds_module, load_network
     from lockstep.checkpoints.finding import tested_checkpoint

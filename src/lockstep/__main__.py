@@ -2,8 +2,8 @@
 
 lockstep <command> [key=value ...]
 
-It is `python <command>.py [key=value ...]` in the project that the current directory is part of. Several processes of one run
-are started by strategy=ddp trainer.devices=2, or by torchrun --nproc-per-node=2 -m lockstep train.
+It runs `python <command>.py [key=value ...]` of the project that the current directory belongs to. To start several processes,
+type strategy=ddp trainer.devices=2, or torchrun --nproc-per-node=2 -m lockstep train.
 """
 
 import ast

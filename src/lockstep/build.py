@@ -1,4 +1,4 @@
-"""From a config node to an object, one function a stage. The only file that joins the packages."""
+"""From config nodes to objects, one function per stage. Only this file and build_trainer.py join the packages."""
 
 from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
 
@@ -41,28 +41,26 @@ REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationExcep
 
 
 def process(cfg: DictConfig, world: World) -> None:
-    """What holds for this process as a whole: memory, threads, arithmetic."""
+    """Settings of the whole process: memory, threads, arithmetic."""
     if world.accelerator == "cpu":
-        if (
-            not cfg.strategy.traits.shards
-        ):  # whoever shards wants to save memory, and what is gathered leaves it in pieces
+        if not cfg.strategy.traits.shards:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
         if number := threads(world):
             torch.set_num_threads(number)
     if not gpu_count():
-        # Lightning lets torch ask the driver whether there are GPUs, which optimizers want to know at each step: 0.1 ms
-        # where there is no driver.
+        # Optimizers ask at each step whether there are GPUs. Lightning makes torch ask the driver, which takes 0.1 ms if
+        # there is none.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
 
 
 def seed(cfg: DictConfig) -> None:
-    """The same on every rank: networks start equal. What differs by rank comes from the step's own seed."""
+    """The same seed on every rank, so networks start equal. callbacks/step_seed.py seeds what differs by rank."""
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
 
 
 def with_numbers(cfg: DictConfig) -> DictConfig:
-    """`cfg` with numbers for a mean and std of `model`, so that a newer timm cannot change a run that resumes."""
+    """`cfg` with numbers in place of data.mean=model and data.std=model, so a newer timm cannot change a resumed run."""
     cfg = cfg.copy()
     wanted = [key for key in ("mean", "std") if cfg.data.get(key) == "model"]
     if not wanted:
@@ -71,7 +69,7 @@ def with_numbers(cfg: DictConfig) -> DictConfig:
     network_class = locate(cfg.model._target_) if cfg.model else None
     of_network = getattr(network_class, "normalisation", lambda _: None)(cfg.model.get("name"))
     own = dataset.normalisation(to_plain(cfg.data))
-    if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colours, used on grey
+    if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colour images, used on grey ones
         of_network = None
     numbers = dict(zip(("mean", "std"), of_network or own, strict=True))
     for key in wanted:
@@ -89,7 +87,7 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
 
 
 def optimizer(cfg: DictConfig) -> Any:
-    """What makes the optimizer of a network's parameters. `fused: auto` is decided here, for the strategy of this process."""
+    """A function from parameters to their optimizer. `fused: auto` is resolved here."""
     node = to_plain(cfg.optim)
     if node.get("fused") == "auto":
         node["fused"] = fused_problem(cfg) is None
@@ -118,13 +116,13 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         )
     if not isinstance(data, DataModule):
         raise UserError(
-            f"task={title(cfg.task)} needs data that says what it is; data={title(cfg.data)} brings dataloaders of its own. "
-            "Write a lockstep.data.DataSet, or take a LightningModule as the task."
+            f"task={title(cfg.task)} needs a data set that describes itself; data={title(cfg.data)} is a LightningDataModule with its own dataloaders. "
+            "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
     goal.bind(data.about)
     if any(True for _ in goal.parameters()) and cfg.strategy.traits.shards:
         raise UserError(
-            f"task={type(goal).__name__} has parameters of its own, which strategy={cfg.strategy.name} does not shard. Type strategy=ddp."
+            f"task={type(goal).__name__} has its own parameters, which strategy={cfg.strategy.name} does not shard. Type strategy=ddp."
         )
     offered = {**data.dataset.network_arguments(), **goal.network_arguments()}
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
@@ -149,7 +147,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
 
 
 def load_module(path: Path) -> pl.LightningModule:
-    """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError: it does not fit."""
+    """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError if they do not fit."""
     content = read(path)
     cfg = OmegaConf.create(content["config"])
     made = foreign.create_module(cfg, content["module_arguments"], partial(optimizer, cfg), with_weights=False)
@@ -158,13 +156,13 @@ def load_module(path: Path) -> pl.LightningModule:
 
 
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
-    """The task's own figures and those of the config."""
+    """The metrics of the task and those of task.metrics."""
     found = goal.metrics()
     for name, node in cfg.task.metrics.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
     taken = sorted(found.keys() & {"loss", "count"})
-    raise_problems(f"task.metrics.{name}: every task logs a {name}. Type another name." for name in taken)
+    raise_problems(f"task.metrics.{name}: every task already logs {name}. Type another name." for name in taken)
     return found
 
 
@@ -172,7 +170,7 @@ def monitor_problems(monitor: str, figures: list[str]) -> Iterator[str]:
     names = [f"val/{figure}" for figure in ("loss", *figures)]
     known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
     if not known:
-        yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Name one of them, or add it to task.metrics."
+        yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
 
 
 def quiet(world: World) -> None:
@@ -184,7 +182,7 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
 
     Raises:
         UserError: torch or Lightning refuses an argument before the first batch.
-        OutOfMemory: memory ran out, in training or in a validation.
+        OutOfMemory: memory ran out, in training or in validation.
     """
     try:
         with memory.explained(cfg, trainer, module, data):
@@ -199,10 +197,10 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
 def evaluate(
     cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule
 ) -> dict[str, float]:
-    """Figures of a checkpoint, or of a module as it is. The same code after training and in eval.py."""
+    """The test figures of a checkpoint or of a module. Training and eval.py both use this function."""
     subject = module(cfg, data, weights=tested) if isinstance(tested, str) else tested
     if not foreign.evaluates(subject, data, "test", "test"):
-        console.say(f"nothing is tested: {type(subject).__name__} has no test_step, or the data no test_dataloader")
+        console.say(f"nothing is tested: {type(subject).__name__} has no test_step, or the data has no test_dataloader")
         return {}
     trainer = evaluator(cfg, world)
     with memory.explained(cfg, trainer, subject, data):

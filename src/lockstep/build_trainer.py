@@ -1,4 +1,4 @@
-"""The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. A part of build.py."""
+"""The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
-    """metrics.csv first, whatever else is chosen."""
+    """All loggers; metrics.csv is always the first."""
     place = {"run_dir": run_dir(cfg), "run": cfg.run}
     return [
         MetricsCsv(**place),
@@ -79,21 +79,21 @@ def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
 
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
     given = to_plain(cfg.trainer)
-    ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which ones; otherwise, how many
+    ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= parts
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
     given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py, callbacks/progress.py
-    # Processes that Lockstep started are described by LOCAL_RANK and its like, whatever else the environment says.
-    # Under SLURM, resuming is ours: Lightning's own checkpoint of a requeued job lies elsewhere and is taken first.
+    # For processes that Lockstep started, LOCAL_RANK and its like count, not the rest of the environment.
+    # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which lies elsewhere.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
     strategy = create(cfg.strategy, "strategy", environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
-        plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue
+        plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
     try:
         made = pl.Trainer(
             **given,

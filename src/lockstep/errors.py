@@ -1,4 +1,4 @@
-"""The one exception for what a user can put right; it ends the command with exit code 2 and no traceback."""
+"""Lockstep's exceptions. UserError is for what a user can correct: exit code 2, no traceback."""
 
 import sysconfig
 import traceback
@@ -9,7 +9,7 @@ ENTRY_SCRIPTS = ("train.py", "eval.py")
 
 
 class UserError(ValueError):
-    """Says what was given, what is possible and what to type. `problems` holds one sentence or more for each."""
+    """Says what was given, what is possible and what to type. `problems` holds one text per problem."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -17,30 +17,30 @@ class UserError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """Training cannot go on, for a reason that needs no traceback; exit code 1."""
+    """Training cannot continue, for a reason that needs no traceback; exit code 1."""
 
 
 class Preempted(TrainingFailed):
-    """The system has warned that it is going to end the run; everything is saved."""
+    """The system warned that it will end the run; everything is saved."""
 
     status = "preempted"  # in report.json
 
 
 class NotSaved(TrainingFailed):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are intact."""
 
 
 class Pruned(TrainingFailed):
-    """A sweep has given up this trial."""
+    """The study's pruner ended this trial."""
 
     status = "pruned"
 
 
 class OutOfMemory(TrainingFailed):
-    """Memory ran out. `accumulate` is the trainer.accumulate_grad_batches to go on with; None where no number helps."""
+    """Memory ran out. `accumulate` is the trainer.accumulate_grad_batches to continue with; None if no number helps."""
 
     def __init__(self, message: str, accumulate: int | None = None) -> None:
-        super().__init__(message, accumulate)  # both, for pickle: a job of a sweep may run elsewhere
+        super().__init__(message, accumulate)  # both, so it can be pickled: a sweep's job may run in another process
         self.accumulate = accumulate
 
     def __str__(self) -> str:
@@ -48,10 +48,10 @@ class OutOfMemory(TrainingFailed):
 
 
 class RunFailed(RuntimeError):
-    """A process of the run ended with an error that it has reported itself."""
+    """A process of the run failed and has reported its error itself."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
-        super().__init__(message, exit_code)  # both, for pickle: a job of a sweep may run elsewhere
+        super().__init__(message, exit_code)  # both, so it can be pickled: a sweep's job may run in another process
         self.exit_code = exit_code
 
     def __str__(self) -> str:
@@ -66,9 +66,9 @@ def raise_problems(problems: Iterable[str]) -> None:
 
 
 def of_users_code(error: BaseException) -> bool:
-    """Whether code that is neither Lockstep's nor an installed package's takes part in an error: a bug to be shown, not a
-    refusal to be explained."""
-    if "Original Traceback" in str(error):  # torch's words for an error in a process that loads data
+    """Whether the user's code, not Lockstep's or an installed package's, takes part in an error. Then it is a bug to show with
+    its traceback, not a refusal."""
+    if "Original Traceback" in str(error):  # torch's message for an error in a dataloader worker
         return not isinstance(error, UserError)
     known = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]

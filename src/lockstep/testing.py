@@ -1,4 +1,4 @@
-"""Lockstep's promises as checks that a project's own tests call, on its own data, task and model."""
+"""Lockstep's promises as checks for a project's tests, on its own data, task and model."""
 
 import os
 import signal
@@ -22,13 +22,13 @@ QUICK = [
     "optim=sgd", "optim.lr=0.01",
 ]  # fmt: skip
 TWO = ["strategy=ddp", "trainer.devices=2"]
-TOLERANCE = 1e-5  # relative, of all weights as one vector: rounding, after 8 steps of SGD
+TOLERANCE = 1e-5  # relative difference of all weights as one vector: rounding after 8 steps of SGD
 LIMIT_S = 600
 
 
 @dataclass
 class Project:
-    """Short runs of a project in fp32: eight steps of eight samples. `overrides` choose small data, and no dropout."""
+    """Short runs of a project in fp32: eight steps of eight samples. Let `overrides` choose small data and no dropout."""
 
     runs_dir: Path
     overrides: list[str]
@@ -42,7 +42,7 @@ class Project:
 
 
 def assert_same_result(project: Project) -> None:
-    """One process and two: the same weights to rounding, and every test sample counted once."""
+    """One process and two reach the same weights to rounding, and count every test sample once."""
     import torch
 
     from lockstep.checkpoints.content import read
@@ -70,7 +70,7 @@ class KillAt(pl.Callback):
 
 
 def assert_survives_a_kill(project: Project) -> None:
-    """A run that SIGKILL ended in mid-training, typed again, has the bits of the run that was never killed."""
+    """A run killed in mid-training and typed again is bit-identical to an undisturbed run."""
     from lockstep.reporting import comparison
 
     more = ["checkpoint.every_n_steps=2", "resume=auto"]
@@ -86,7 +86,7 @@ def assert_survives_a_kill(project: Project) -> None:
 
 
 def assert_evaluates_alike(project: Project) -> None:
-    """An evaluation from the checkpoint repeats the figures of the run's report."""
+    """An evaluation of the checkpoint repeats the figures of the run's report."""
     report = project.single
     again = lockstep.evaluate(["run=single", f"runs_dir={project.runs_dir}", "trainer.accelerator=cpu"])
     for name in [name for name in report if name.startswith("test/")]:

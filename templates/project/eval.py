@@ -1,4 +1,4 @@
-"""Lockstep's eval.py for this project. To change the flow, copy Lockstep's own here: it fits on one screen."""
+"""Lockstep's eval.py for this project. To change the flow, copy Lockstep's eval.py here: it fits on one screen."""
 
 from lockstep import launch
 

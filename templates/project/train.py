@@ -1,4 +1,4 @@
-"""Lockstep's train.py for this project. To change the flow, copy Lockstep's own here: it fits on one screen."""
+"""Lockstep's train.py for this project. To change the flow, copy Lockstep's train.py here: it fits on one screen."""
 
 from lockstep import launch
 

@@ -120,5 +120,5 @@ def test_processes_that_would_compute_differently_end_and_say_so(own):
     if own == "bf16-mixed":
         plan.agree(trainer, "computes in precision", own)
         return
-    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, and rank 0 bf16-mixed: type it"):
+    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed: type it"):
         plan.agree(trainer, "computes in precision", own, "type it")

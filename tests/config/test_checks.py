@@ -153,7 +153,7 @@ BAD = {
     "task.mode=most": ["task.mode=most", "max, min"],
     "task.monitor=test/acc": ["monitor=test/acc", "val/<name>"],
     "task.metric={}": ["task.metric is not a key", "did you mean task.metrics?"],
-    "data=cifar10 data.source=embedded": ["no package carries cifar10", "data.root=", "data.source=download"],
+    "data=cifar10 data.source=embedded": ["no package contains cifar10", "data.root=", "data.source=download"],
     "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],
     "strategy=dp compile=true": ["no effect under strategy=dp"],
     "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],
@@ -191,11 +191,11 @@ def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypa
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         monkeypatch.setenv(name, "0")
     (told,) = problems(*auto, "trainer.num_nodes=2", "run=a")
-    assert "more than one parent has started them" in told
+    assert "more than one parent process started them" in told
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     (told,) = problems(*auto)
-    assert "torchrun has started them" in told
+    assert "torchrun started them" in told
     assert "trainer.accumulate_grad_batches=1" in told
 
 

@@ -59,9 +59,9 @@ def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[tool.lockstep]\npackage = []", "tool.lockstep has no key package; use packages"),
-        ("[tool.lockstep]\npackages = 'monai'", "takes names of packages"),
-        ("[tool.lockstep]\npackages = ['src/monai']", "takes names of packages"),
+        ("[tool.lockstep]\npackage = []", "tool.lockstep has no key package; its only key is packages"),
+        ("[tool.lockstep]\npackages = 'monai'", "takes a list of package names"),
+        ("[tool.lockstep]\npackages = ['src/monai']", "takes a list of package names"),
         ("[tool.lockstep\n", "pyproject.toml: "),
     ],
 )

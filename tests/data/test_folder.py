@@ -162,9 +162,9 @@ def test_a_csv_gives_a_number_and_says_the_part(root):
     (["red/0.png,red"], "image,label", "class", r"has no column path and no column target; it has image, label"),
     (["red/0.png,red,tset"], "path,target,split", "class", r"line 2: split=tset is unknown; use one of train, val"),
     (["red/0.png,red,test"], "path,target,split", "class", r"no row with split=train"),
-    (["red/0.png,1", "red/1.jpg,one"], "path,target", "number", r"line 3: target=one is no number"),
-    (["red/0.png,1", "red/1.jpg,nan"], "path,target", "number", r"line 3: target=nan is no number"),
-    (["red/0.png,red", "red/1.jpg,red"], "path,target", "class", r"has one class only, red"),
+    (["red/0.png,1", "red/1.jpg,one"], "path,target", "number", r"line 3: target=one is not a number"),
+    (["red/0.png,1", "red/1.jpg,nan"], "path,target", "number", r"line 3: target=nan is not a number"),
+    (["red/0.png,red", "red/1.jpg,red"], "path,target", "class", r"has only one class, red"),
     (["red/0.png,a,train", "red/1.jpg,b,test", "red/2.png,a,val"], "path,target,split", "class", r"no training image of class b"),
     ([], "path,target", "class", r"lists no images"),
     (["red/0.png,1", "red/1.jpg,2"], "path,target", "number", r"2 images: too few for a val part"),
@@ -175,7 +175,7 @@ def test_a_csv_that_is_wrong_is_refused(root, rows, header, target, told):
 
 
 def test_a_csv_that_is_not_there_is_looked_for_in_the_root(root):
-    with pytest.raises(UserError, match=r"photos/lables.csv does not exist. data.csv is looked for in data.root"):
+    with pytest.raises(UserError, match=r"photos/lables.csv does not exist. data.csv is a file in data.root"):
         made(root, csv="lables.csv").prepare()
 
 
@@ -266,7 +266,7 @@ def test_an_image_is_upright():
 def test_grey_of_16_bits_keeps_its_shades():
     image = Image.fromarray(np.array([[0, 20_000], [40_000, 65_535]], np.uint16))
     assert to_array(image, channels=1, size=2).tolist() == [[[0, 78], [156, 255]]]
-    with pytest.raises(ValueError, match="32-bit numbers"):
+    with pytest.raises(ValueError, match="its pixels have 32 bits"):
         to_array(Image.fromarray(np.ones((2, 2), np.float32)), channels=1, size=2)
 
 

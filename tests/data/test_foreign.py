@@ -172,7 +172,7 @@ def test_what_is_not_there_says_what_to_type(tmp_path, monkeypatch, dataset, cha
 @pytest.mark.parametrize(("data", "told"), [
     ({"dataset": "FashonMNIST"}, "data.dataset=FashonMNIST is not in torchvision.datasets (did you mean FashionMNIST?)"),
     ({"dataset": "???"}, "data.dataset is missing; type data.dataset=<name>"),
-    ({"dataset": "CIFAR100", "source": "embedded"}, "no package carries"),
+    ({"dataset": "CIFAR100", "source": "embedded"}, "no package contains"),
     ({"dataset": "CIFAR100"}, None),
 ])  # fmt: skip
 def test_a_name_is_checked_without_importing_torchvision(data, told, monkeypatch):
@@ -233,7 +233,7 @@ def test_its_splits_are_taken(tmp_path):
     ({"input": "y", "target": "kind"}, {}, r"data.input=y: there is no such column; .* has x, kind, price"),
     ({"input": "x", "target": "prize"}, {}, r"no such column \(did you mean price\?\)"),
     ({"input": "x", "target": "kind"}, {"test": {"x": [[0.0] * 3], "kind": ["cow"], "price": [0.0]}},
-     r"kind=cow of the test part is none of the 2 classes of train"),
+     r"kind=cow of the test part is not one of the 2 classes of train"),
 ])  # fmt: skip
 def test_columns_that_do_not_fit_are_refused(tmp_path, keys, parts, told):
     with pytest.raises(UserError, match=told):
@@ -242,12 +242,12 @@ def test_columns_that_do_not_fit_are_refused(tmp_path, keys, parts, told):
 
 def test_rows_without_an_answer_are_refused(tmp_path):
     rows = {"x": [[0.0]] * 4, "label": [0, 1, 0, 1]}
-    with pytest.raises(UserError, match=r"label=-1 of the test part is none of the 2 classes"):
+    with pytest.raises(UserError, match=r"label=-1 of the test part is not one of the 2 classes"):
         held(tmp_path, rows, {"test": {"x": [[0.0]], "label": [-1]}}, input="x").prepare()
 
 
 def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(UserError, match="is no folder of `save_to_disk`"):
+    with pytest.raises(UserError, match="is not a folder written by `save_to_disk`"):
         HuggingFace(root=str(tmp_path)).prepare()
     with pytest.raises(UserError, match="does not exist"):
         HuggingFace(root=str(tmp_path / "none")).prepare()

@@ -103,7 +103,7 @@ def test_a_missing_folder_and_what_it_should_hold_are_named(tmp_path, cache, nam
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_folder_without_the_files_is_named(tmp_path, cache, name):
-    with pytest.raises(UserError, match=r"has not got.*Type data\.root=<folder>") as error:
+    with pytest.raises(UserError, match=r"does not contain.*Type data\.root=<folder>") as error:
         prepared(tmp_path, cache, name, source="disk")
     assert f"data.root={tmp_path} " in str(error.value)
 

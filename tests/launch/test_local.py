@@ -171,7 +171,7 @@ def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, w
 
 
 @pytest.mark.parametrize(
-    ("kills", "accumulate", "part"), [(1, 2, "by the kernel: memory ran out"), (0, None, "by SIGKILL; where nobody")]
+    ("kills", "accumulate", "part"), [(1, 2, "by the kernel: memory ran out"), (0, None, "by SIGKILL, which usually")]
 )
 def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumulate, part, worker, monkeypatch, forked):
     monkeypatch.setattr(out_of_memory, "VMSTAT", worker.parent / "vmstat")

@@ -134,7 +134,7 @@ def test_an_unknown_name_is_answered_with_near_ones(given, near):
 
 
 def test_a_name_near_to_none_is_unknown_as_well():
-    with pytest.raises(UserError, match=r"Near to it are none; timm\.list_models\(\) has all"):
+    with pytest.raises(UserError, match=r"Similar: none. timm\.list_models\(\) lists all"):
         from_timm(name="qqqq", in_channels=1, num_classes=10, image_size=32)
 
 

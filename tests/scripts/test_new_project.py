@@ -58,8 +58,8 @@ def test_a_thin_project_may_depend_on_an_address(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["--package", "3d"], "is no name for a package"),
-        (["--package", "lockstep"], "is no name for a package"),
+        (["--package", "3d"], "is not a valid package name"),
+        (["--package", "lockstep"], "is not a valid package name"),
         (["--package", "flowers", "--strip"], "--strip has no effect"),
     ],
 )

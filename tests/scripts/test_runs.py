@@ -220,7 +220,7 @@ def test_a_damaged_config_hides_no_run(runs, call):
     (runs / "several" / "config.yaml").write_bytes(b"optim: {lr: [\xff")
     (runs / "here" / "config.yaml").write_text("")
     assert listed(call, "--where", "optim.lr>0") == ["old", "sweep/0", "half"]
-    assert "config, beside the defaults:\n  unknown" in call("show", "several")[1]
+    assert "config, besides the defaults:\n  unknown" in call("show", "several")[1]
 
 
 def test_a_run_without_a_report_says_so(runs, call):
@@ -242,7 +242,7 @@ def test_show_tells_the_report_the_config_and_the_files(runs, call):
     assert code == 0
     assert lines[0] == "several:"
     assert {"  status: done", "  world_size: 4", "  test/acc: 0.91", "  train/images_per_s: null"} <= set(lines)
-    config = lines[lines.index("config, beside the defaults:") + 1 : lines.index("files:")]
+    config = lines[lines.index("config, besides the defaults:") + 1 : lines.index("files:")]
     assert config == ["  strategy=ddp", "  optim.lr=1e-05"]
     write(
         runs / "stops", None, "callbacks=[default,early_stopping]"
@@ -261,10 +261,10 @@ def test_what_is_unknown_is_told_with_what_is_near(runs, call):
     for args, told in (
         (["show", "sevral"], "error: sevral: there is no such run in runs/ (did you mean several?). Runs there: "),
         (["failed", "swep"], "error: swep: there is no such run in runs/ (did you mean sweep?). Runs there: "),
-        (["--where", "tets/acc>1"], "error: tets/acc is a key of no run (did you mean test/acc?).\n"),
-        (["--where", "optim.rl=1"], "error: optim.rl is a key of no run (did you mean optim.lr?).\n"),
-        (["--sort", "-staretd"], "error: staretd is a key of no run (did you mean started?).\n"),
-        (["--where", "test/acc"], "error: --where test/acc compares nothing. Type it in quotes"),
+        (["--where", "tets/acc>1"], "error: tets/acc is not a key of any run (did you mean test/acc?).\n"),
+        (["--where", "optim.rl=1"], "error: optim.rl is not a key of any run (did you mean optim.lr?).\n"),
+        (["--sort", "-staretd"], "error: staretd is not a key of any run (did you mean started?).\n"),
+        (["--where", "test/acc"], "error: --where test/acc has no comparison. Type it in quotes"),
         (["--runs-dir", "rnus"], "error: rnus/ does not exist."),
         (["--sort", "run", "show", "old"], "error: --where, --sort and --format have no effect on show."),
     ):

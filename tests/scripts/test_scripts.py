@@ -189,7 +189,7 @@ def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, c
     assert run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")[0] == 0
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit", "--exact")
     assert code == 1
-    assert "1 of 8 tensors differ, most of all net.classifier.1.weight" in out
+    assert "1 of 8 tensors differ, the most net.classifier.1.weight" in out
     lines = (tmp_path / "bit" / "metrics.csv").read_text().splitlines(keepends=True)
     (tmp_path / "bit" / "metrics.csv").write_text("".join(lines[:3] + lines[4:]))
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")

@@ -48,7 +48,7 @@ def test_the_best_config_of_a_search_within_a_recipe_is_that_recipe_s(tmp_path):
         ("test/acc", "Choosing by the test set would make its figures worthless"),
         (["val/acc", "test/loss"], "worthless"),
         ("speed", r"val/\.\.\..*, val/loss, .*train/\.\.\._per_s"),
-        ([], "takes one or several figures"),
+        ([], "takes one or several validation figures"),
     ],
 )
 def test_only_figures_that_may_be_chosen_by_are_objectives(given, told):

@@ -190,8 +190,8 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
     ("overrides", "words"),
     [
         (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small takes no argument net, optimizer. Type model=none optim=none."),
-        (["task._target_=odd.Template", "model=basic_net"], "odd.Template asks for optimizer. Choose it with optim=<name>."),
-        (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, and small makes its own"),
+        (["task._target_=odd.Template", "model=basic_net"], "odd.Template needs optimizer. Choose it with optim=<name>."),
+        (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, but small makes its own"),
         (["task._target_=odd.Small", "strategy=dp"], "strategy=dp changes how a task's network is called"),
         (["task._target_=odd.Small", "strategy=fsdp", "trainer.devices=2"], "Type strategy=ddp."),
         (["task._target_=odd.Small", "+task.metrics={a: {_target_: torchmetrics.MeanMetric}}"], "task.metrics has no effect"),
@@ -204,9 +204,9 @@ def test_what_the_module_would_not_notice_is_refused(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task=classification", "model=none"], "model=none is for a LightningModule that brings its own; task=classification needs one. Type model=basic_net."),
-        (["task=classification", "task.monitor=test/acc"], "checkpoint.monitor=test/acc is not possible; it takes a figure of the validation"),
-        ([], "task._target_ is missing; it names a class of yours"),
+        (["task=classification", "model=none"], "model=none is for a LightningModule with its own model; task=classification needs one. Type model=basic_net."),
+        (["task=classification", "task.monitor=test/acc"], "checkpoint.monitor=test/acc is not possible; it takes a validation figure"),
+        ([], "task._target_ is missing; it names your class"),
     ],
 )  # fmt: skip
 def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
@@ -218,9 +218,9 @@ def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
     [
         ("Small", ["+task.widht=3"], r"task.widht is not an argument of odd.Small \(did you mean width\?\)"),
         ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Type task.monitor=null."),
-        ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist brings the batches"),
+        ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist provides the batches"),
         ("Other", ["model=basic_net", "optim=sgd", "schedule=constant"], "odd.Other is neither a lockstep.tasks.Task nor a lightning.pytorch.LightningModule"),
-        ("Template", ["model=basic_net", "optim=sgd", "schedule=cosine", "+task.interval=epoch"], "schedule=cosine counts optimizer steps, and Template steps it once an epoch"),
+        ("Template", ["model=basic_net", "optim=sgd", "schedule=cosine", "+task.interval=epoch"], "schedule=cosine counts optimizer steps, but Template steps it once per epoch"),
         ("Small", ["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"),
         ("Small", ["data=odd", "+data.val_fraction=0.2"], "data.val_fraction is not an argument of odd.Data"),
     ],
@@ -233,7 +233,8 @@ def test_what_would_be_ignored_is_refused_and_nothing_is_left(train, name, more,
 
 def test_a_task_of_locksteps_refuses_dataloaders_of_ones_own():
     with pytest.raises(
-        UserError, match="task=classification needs data that says what it is; data=data brings dataloaders"
+        UserError,
+        match="task=classification needs a data set that describes itself; data=data is a LightningDataModule",
     ):
         lockstep.train(["task=classification", "data=odd", "trainer.accelerator=cpu"])
 
@@ -241,8 +242,8 @@ def test_a_task_of_locksteps_refuses_dataloaders_of_ones_own():
 def test_keys_that_divide_locksteps_batches_are_refused_for_dataloaders_of_ones_own():
     cfg = config("data=odd", "task._target_=odd.Small", "trainer.accumulate_grad_batches=auto", "data.num_workers=auto")
     found = "\n".join(own_loader_problems(cfg))
-    assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of data are its own" in found
-    assert "data.num_workers=auto is for Lockstep's loaders" in found
+    assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data=data makes its own" in found
+    assert "data.num_workers=auto is for Lockstep's dataloaders" in found
 
 
 # --- what it gets ---
@@ -258,8 +259,7 @@ def test_a_module_of_the_template_gets_its_network_optimizer_and_schedule(train,
     assert saved["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0.0, abs=1e-9)  # cosine to the end of 4 steps
     assert saved["hyper_parameters"] == {"interval": "step"}
     assert (
-        "checkpoints leave out net, optimizer, scheduler of hyper_parameters: no plain values"
-        in capsys.readouterr().err
+        "checkpoints omit net, optimizer, scheduler from hyper_parameters: only plain values" in capsys.readouterr().err
     )
     module = lockstep.load_model("template")
     assert torch.equal(module.layers.state_dict()["conv1.weight"], saved["state_dict"]["layers.conv1.weight"])
@@ -289,7 +289,9 @@ def test_without_evaluation_steps_the_last_checkpoint_is_kept_and_nothing_is_tes
 
 
 def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train):
-    words = r"checkpoint.monitor=val_loss is not among what Validated logs: .*valid_loss \(did you mean valid_loss\?\)"
+    words = (
+        r"checkpoint.monitor=val_loss is not logged by Validated, which logs .*valid_loss \(did you mean valid_loss\?\)"
+    )
     with pytest.raises(TrainingFailed, match=words):
         train("Validated", "run=told", "task.monitor=val_loss", "trainer.max_epochs=2")
     assert json.loads(Path("runs/told/report.json").read_text())["status"] == "failed"

@@ -75,7 +75,7 @@ def test_auto_ends_as_the_run_typed_with_the_number_that_it_found(accelerator, l
     _, accumulate, micro_batch = batches(little.folder, "auto")
     assert accumulate > 1
     assert words(done.err) == [
-        f"a micro-batch of 192 does not fit in memory; going on with {micro_batch} x {accumulate} accumulated"
+        f"a micro-batch of 192 does not fit in memory; continuing with {micro_batch} x {accumulate} accumulated"
     ]
     typed = little("run=typed", f"trainer.accumulate_grad_batches={accumulate}", here)
     assert typed.code == 0, typed
@@ -108,7 +108,7 @@ def test_auto_starts_all_processes_again_when_one_has_too_little(strategy, littl
     assert done.code == 0, done
     assert 1 <= len(words(done.err)) <= 3  # fsdp tries one after the other
     assert all(
-        re.fullmatch(r"a micro-batch of \d+ does not fit in memory; going on with .*", w) for w in words(done.err)
+        re.fullmatch(r"a micro-batch of \d+ does not fit in memory; continuing with .*", w) for w in words(done.err)
     )
     _, accumulate, _ = batches(little.folder, "auto")
     assert accumulate > 1

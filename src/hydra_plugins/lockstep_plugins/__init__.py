@@ -1,1 +1,1 @@
-"""Lockstep's own plugins for Hydra, which imports all modules of this package at every start: heavy imports come late."""
+"""Lockstep's plugins for Hydra, which imports all modules of this package at every start, so heavy imports come late."""

@@ -1,4 +1,4 @@
-"""Hydra finds a project's own configs before Lockstep's."""
+"""Makes Hydra look for configs in the project before Lockstep."""
 
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -8,7 +8,7 @@ from lockstep.config.project import config_folders
 
 
 class ProjectSearchPath(SearchPathPlugin):
-    """Leaves programs alone that use Hydra without Lockstep: their `main` folder is another."""
+    """Does nothing in programs that use Hydra without Lockstep: their `main` folder is a different one."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if any(element.provider == "main" and element.path == str(CONFIGS) for element in search_path.get_path()):

@@ -1,6 +1,6 @@
 """A launcher that runs several jobs of a multirun at once on this machine, each on its own GPUs.
 
-joblib's launcher knows no GPUs and ends all jobs when one process is killed. submitit's local executor starts all jobs at once.
+joblib's launcher ignores GPUs and ends all jobs when one process is killed. submitit's local executor starts all jobs at once.
 Heavy imports come late: Hydra imports this module at every start.
 """
 
@@ -27,7 +27,7 @@ class SlotsLauncher(Launcher):
         self.script: Path = getattr(task_function, "script")  # noqa: B009  # launch/cli.py has put it there
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Raises UserError without enough GPUs; KeyboardInterrupt when the system ends the launcher."""
+        """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system ends the launcher."""
         from lockstep.launch import slots
         from lockstep.machine import signals
         from lockstep.sweeps import table
@@ -41,7 +41,7 @@ class SlotsLauncher(Launcher):
             environment = free.get()
             try:
                 if stopped.is_set() or signals.received:
-                    return failed(job[0], "was not begun")
+                    return failed(job[0], "was not started")
                 return self.run(*job, environment)
             finally:
                 free.put(environment)
@@ -69,7 +69,7 @@ class SlotsLauncher(Launcher):
         return returns
 
     def run(self, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> JobReturn:
-        """One job in its own process; its output goes to a file beside its directory."""
+        """Runs one job in its own process; its output goes to a file beside its directory."""
         from lockstep.launch import slots
 
         code = slots.run_job(self.script, cfg, overrides, environment)

@@ -1,4 +1,4 @@
-"""Callbacks: each observes one thing. One with a method `report_figures() -> dict` adds these figures to report.json."""
+"""Callbacks: each observes one thing. A method `report_figures() -> dict` adds figures to report.json."""
 
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.ema import EMA

@@ -1,4 +1,4 @@
-"""Lightning's early stopping, exact when a run is resumed."""
+"""Lightning's early stopping, made exact for resumed runs."""
 
 from typing import Any
 
@@ -8,14 +8,15 @@ from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Lightning's keeps its counters in checkpoints, but not that it has asked for the end; and it takes the patience
-    of the checkpoint in place of the config's."""
+    """Lightning's does not save that it stopped, and restores the patience of the checkpoint over the config's.
+
+    It does save its counters."""
 
     stopped = False
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
-        # by a threshold or a loss that is no number; patience may be longer now
+        # by a threshold or a NaN. Patience is checked again, because it may be longer now
         self.stopped = state_dict["stopping_reason"] not in (
             EarlyStoppingReason.NOT_STOPPED.value,
             EarlyStoppingReason.PATIENCE_EXHAUSTED.value,

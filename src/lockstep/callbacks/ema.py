@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights: it is validated, tested and saved in their place."""
+"""An exponential moving average of the weights, which is validated, tested and saved in their place."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ from lockstep.training.steps import completes_step, steps_done
 class EMA(pl.Callback):
     """average = decay * average + (1 - decay) * weights, after every `update_every_n_steps`-th step from the first on.
 
-    Lightning's EMAWeightAveraging copies the whole module, which FSDP2 does not allow. Here the average has the form that
-    the strategy gave to the weights: whole, or this process's shards. Checkpoints are laid out as Lightning's: the average
-    is in `state_dict`, the weights that training goes on with are in `current_model_state`. Running statistics of batch
+    Lightning's EMAWeightAveraging copies the whole module, which FSDP2 does not allow. Here the average has the same
+    form as the weights under the strategy: whole, or this process's shards. Checkpoints have Lightning's layout: the average
+    is in `state_dict`, the weights that training continues with are in `current_model_state`. Running statistics of batch
     normalisation are averaged too; counters are taken as they are.
     """
 
@@ -44,7 +44,7 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def swap(self, pl_module: pl.LightningModule) -> None:
-        """Exchanges the values of the average and the weights, which stay the tensors that the optimizer knows."""
+        """Swaps the values of average and weights in place: the optimizer keeps its tensors."""
         for own, weight in zip(self.average or (), tensors(pl_module) if self.average else (), strict=True):
             kept = weight.clone()
             weight.copy_(own)
@@ -79,7 +79,7 @@ class EMA(pl.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """The strategy has loaded the average into the network by now, in the form that it has there."""
+        """By now the strategy has loaded the average into the network, in the form that it uses."""
         if "current_model_state" in checkpoint:
             self.average = [tensor.clone() for tensor in tensors(pl_module)]
             trainer.strategy.load_model_state_dict({"state_dict": checkpoint["current_model_state"]}, strict=True)

@@ -11,7 +11,7 @@ from lockstep.training.steps import completes_step, has_row, steps_done
 
 
 class FiniteLoss(pl.Callback):
-    """Looks at the loss where it is logged anyway, and at the end: the training loop gets no synchronisation for it."""
+    """Checks the loss whenever it is logged, and at the end, so it adds no synchronisation to the training loop."""
 
     def __init__(self) -> None:
         self.loss: Tensor | None = None
@@ -19,7 +19,7 @@ class FiniteLoss(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None  # manual optimization returns what it likes
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None  # manual optimization may return anything
         self.loss = loss if isinstance(loss, Tensor) else None
         if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
             self.look(trainer)
@@ -32,5 +32,5 @@ class FiniteLoss(pl.Callback):
         if not math.isfinite(loss):
             raise TrainingFailed(
                 f"the loss is {loss} at step {steps_done(trainer)} (epoch {trainer.current_epoch}). "
-                "Try a lower optim.lr, trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find where it begins."
+                "Try a lower optim.lr, trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find the operation that produces it."
             )

@@ -1,4 +1,4 @@
-"""What the engine does for a LightningModule that is not Lockstep's, around its own steps."""
+"""Hooks around a user's LightningModule: seeding, logging checks, checkpoint contents."""
 
 import logging
 import random
@@ -23,21 +23,21 @@ HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyper
 
 
 class Foreign(pl.Callback):
-    """Of training and of evaluation. `save` saves a checkpoint."""
+    """Used in training and in evaluation. `save` saves a checkpoint."""
 
     def __init__(
         self, cfg: DictConfig, parallelize: Callable[..., Any], save: Callable[[pl.Trainer], None] | None = None
     ) -> None:
         self.cfg, self.parallelize, self.save = cfg, parallelize, save
         self.own_loaders, self.begun = has_own_loaders(cfg), False
-        self.due: dict[int, float] = {}  # figures by the index of the scheduler that has not seen them yet
+        self.due: dict[int, float] = {}  # figures that a scheduler has not seen yet, by its index
         self.told: set[str] = set()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """`compile` and `channels_last` are about the network of the model group; a module's own network stays as it is."""
-        if trainer.is_global_zero:  # the module's figures are reduced as it says; this warning is about them
+        """`compile` and `channels_last` change the network of the model group only, not a module's own."""
+        if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
-        if not self.own_loaders:  # whose datamodule calls the module's hook
+        if not self.own_loaders:  # Lockstep's datamodule calls the module's hook
             warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
         net, cfg = given_to(pl_module).net, self.cfg
         self.parallelize(
@@ -64,33 +64,33 @@ class Foreign(pl.Callback):
         changes = title(self.cfg.schedule) != "constant" or self.cfg.schedule.get("warmup_steps")
         if schedule and schedule.counts_steps and changes and schedule.made in by_epoch:
             raise UserError(
-                f"schedule={title(self.cfg.schedule)} counts optimizer steps, and {type(pl_module).__name__} steps it once an epoch. Type schedule=none, "
+                f"schedule={title(self.cfg.schedule)} counts optimizer steps, but {type(pl_module).__name__} steps it once per epoch. Type schedule=none, "
                 'or let configure_optimizers return {"scheduler": ..., "interval": "step"}.'
             )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Dataloaders of the user's draw their order from (seed, epoch), so a run resumed at an epoch's end draws the same."""
+        """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
         if self.own_loaders:
             seed_epoch(self.cfg.seed, trainer)
-            if not self.begun:  # in later epochs, Lightning begins them next
+            if not self.begun:  # in later epochs Lightning starts them after this hook
                 begin_loaders_anew(trainer)
         self.begun = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A figure that is never logged is told at the first validation, and nothing is lost."""
+        """Fails at the first validation if the monitored figure was not logged; saves a checkpoint first."""
         monitor, found = self.cfg.checkpoint.monitor, sorted(trainer.callback_metrics)
         if not self.save or not monitor or trainer.sanity_checking or monitor in found:
             return
         self.save(trainer)
         raise TrainingFailed(
-            f"checkpoint.monitor={monitor} is not among what {type(pl_module).__name__} logs: {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
-            "Type checkpoint.monitor=<one of them> resume=auto to go on, or checkpoint.monitor=null to keep the last checkpoint alone."
+            f"checkpoint.monitor={monitor} is not logged by {type(pl_module).__name__}, which logs {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
+            "Type checkpoint.monitor=<one of them> resume=auto to continue, or checkpoint.monitor=null to keep the last checkpoint only."
         )
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Checkpoints load with weights_only=True, so of hyper_parameters they keep plain values."""
+        """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
         checkpoint["module_arguments"] = given_to(pl_module).network_arguments
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
@@ -109,14 +109,15 @@ class Foreign(pl.Callback):
         if names and key not in self.told:
             self.told.add(key)
             logging.getLogger("lockstep").warning(
-                "checkpoints leave out %s of %s: no plain values. load_from_checkpoint needs them as arguments.",
+                "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
                 ", ".join(names),
                 key,
             )
 
 
 def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, float]:
-    """Lightning steps a ReduceLROnPlateau after the checkpoints of an epoch's end, and never for a run that goes on from one."""
+    """Figures that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
+    run would skip that step."""
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]["started"]
     current = batches["current"]
     ended = current["processed"] >= trainer.num_training_batches or batches["is_last_batch"]
@@ -131,7 +132,7 @@ def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, flo
 
 
 def seed_epoch(seed: int, trainer: pl.Trainer) -> None:
-    """The same on every rank: they may divide one order."""
+    """The same seed on every rank, because ranks may share one order."""
     number = step_seed(seed, trainer.current_epoch, rank=-1)  # no rank has it
     random.seed(number)
     np.random.seed(number % 2**32)

@@ -1,4 +1,4 @@
-"""One line on what is going to happen, when everything is known and nothing has."""
+"""Prints a one-line summary of the run before the first step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,26 +17,26 @@ FILES = "all nodes must see the same files. Check runs_dir and data.root."
 
 
 class Plan(pl.Callback):
-    """Says model, data, strategy, batches, precision and steps before the first step."""
+    """Prints model, data, strategy, batches, precision and steps, and checks that all processes agree on them."""
 
     def __init__(self, cfg: DictConfig, data: pl.LightningDataModule, facts: Mapping[str, Any]) -> None:
         self.cfg, self.data, self.facts = cfg, data, facts
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.agree(trainer, "is the run", self.cfg.run)
-        words = "nodes of one job differ in what they compute fast. Type trainer.precision=32-true, or bf16-mixed."
+        words = "the nodes have different hardware. Type trainer.precision=32-true, or bf16-mixed."
         self.agree(trainer, "computes in precision", self.cfg.trainer.precision, words)
         self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
         self.agree(trainer, "has data with SHA-256", self.facts["data/sha256"])
 
     def agree(self, trainer: pl.Trainer, what: str, own: object, words: str = FILES) -> None:
-        """Each process has looked for itself. Raises TrainingFailed where one found something else than rank 0."""
+        """Raises TrainingFailed if this process found another value than rank 0."""
         first = trainer.strategy.broadcast(own)
         if own != first:
-            raise TrainingFailed(f"rank {trainer.global_rank} {what} {own}, and rank 0 {first}: {words}")
+            raise TrainingFailed(f"rank {trainer.global_rank} {what} {own}, but rank 0 {first}: {words}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.agree(trainer, "goes on after step", steps_done(trainer))
+        self.agree(trainer, "continues after step", steps_done(trainer))
         cfg, world = self.cfg, trainer.world_size
         parameters = sum(p.numel() for p in pl_module.parameters())
         device = trainer.strategy.root_device.type
@@ -68,6 +68,6 @@ class Plan(pl.Callback):
         world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
         accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
         if has_own_loaders(self.cfg):
-            return f"batches of its own in each process{accumulated}"
+            return f"each process has its own batches{accumulated}"
         batch = self.cfg.data.batch_size
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}"

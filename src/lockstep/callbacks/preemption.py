@@ -1,4 +1,4 @@
-"""Ends a run in good order when the system has warned that it is going to end it."""
+"""Saves and ends a run when the system warns that it will be ended."""
 
 import time
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from lockstep.errors import Preempted
 from lockstep.machine import signals
 from lockstep.training.steps import steps_done
 
-LOOK_S = 1.0  # how often the processes ask each other whether one was warned
+LOOK_S = 1.0  # seconds between the questions whether any process was warned
 
 
 class Preemption(pl.Callback):
-    """Saves the last checkpoint at the next step and ends, all processes at the same one.
+    """Saves the last checkpoint at the next step and ends the run, in all processes at the same step.
 
-    They agree by one all-reduce of two numbers a second, on the CPU; in between, a look costs a comparison.
+    They agree by one all-reduce of two numbers per second, on the CPU; other steps only compare the time.
     """
 
     def __init__(self, save: Callable[[pl.Trainer], None] | None) -> None:
@@ -27,7 +27,7 @@ class Preemption(pl.Callback):
         self.looked_at = (0, 0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signals.install()  # Lightning 2.6 puts a broadcast into its handler of SIGTERM, which other processes do not expect
+        signals.install()  # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
         if trainer.world_size > 1 and torch.distributed.get_backend() != "gloo":
@@ -51,17 +51,19 @@ class Preemption(pl.Callback):
     def on_test_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if signals.received:  # everything has been saved; no need to agree
-            raise Preempted(f"ended by {signals.received[0].name} while it was tested; type it again with resume=auto.")
+        if signals.received:  # everything is saved already, so processes need not agree
+            raise Preempted(
+                f"ended by {signals.received[0].name} during the test; type the command again with resume=auto."
+            )
 
     def words(self, trainer: pl.Trainer) -> str:
         by = signals.received[0].name if signals.received else "a signal to another process"
         return f"ended by {by} after {steps_done(trainer)} steps" + (
-            "; type it again with resume=auto to go on." if self.save else "."
+            "; type the command again with resume=auto to continue." if self.save else "."
         )
 
     def warned(self, trainer: pl.Trainer) -> bool:
-        """Whether any process was; the same answer in all of them."""
+        """Whether any process was warned; the answer is the same in all of them."""
         if trainer.world_size == 1:
             return bool(signals.received)
         step = steps_done(trainer)

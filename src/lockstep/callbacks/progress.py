@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, a line now and then elsewhere: with loss, images/s and the time left."""
+"""Progress: a bar on a terminal, otherwise a line every few seconds, with loss, images/s and the time left."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from lockstep.reporting.console import say
 from lockstep.training.steps import completes_step, has_row, steps_done
 
-EVERY_S = 10.0  # between lines when the output is not a terminal
+EVERY_S = 10.0  # seconds between lines when the output is not a terminal
 
 
 def clock(seconds: float) -> str:
@@ -22,17 +22,17 @@ def clock(seconds: float) -> str:
 
 
 def time_left(elapsed_s: float, done: int, to_do: int) -> str:
-    """Both in steps, of this process: a resumed run's earlier ones took no time now."""
+    """The time left, from the steps of this process only: earlier steps of a resumed run took no time now."""
     return f"{clock(elapsed_s * to_do / done)} left" if done else ""
 
 
 class Progress(pl.Callback):
-    """Follows the whole run, in optimizer steps. Figures are those of the last row of the log: no step waits for them."""
+    """Follows the whole run, in optimizer steps. It shows the figures of the last log row, so no step waits for them."""
 
     def __init__(self, monitor: str | None = None) -> None:
         self.monitor = monitor  # shown beside the loss
         self.bar: Bar | None = None
-        self.total: int | None = None  # without an end, as with max_epochs=-1
+        self.total: int | None = None  # None without an end, as with max_epochs=-1
         self.began_s = self.shown_s = 0.0
         self.first = 0
 

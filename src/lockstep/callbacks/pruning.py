@@ -12,7 +12,7 @@ from lockstep.training.steps import steps_done
 
 
 class Pruning(pl.Callback):
-    """Reports each validation to the study, by optimizer steps, and ends the run when the study's pruner says so.
+    """Reports each validation and its optimizer step to the study, and ends the run when the study's pruner says so.
 
     Only rank 0 talks to the storage. A resumed run reports from its checkpoint on; Optuna keeps the first report of a step.
     """
@@ -43,4 +43,4 @@ class Pruning(pl.Callback):
                 self.trial.report(float(trainer.callback_metrics[self.monitor]), steps_done(trainer))
             prune = self.trial.should_prune()
         if trainer.strategy.broadcast(prune):
-            raise Pruned(f"given up after {steps_done(trainer)} steps: other trials were better by then.")
+            raise Pruned(f"pruned after {steps_done(trainer)} steps: other trials were better by then.")

@@ -1,5 +1,5 @@
-"""Training speed in samples per second, over all processes, and the share of it that went to waiting for data; validation
-is left out."""
+"""Training speed in samples per second over all processes, and the share of time spent waiting for data. Validation is
+excluded."""
 
 import math
 import time
@@ -14,12 +14,12 @@ from lockstep.training.steps import completes_step, has_row, steps_done
 
 
 def waited_s(trainer: pl.Trainer) -> float:
-    """NaN where dataloaders of the user's do not say it."""
+    """NaN if the user's own dataloaders do not measure it."""
     return float(getattr(trainer.datamodule, "waited_s", math.nan))  # type: ignore[attr-defined]
 
 
 def size_of(batch: Any) -> int:
-    """Samples of a batch: of Lockstep's data it is known, of another dataloader's the first dimension tells; 0 without one."""
+    """Number of samples: `count` for Lockstep's batches, else the first dimension, else 0."""
     if isinstance(batch, dict) and "count" in batch:
         return int(batch["count"])
     try:
@@ -29,14 +29,14 @@ def size_of(batch: Any) -> int:
 
 
 class Throughput(pl.Callback):
-    """Measures windows of `log_every_n_steps` steps. The first window, which holds warm-up and compiling, counts alone
-    only when there is no other."""
+    """Measures windows of `log_every_n_steps` steps. The first window includes warm-up and compiling; it counts only if there
+    is no other."""
 
     def __init__(self) -> None:
         self.unit = "samples"
-        self.windows: list[tuple[int, float, float]] = []  # samples, seconds, seconds of them waiting for data
+        self.windows: list[tuple[int, float, float]] = []  # samples, seconds, seconds spent waiting for data
         self.waited_s = 0.0
-        self.first_step_s: float | None = None  # with compiling, where the network is compiled
+        self.first_step_s: float | None = None  # includes compiling
         self.samples = 0
         self.began_s: float | None = None
 
@@ -57,7 +57,7 @@ class Throughput(pl.Callback):
             self.first_step_s = time.perf_counter() - self.began_s
         if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
             self.close(trainer)
-            self.began_s = time.perf_counter()  # waiting for the next batch counts
+            self.began_s = time.perf_counter()  # includes the wait for the next batch
             for samples, seconds, _ in self.windows[-1:]:
                 pl_module.log(f"train/{self.unit}_per_s", samples / seconds, prog_bar=True)
 
@@ -77,7 +77,7 @@ class Throughput(pl.Callback):
         self.close(trainer)
 
     def report_figures(self) -> dict[str, float | None]:
-        """Over the whole run, for its report."""
+        """Figures of the whole run, for its report."""
         samples, seconds, waited = (
             sum(column) for column in zip(*(self.windows[1:] or self.windows or [(0, 0, 0)]), strict=True)
         )

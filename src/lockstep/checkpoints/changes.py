@@ -1,4 +1,4 @@
-"""What cannot change when a run is resumed."""
+"""The keys that cannot change when a run is resumed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,7 +37,7 @@ def changed_values(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
         for key in {**now, **then}:
             if now.get(key) != then.get(key):
                 yield (
-                    f"{key}={now.get(key)} cannot be changed in a run that is resumed; there it is {then.get(key)}. "
+                    f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
                     "Type init_from=<run> for a new run."
                 )
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and the network in it. Free of Lightning."""
+"""The content of a checkpoint, and its network. Free of Lightning."""
 
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ def load_network(path: Path) -> nn.Module:
 
 
 def load_module_weights(module: Any, path: Path) -> None:
-    """Of a LightningModule of the user's, as Lightning does it. Raises UserError when the checkpoint does not fit."""
+    """Loads the weights of a user's LightningModule, as Lightning does. Raises UserError when the checkpoint does not fit."""
     content = read(path)
     module.on_load_checkpoint(content)
     load_into(module.state_dict(), content["state_dict"], path)
 
 
 def holds_module(path: Path) -> bool:
-    """Whether it is a checkpoint of a LightningModule of the user's, whose network nobody but itself knows."""
+    """Whether it is a checkpoint of a user's LightningModule, which defines its own network."""
     return "module_arguments" in read(path)

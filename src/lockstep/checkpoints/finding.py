@@ -51,7 +51,7 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
     The newest is the one with the most steps: file times change when a folder is copied.
     """
     folder = run_dir / "checkpoints"
-    last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves `.old` alone
+    last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
     found = [next((path for path in last if path.exists()), last[0])]
     found = [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
     complete = [path for path in found if is_checkpoint(path)]
@@ -72,7 +72,7 @@ def run_folders(runs_dir: Path) -> Iterator[Path]:
 
 
 def find_run(runs_dir: str, name: str, key: str) -> Path:
-    """The directory of run `name`. Raises UserError that names similar runs; `key` is the key that named it."""
+    """The directory of run `name`. Raises UserError that names similar runs. `key` is the config key that named it."""
     path = Path(runs_dir) / name
     if (path / "config.yaml").is_file():
         return path
@@ -87,7 +87,7 @@ def newest_checkpoint(run_dir: Path, key: str) -> Path:
     for path in checkpoints(run_dir):
         return path
     raise UserError(
-        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no complete checkpoint. Type run=<another name> to start anew."
+        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no complete checkpoint. Type run=<another name> to start over."
     )
 
 

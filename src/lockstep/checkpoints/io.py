@@ -149,7 +149,7 @@ class AtomicCheckpointIO(CheckpointIO):
         self.submit(partial(remove_or_warn, Path(path)))
 
     def teardown(self) -> None:
-        """Finishes what was begun. An error here does not hide the error that ended the training."""
+        """Finishes pending writes. An error here does not hide the error that ended the training."""
         error = self.queue.finish() if self.queue else None
         self.buffers, self.step = {}, None
         if error and sys.exc_info()[0] is None:
@@ -165,7 +165,7 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def remove_or_warn(path: Path) -> None:
-    """An old file that stays is not worth a failed run."""
+    """Removes an old checkpoint. A failure is only logged: it is not worth a failed run."""
     try:
         shards.remove(path)
     except OSError as e:

@@ -44,7 +44,7 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     keys = [key_of(override) for override in overrides]
     recipes = [key for key in keys if key in RECIPES]
     if recipes:
-        raise UserError(f"{recipes[0]}= cannot be changed for a run that exists. Set the keys that you mean.")
+        raise UserError(f"{recipes[0]}= cannot be changed for an existing run. Set the individual keys instead.")
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
     with open_dict(cfg):
@@ -144,7 +144,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
                 OmegaConf.update(result, key, OmegaConf.select(saved, key))
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
-        result.seed = saved.seed if result.seed is None else result.seed  # drawn once
+        result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     if is_first_process(result) and result.run != own_name and has_config(runs_dir / result.run):
         raise UserError(
             f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."

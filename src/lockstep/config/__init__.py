@@ -1,1 +1,1 @@
-"""What a command line asks for: composed, checked and named, without torch."""
+"""From a command line to a checked config with a run name, without torch."""

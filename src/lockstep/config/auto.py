@@ -1,7 +1,7 @@
-"""What `auto` means here: decided once, by the process that reads the command line, and written into the run's config.
+"""Resolves `auto` for this machine: once, in the process that reads the command line, and writes it into the run's config.
 
-So a run that goes on, and its evaluation, compute as it began; processes that decide for themselves, as torchrun's do,
-must agree (callbacks/plan.py).
+So a resumed run and its evaluation compute as the run began. Processes that decide separately, such as torchrun's, must agree
+(callbacks/plan.py).
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from lockstep.machine.world import World, cores
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
-MOST_WORKERS = 8  # for each process
+MOST_WORKERS = 8  # per process
 
 
 def precision(accelerator: str) -> str:
@@ -22,14 +22,14 @@ def precision(accelerator: str) -> str:
 
 
 def workers(bytes_in_memory: int | None, world: World) -> int:
-    """None for what stays in memory; otherwise the cores of a process without the one that trains."""
+    """0 if the data fits into memory; otherwise this process's cores minus the one that trains."""
     if bytes_in_memory is not None and bytes_in_memory < memory_bytes() / 2:
         return 0
     return max(1, min(MOST_WORKERS, cores() // (world.size // world.nodes) - 1))
 
 
 def decided(cfg: DictConfig, world: World, data: "DataSet | None") -> DictConfig:
-    """`cfg` with a value in the place of each `auto` that depends on the machine. `data`: None has its own dataloaders."""
+    """`cfg` with a value for each `auto` that depends on the machine. `data` is None for a LightningDataModule."""
     cfg = cfg.copy()
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":

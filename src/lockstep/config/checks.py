@@ -1,4 +1,4 @@
-"""Every check of a config, across its groups, without torch: a mistake is told in half a second, all at once."""
+"""Every check of a config, across its groups, without torch: reports all mistakes together, in half a second."""
 
 import importlib
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ from lockstep.config.schema import CLOSED, GROUPS, KEYS
 from lockstep.config.words import nearest, plain, shown
 from lockstep.machine.world import World, world_of
 
-# Arguments of Lightning's Trainer that another key of Lockstep decides.
+# Arguments of Lightning's Trainer that Lockstep sets from other keys.
 OWNED = {
     "trainer.strategy": "choose it with strategy=ddp",
     "trainer.logger": "choose loggers with logger=[csv,wandb]",
     "trainer.callbacks": "choose callbacks with callbacks=[default,ema]",
-    "trainer.plugins": "strategies and precision bring their own; see src/lockstep/build.py",
+    "trainer.plugins": "the strategy and the precision set them; see src/lockstep/build_trainer.py",
     "trainer.default_root_dir": "name the run directory with run=<name>",
     "trainer.fast_dev_run": "use debug=one_batch, which leaves a report and a checkpoint",
     "trainer.overfit_batches": "use debug=overfit",
-    "trainer.use_distributed_sampler": "Lockstep's sampler always deals out the batches",
+    "trainer.use_distributed_sampler": "Lockstep's own sampler always distributes the batches",
     "trainer.barebones": "use logger=csv callbacks=[] trainer.enable_progress_bar=false",
     "trainer.model_registry": "not used by this project",
     "trainer.limit_predict_batches": "nothing predicts in training",
@@ -31,7 +31,7 @@ OWNED = {
 
 
 def unknown_keys(cfg: DictConfig) -> Iterator[str]:
-    """Keys that were forced in with `+key=value` and that nothing reads."""
+    """Keys added with `+key=value` that nothing reads."""
     top = [key for key in KEYS if "." not in key] + list(GROUPS)
     for key in map(str, cfg):
         if key not in top:
@@ -57,7 +57,7 @@ def wrong_values(cfg: DictConfig) -> Iterator[str]:
         if OmegaConf.is_missing(node, name):
             yield f"{key} is missing; type {key}=<{name}>."
             continue
-        if OmegaConf.is_interpolation(node, name):  # its value is checked where it stands
+        if OmegaConf.is_interpolation(node, name):  # the key that it refers to is checked there
             yield from unresolved(node, name, key)
         elif not kind.accepts(plain(node[name])):
             yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
@@ -72,19 +72,19 @@ def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
 
 
 def accumulated(cfg: DictConfig) -> int:
-    """`trainer.accumulate_grad_batches` as a number: that of the first attempt of `auto`."""
+    """`trainer.accumulate_grad_batches` as a number; 1 for `auto`, which starts with it."""
     given: int | str = cfg.trainer.accumulate_grad_batches
     return 1 if given == "auto" else int(given)
 
 
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Of another class's batches, `division_problems` says it when the class is known."""
+    """Checks Lockstep's data only; other data is checked in start(), once its class is imported."""
     if of_lockstep(cfg.data):
         yield from division_problems(cfg, world)
 
 
 def division_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Of the global batches that are trained on; an evaluation's need not be divisible."""
+    """The global batch must divide into processes x micro-batches; evaluation batches need not."""
     batch, accumulate = cfg.data.batch_size, accumulated(cfg)
     parts = world.size * accumulate
     if batch % parts:
@@ -97,20 +97,20 @@ def division_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Of trainer.accumulate_grad_batches=auto, which starts the processes again."""
+    """Limits of trainer.accumulate_grad_batches=auto, which restarts the processes."""
     auto = "trainer.accumulate_grad_batches=auto"
     if cfg.trainer.accumulate_grad_batches != "auto":
         return
     if world.external or world.nodes > 1:
-        who = world.external or "more than one parent"
+        who = world.external or "more than one parent process"
         yield (
-            f"{auto} starts the processes again when memory runs out, and {who} has started them. Type trainer.accumulate_grad_batches=1: "
-            "if that does not fit, the error names a number that does."
+            f"{auto} restarts the processes when memory runs out, but {who} started them. Type trainer.accumulate_grad_batches=1: "
+            "if a micro-batch does not fit, the error names a number that does."
         )
     for key in ("limit_train_batches", "val_check_interval"):
         if cfg.trainer[key] and (isinstance(cfg.trainer[key], int) or key == "limit_train_batches"):
             yield (
-                f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} it is not known yet how many make a step. "
+                f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} their number per step is not known yet. "
                 "Type trainer.accumulate_grad_batches=1, or a larger number."
             )
 
@@ -118,7 +118,7 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     on_device, workers = cfg.data.get("on_device"), cfg.data.get("num_workers")
     if on_device is True and world.accelerator == "cpu":
-        yield "data.on_device=true has no effect on a CPU: samples are in its memory. Type data.on_device=auto."
+        yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Type data.on_device=auto."
     if on_device is True and workers not in (0, "auto"):
         yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Leave one of them out."
     for key in ("prefetch_factor", "persistent_workers"):
@@ -127,7 +127,7 @@ def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 def fused_problem(cfg: DictConfig) -> str | None:
-    """Why the optimizer cannot run as one kernel, in words that go on after `optim.fused=true`."""
+    """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
     if str(cfg.trainer.precision) in ("16-mixed", "16") and cfg.trainer.gradient_clip_val:
         return f"unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision={cfg.trainer.precision}"
     if cfg.strategy.traits.shards and str(cfg.optim.get("_target_")).endswith("SGD"):
@@ -148,7 +148,7 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     if cfg.trainer.sync_batchnorm and traits.splits_batches:
         yield f"trainer.sync_batchnorm=true has no effect under strategy={name}: each replica normalises its own part. Type strategy=ddp."
     if cfg.compile and traits.splits_batches:
-        yield f"compile=true has no effect under strategy={name}: the replicas would all run on the first device. Type strategy=ddp."
+        yield f"compile=true has no effect under strategy={name}: all replicas would run on the first device. Type strategy=ddp."
     if cfg.checkpoint.sharded and not traits.shards:
         yield f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false."
     if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
@@ -156,7 +156,7 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 def wrong_mode(cfg: DictConfig) -> str | None:
-    """The checkpoint.mode that a known figure needs, where another is given."""
+    """The checkpoint.mode that a known figure needs, if another one is given."""
     known = {str(cfg.task.monitor): str(cfg.task.mode), "val/loss": "min"}
     good = known.get(str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode))
     return None if good == cfg.checkpoint.mode else good
@@ -179,7 +179,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
             f"Type trainer.val_check_interval={accumulate * max(1, every // accumulate)}."
         )
     if good := wrong_mode(cfg):
-        yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst. Type checkpoint.mode={good}."
+        yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst checkpoint. Type checkpoint.mode={good}."
     if "early_stopping" in cfg.callbacks and trainer.limit_val_batches == 0:
         yield "callbacks=[early_stopping] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
@@ -204,7 +204,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
 
 
 def data_set_problems(cfg: DictConfig, _: World) -> Iterator[str]:
-    """Of Lockstep's own data sets, which import no torch; others are asked when they are made."""
+    """Asks Lockstep's own data sets, which import no torch; others are asked when they are created."""
     module, name = str(cfg.data.get("_target_")).rpartition(".")[::2]
     if module.startswith("lockstep.data"):
         data_set = getattr(importlib.import_module(module), name, None)
@@ -222,6 +222,6 @@ def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
         try:
             problems += cross_check(cfg, world_of(cfg))
         except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
-            if not problems:  # otherwise a value that is already reported stood in the way
+            if not problems:  # otherwise a value that is already reported caused it
                 raise
     return problems

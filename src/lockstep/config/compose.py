@@ -1,4 +1,4 @@
-"""Composing a config, and telling everything that is wrong with a command line at once."""
+"""Composes a config, and reports everything that is wrong with a command line at once."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from lockstep.config.words import nearest
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
 
-# When this module is imported, as it is by a job that a launcher has sent to another process.
+# At import, because a launcher may unpickle a job in another process.
 OmegaConf.register_resolver("lockstep.sweep", sweep_name, replace=True)
 OmegaConf.register_resolver("lockstep.tasks", lambda devices: devices if isinstance(devices, int) else 1, replace=True)
 
@@ -38,7 +38,7 @@ def search_path(argv: Sequence[str]) -> list[str]:
 
 @contextmanager
 def hydra_of_our_own() -> Iterator[None]:
-    """Hydra with our configs; whoever has initialized Hydra in this process finds theirs again."""
+    """Initializes Hydra with our configs; restores the caller's Hydra afterwards."""
     theirs = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
@@ -56,7 +56,7 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def default_options(config_name: str) -> dict[str, Any]:
-    """The option that a command takes of each group where nothing is typed; without the groups that take several."""
+    """The default option of each group, without groups that take several."""
     with hydra_of_our_own():
         return dict(compose(config_name, [], return_hydra_config=True).hydra.runtime.choices)
 
@@ -74,13 +74,13 @@ def options(group: str) -> list[str]:
 
 
 def config_file(name: str) -> Path:
-    """The file that Hydra finds for a config, as `data/mnist`."""
+    """The file that Hydra finds for a config such as `data/mnist`."""
     files = [folder / f"{name}.yaml" for folder in config_folders()]
     return next((file for file in files if file.is_file()), files[-1])
 
 
 def message(error: BaseException, override: str) -> str:
-    """Hydra's and OmegaConf's words for one override, on one line."""
+    """Hydra's or OmegaConf's error about one override, on one line."""
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
@@ -97,22 +97,22 @@ def message(error: BaseException, override: str) -> str:
 
 
 def variants(override: str) -> list[str]:
-    """An override, or one for each value that it sweeps over."""
+    """An override, or one override for each value that it sweeps over."""
     parsed = OverridesParser.create().parse_override(override)
     if not parsed.is_sweep_override():
         return [override]
-    if parsed.is_interval_sweep():  # a sweeper draws from between its ends
+    if parsed.is_interval_sweep():  # a sweeper draws values between its ends
         interval = parsed.value()
         return [f"{parsed.get_key_element()}={end}" for end in (interval.start, interval.end)]
     return [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
 
 
 def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> tuple[list[str], list[str]]:
-    """What Hydra says against each override by itself, on top of `always` and the groups that compose; and those it takes."""
+    """Hydra's error for each override tried alone on top of `always` and the valid groups; and the overrides that it accepts."""
     problems: list[str] = []
     groups: list[str] = []
     values: list[str] = []
-    for given in sorted(overrides, key=lambda o: not is_group(o)):  # groups first: they decide which keys exist
+    for given in sorted(overrides, key=lambda o: not is_group(o)):  # groups first, because they decide which keys exist
         try:
             tried = variants(given)
         except HydraException as e:
@@ -129,11 +129,11 @@ def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str
 
 
 def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
-    """All that is wrong with a command line on which Hydra gave up with `error`."""
+    """All mistakes of a command line that Hydra refused with `error`."""
     problems, good = tried_alone(config_name, overrides, always)
     try:
         composed = compose_config(config_name, [*always, *good])
-        problems += check(composed) if config_name == "train" else []  # eval's is merged with the run's own first
+        problems += check(composed) if config_name == "train" else []  # eval's config is merged with the run's first
     except CONFIG_ERRORS as e:
         error = e
     return problems or [" ".join(str(error).split())]

@@ -1,4 +1,4 @@
-"""What a run is called and where it lives: decided once, before any process starts."""
+"""A run's name and directory: decided once, before any process starts."""
 
 import os
 import re
@@ -15,25 +15,25 @@ SWEEP = "LOCKSTEP_SWEEP"
 
 
 def stamp() -> str:
-    """A time to read and four random digits: two runs of one second differ."""
+    """A timestamp and four random hex digits, so runs started in the same second get different names."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def sweep_name(run: object, env: MutableMapping[str, str] = os.environ) -> str:
-    """The directory of a multirun. Kept in the environment, where the sweep's other processes find it."""
+    """The directory of a multirun. Kept in the environment for the sweep's other processes."""
     srun = env.get("SLURM_JOB_ID") if "SLURM_STEP_ID" in env else None
-    ours = env.get("TORCHELASTIC_RUN_ID") or srun  # every process there is runs Hydra itself
+    ours = env.get("TORCHELASTIC_RUN_ID") or srun  # there, every process runs Hydra itself
     return env.setdefault(SWEEP, str(run or f"sweep-{ours or stamp()}"))
 
 
 def title(node: DictConfig) -> str:
-    """What a node is called where people read: its `name`, or that of its class in the same form."""
+    """The display name of a node: its `name`, or its class name in the same form."""
     target = str(node.get("_target_") or "none").rpartition(".")[2]
     return str(node.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", target).lower())
 
 
 def model_title(cfg: DictConfig) -> str:
-    """The model's title; of a task that makes its own network, the task's."""
+    """The display name of the model, or of a task that makes its own network."""
     return title(cfg.model if cfg.model else cfg.task)
 
 
@@ -42,7 +42,7 @@ def model_and_data(cfg: DictConfig) -> str:
 
 
 def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | None:
-    """Under torchrun and SLURM, a name with the job's id: all ranks and restarts agree on it without talking."""
+    """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
     if "TORCHELASTIC_RUN_ID" in env:
         if env["TORCHELASTIC_RUN_ID"] == "none":
             raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Type run=<name>.")
@@ -53,7 +53,7 @@ def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | N
 
 
 def restarted(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether SLURM has put this job back into the queue, or torchrun has started its workers again after a failure."""
+    """Whether SLURM requeued this job, or torchrun restarted its workers after a failure."""
     return any(int(env.get(name, "0")) > 0 for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"))
 
 
@@ -62,7 +62,7 @@ def run_dir(cfg: DictConfig) -> Path:
 
 
 def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
-    """The config with all that a run decides once: its name, its seed, its data, its W&B id."""
+    """The config with everything that a run decides once: its name, its seed, its data, its W&B id."""
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
@@ -78,6 +78,6 @@ def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
 
 
 def evaluation_file(cfg: DictConfig) -> Path:
-    """Where eval.py writes: the run's eval.json, or beside a checkpoint that has no run around it."""
+    """Where eval.py writes: the run's eval.json, or a file beside a checkpoint that is not in a run directory."""
     run_dir = Path(cfg.runs_dir) / str(cfg.run)
     return run_dir / "eval.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(".eval.json")

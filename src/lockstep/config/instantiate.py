@@ -1,6 +1,6 @@
-"""Objects from the nodes of a config. Keys are checked against the signature of the class or function that gets them.
+"""Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them.
 
-What may be made is listed, so that a config or a checkpoint cannot run any code.
+Only listed packages may be named, so a config or a checkpoint cannot run arbitrary code.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from lockstep.config.signatures import locate, parameters, takes_one, type_probl
 from lockstep.config.words import nearest
 from lockstep.errors import UserError, raise_problems
 
-# What configs may name, and what those may return; beside it, the packages of the project (config/project.py).
+# What configs may name, besides the packages of the project (config/project.py).
 TRUSTED = (
     "lockstep.*",
     "torch.nn.*",
@@ -28,18 +28,18 @@ TRUSTED = (
     "lightning.pytorch.*",
     "optuna.pruners.*",
 )
-# Keys of a node that the engine reads itself. They are passed on only where the signature names them.
+# Keys that the engine reads itself. They are passed on only if the signature names them.
 ENGINE = ("name", "monitor", "mode", "metrics", "traits", "_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 MISSING = "???"  # OmegaConf's
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
-    """The object of a `_target_` node; `given` are arguments of the engine's. `key` is where the node stands.
+    """Creates the object of a `_target_` node. `given` are arguments from the engine; `key` is the node's place in the config.
 
     Raises:
-        UserError: a key is unknown, missing or of a wrong type, or the target may not be named.
-        Exception: what the class itself raises.
+        UserError: a key is unknown, missing or has a wrong type, or the target may not be named.
+        Exception: whatever the class itself raises.
     """
     plain = to_plain(node)
     raise_problems(problems(plain, key, given=given))
@@ -55,13 +55,13 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
 
 
 def refused_argument(error: TypeError, node: Mapping[str, Any], key: str) -> Iterator[str]:
-    """A key that a class took as one of **arguments and passed on to another one, which does not know it."""
+    """A key that a class accepted in **kwargs and passed on to a callee that does not know it."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if found and found[1] in node and found[1] not in (parameters(node["_target_"]) or {}):
         yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], list(parameters(node['_target_']) or {}))}."
 
 
-# Keys of a `data` node that the engine reads; the class gets the others, and those of them that it names.
+# Keys of a `data` node that the engine reads. The class gets the others, and those of these that its signature names.
 ENGINE_DATA = (
     "batch_size",
     "eval_batch_size",
@@ -75,14 +75,14 @@ ENGINE_DATA = (
 
 
 def has_own_loaders(cfg: DictConfig) -> bool:
-    """Whether `data` names a LightningDataModule, whose dataloaders are its own; asked without importing Lightning."""
+    """Whether `data` names a LightningDataModule, which has its own dataloaders; found out without importing Lightning."""
     path = cfg.data.get("_target_")
     target = target_of(path, "data") if isinstance(path, str) else None
     return any(base.__module__.startswith("lightning.pytorch.") for base in getattr(target, "__mro__", ()))
 
 
 def create_data(cfg: DictConfig) -> Any:
-    """The data set of a config, without its batches."""
+    """Creates the data set of a config, without its dataloaders."""
     node = to_plain(cfg.data)
     raise_problems(target_problems(node, "data"))
     data_set = target_of(node["_target_"], "data")
@@ -104,25 +104,25 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
-    """What a `_target_` names. Raises UserError that says what may be named, or what is not there."""
+    """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
     if not any(path.startswith(pattern.removesuffix("*")) for pattern in trusted()):
         allowed = ", ".join(pattern.removesuffix(".*") for pattern in trusted())
         raise UserError(
             f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
-            "Packages below src/ of your project are among them; list others in [tool.lockstep] packages of its pyproject.toml."
+            "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
         )
     try:
         found: Callable[..., Any] = locate(path)
     except LookupError as e:
-        raise UserError(f"{key}._target_={path} is not there: {e}.") from None
+        raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
     return found
 
 
 def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
-    """Whether a node names a class that is there and may be made."""
+    """Problems of a node's `_target_`: it is missing, may not be named, or does not exist."""
     target = node.get("_target_")
     if target in (None, MISSING):
-        yield f"{key}._target_ is missing; it names the class, as in {key}._target_=my_package.my_module.MyClass."
+        yield f"{key}._target_ is missing; it names the class, for example {key}._target_=my_package.my_module.MyClass."
         return
     try:
         target_of(str(target), key)
@@ -131,7 +131,7 @@ def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
 
 
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """What is wrong with the keys of a node. Without `given`, arguments that the engine adds are not missed."""
+    """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
     if wrong := list(target_problems(node, key)):
         yield from wrong
         return

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def dotted(tree: Any, key: str = "") -> dict[str, Any]:
-    """The values of nested dicts by their dotted keys, all below `key`; a list is a value."""
+    """The values of nested dicts by their dotted keys, each prefixed with `key`. A list is a value."""
     if not isinstance(tree, dict):
         return {key: tree}
     return {

@@ -15,19 +15,19 @@ from typing import Any
 from lockstep import CONFIGS
 from lockstep.errors import UserError
 
-VARIABLE = "LOCKSTEP_PROJECT"  # the root, for the processes that a command starts; empty: there is no project
+VARIABLE = "LOCKSTEP_PROJECT"  # the project's root, for child processes; empty if there is no project
 
 
 @dataclass(frozen=True)
 class Project:
-    """The default is no project: Lockstep alone."""
+    """A project; the default is none, Lockstep alone."""
 
     root: Path | None = None
-    installed: tuple[str, ...] = ()  # `packages` of the table: those that do not lie in src/
+    installed: tuple[str, ...] = ()  # `packages` of the table: those outside of src/
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """What configs may name beside Lockstep's own list."""
+        """Packages that configs may name, besides Lockstep's own list."""
         return (*(path.name for path in self.sources()), *self.installed)
 
     def sources(self) -> Iterator[Path]:
@@ -39,10 +39,10 @@ class Project:
 
 
 def read(root: Path) -> Project | None:
-    """The project whose root is this very folder.
+    """The project with this folder as its root.
 
     Raises:
-        UserError: its pyproject.toml is damaged, or its table [tool.lockstep] has something that is not known.
+        UserError: its pyproject.toml is damaged, or its table [tool.lockstep] has an unknown key or a wrong value.
     """
     file = root / "pyproject.toml"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -57,10 +57,10 @@ def read(root: Path) -> Project | None:
     packages = table.get("packages", []) if isinstance(table, dict) else None
     unknown = sorted(table.keys() - {"packages"}) if isinstance(table, dict) else []
     if unknown:
-        raise UserError(f"{file}: tool.lockstep has no key {unknown[0]}; use packages.")
+        raise UserError(f"{file}: tool.lockstep has no key {unknown[0]}; its only key is packages.")
     if not isinstance(packages, list) or not all(map(is_package, packages)):
         raise UserError(
-            f'{file}: tool.lockstep.packages takes names of packages. Type for example packages = ["monai"].'
+            f'{file}: tool.lockstep.packages takes a list of package names. Type for example packages = ["monai"].'
         )
     return Project(root, tuple(packages))
 
@@ -76,7 +76,7 @@ def find(folder: Path) -> Project:
 
 
 def current() -> Project:
-    """The project of this process: what `enter` found, or else that of the current directory."""
+    """The project of this process: the one that `enter` found, else that of the current directory."""
     given = os.environ.get(VARIABLE)
     if given is None:
         return find(Path.cwd())
@@ -87,40 +87,40 @@ def current() -> Project:
 
 
 def enter(folder: Path) -> None:
-    """Makes the project at or above `folder` that of this process and of those that it starts."""
+    """Makes the project at or above `folder` the project of this process and its children."""
     os.environ.setdefault(VARIABLE, str(find(folder).root or ""))
     before = list(sys.path)
     make_importable()
     added = [path for path in sys.path if path not in before]
-    if added:  # a job of SLURM's is unpickled before it can ask for its project
+    if added:  # a SLURM job is unpickled before it can ask for its project
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *added]))
 
 
 def environment() -> dict[str, str]:
-    """What a process that this one starts has to be told."""
+    """Environment variables for child processes."""
     return {VARIABLE: str(current().root or "")}
 
 
 def make_importable() -> None:
-    """Puts src/ on the path where one of its packages is not installed."""
+    """Puts src/ on sys.path if one of its packages is not installed."""
     missing = [path for path in current().sources() if importlib.util.find_spec(path.name) is None]
     if missing and str(missing[0].parent) not in sys.path:
         sys.path.append(str(missing[0].parent))
 
 
 def trusted() -> list[str]:
-    """Patterns for what a config may name in the project's packages."""
+    """Patterns of the names that a config may use from the project's packages."""
     return [f"{package}.*" for package in current().packages]
 
 
 def command(name: str) -> str:
-    """What to type for a job: `python train.py` where the project has that script."""
+    """What to type for a job: `python train.py` if the project has that script, else `lockstep train`."""
     root = current().root
     return f"python {name}.py" if root and (root / f"{name}.py").is_file() else f"lockstep {name}"
 
 
 def config_folders() -> list[Path]:
-    """Where configs lie: in the project's `configs` first, then in Lockstep's."""
+    """The folders of configs: the project's `configs` first, then Lockstep's."""
     root = current().root
     own = root / "configs" if root else CONFIGS
     return [own, CONFIGS] if own.is_dir() and not own.samefile(CONFIGS) else [CONFIGS]

@@ -1,4 +1,4 @@
-"""What each key of the config takes, in words and as a test. Free of torch, as is all that checks a config."""
+"""The values that each config key accepts: a test, a description, an example. Free of torch, like all checks of a config."""
 
 import re
 from collections.abc import Callable
@@ -63,9 +63,9 @@ def is_channels(v: Any) -> bool:
 FLAG = one_of(True, False, example="true")
 TEXT = Kind(lambda v: isinstance(v, str) and v != "", "a text", "name")
 BATCHES = Kind(is_batches, "a number of batches (an integer) or a share of them (0.0 to 1.0)", "10").or_null()
-MONITOR = Kind(TEXT.accepts, "the name of a figure of the validation", "val/loss").or_null()
+MONITOR = Kind(TEXT.accepts, "the name of a validation figure", "val/loss").or_null()
 
-# The keys of the nodes that Lockstep reads itself. A node with a `_target_` passes unknown keys on to its class.
+# Keys that Lockstep reads itself. A node with a `_target_` passes other keys on to its class.
 KEYS: dict[str, Kind] = {
     "seed": whole(0, 0).or_null(),
     "run": Kind(
@@ -146,7 +146,7 @@ KEYS: dict[str, Kind] = {
     "trainer.detect_anomaly": FLAG,
     "trainer.sync_batchnorm": FLAG,
     "trainer.reload_dataloaders_every_n_epochs": whole(0, 0),
-    # keys of groups whose classes get the rest
+    # keys of groups with a `_target_`: other keys go to the class
     "optim.lr": number(0, "1e-3"),
     "optim.fused": one_of(True, False, "auto", example="true"),
     "optim.weight_decay": number(0, 0.01),
@@ -191,4 +191,4 @@ GROUPS = (
     "experiment",
     "debug",
 )
-CLOSED = ("trainer", "checkpoint")  # groups that take no other keys; nodes with a `_target_` ask their class
+CLOSED = ("trainer", "checkpoint")  # groups without a `_target_`, which take no other keys

@@ -1,4 +1,4 @@
-"""What a class or function that a config names takes: its arguments, those of its base classes, and their types."""
+"""The arguments and their types of a class or function named by a config, including those of base classes."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
 
 def locate(path: str) -> Any:
-    """The object of a dotted path. Raises LookupError where there is none; errors of the modules themselves pass.
+    """The object of a dotted path. Raises LookupError if there is none; lets errors of the modules themselves through.
 
     As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.ddp` is a function.
     """
@@ -31,7 +31,7 @@ def locate(path: str) -> Any:
             found = importlib.import_module(module)
         except ModuleNotFoundError as e:
             if e.name is None or not f"{module}.".startswith(f"{e.name}."):
-                raise  # a module that this one imports
+                raise  # raised by an import inside that module
             if not here:
                 raise LookupError(f"there is no package {part}") from None
             raise LookupError(f"{here} has no {part}{nearest(part, dir(found))}") from None
@@ -39,9 +39,9 @@ def locate(path: str) -> Any:
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The arguments of a target by name, with those that `**kwargs` hands on to base classes; None where unknown.
+    """The arguments of a target by name, with those that `**kwargs` passes on to base classes; None if unknown.
 
-    None of the latter has to be given: the class may give it itself.
+    Inherited arguments are optional: the class may set them itself.
     """
     target, bases = locate(path), iter(constructors(locate(path))[1:])
     try:
@@ -67,19 +67,19 @@ def constructors(target: Any) -> list[Callable[..., Any]]:
 
 
 def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the `offered` arguments that the signature of a target names."""
+    """The `offered` arguments that the signature of a target names."""
     named = parameters(path)
     return {name: value for name, value in offered.items() if named is not None and name in named}
 
 
 def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
-    """Whether the annotation of an argument admits a value; what has no annotation admits all."""
+    """Whether the annotation of an argument accepts a value; an argument without annotation accepts any."""
     if key in KEYS or parameter.annotation is inspect.Parameter.empty or has_target(value):
-        return  # keys of Lockstep's own have words of their own
+        return  # schema.py has the messages for Lockstep's own keys
     try:
         annotation = hints(target).get(parameter.name, parameter.annotation)
         adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=None if is_model(annotation) else ANY_TYPE)
-    except Exception:  # annotations that only the author's type checker understands
+    except Exception:  # annotations that only a type checker understands
         return
     try:
         found = adapter.validate_python(value)
@@ -94,7 +94,7 @@ def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any
 
 
 def is_model(annotation: Any) -> bool:
-    """Types that bring pydantic's settings of their own take none."""
+    """Types with their own pydantic settings accept no others."""
     return isinstance(annotation, type) and (
         hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
     )
@@ -107,13 +107,13 @@ def has_target(value: Any) -> bool:
 
 
 def hints(target: str) -> dict[str, Any]:
-    """Annotations as types, also where they are written as texts; without those that only the author's type checker understands."""
+    """Annotations as types, also those written as strings; without those that only a type checker understands."""
     found: Any = locate(target)
     functions = constructors(found) if isinstance(found, type) else [found]
     types: dict[str, Any] = {}
     for function in reversed(functions):
         for name, written in getattr(function, "__annotations__", {}).items():
-            alone: Any = SimpleNamespace(__annotations__={name: written})  # one that cannot be read hides no other
+            alone: Any = SimpleNamespace(__annotations__={name: written})  # so an unreadable one hides no other
             with contextlib.suppress(Exception):
                 types |= typing.get_type_hints(alone, getattr(function, "__globals__", {}))
     return types

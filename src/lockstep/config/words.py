@@ -1,4 +1,4 @@
-"""Values and names as messages show them."""
+"""How messages show values and names."""
 
 import difflib
 from typing import Any

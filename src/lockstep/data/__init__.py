@@ -1,4 +1,4 @@
-"""Data sets, the sampler (pure arithmetic), the loaders and the datamodule. What a config names here is free of torch."""
+"""Data sets, the sampler (pure arithmetic), the loaders and the datamodule. Classes that configs name are free of torch."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lockstep.data.from_torchvision import Torchvision
     from lockstep.data.huggingface import HuggingFace
 
-# Imported when they are named: a run on MNIST does without.
+# Imported when first used: a run on MNIST does not need them.
 LAZY = {
     "Folder": "folder",
     "HuggingFace": "huggingface",

@@ -15,7 +15,7 @@ from lockstep.data.decoding import to_array
 
 
 class Rows:
-    """Rows of a table as batches. Images stay encoded in the table until they are asked for."""
+    """Rows of a table as batches. Images stay encoded in the table until they are read."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Rows:
 
         image_BCHW = np.empty((len(files), self.channels, self.size, self.size), np.uint8)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd EXIF data and palettes
+            warnings.simplefilter("ignore")  # about odd EXIF data and palettes
             for place, file in enumerate(files):
                 with Image.open(io.BytesIO(file["bytes"]) if file["bytes"] is not None else file["path"]) as image:
                     image_BCHW[place] = to_array(image, channels=self.channels, size=self.size)
@@ -70,7 +70,7 @@ def readable(table: Any, column: str) -> Any:
 
 
 def class_numbers(values: NDArray[Any], classes: list[str]) -> NDArray[np.int64]:
-    """Of targets that are numbers of classes, or their names."""
+    """Class numbers of targets that are numbers or names of classes."""
     if values.dtype.kind in "iu":
         return values.astype(np.int64)
     place = {name: number for number, name in enumerate(classes)}

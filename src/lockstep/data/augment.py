@@ -11,33 +11,33 @@ from lockstep.data.sampler import keys
 
 
 def signed(value: int) -> int:
-    """The int64 with the bits of a uint64, of which torch has no arithmetic."""
+    """The int64 with the same bits as a uint64, because torch has no uint64 arithmetic."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def shifted_right(x: Tensor, bits: int) -> Tensor:
-    """As for unsigned numbers: zeros come in."""
+    """A logical shift: zeros come in from the left."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """sampler.mix on the device: SplitMix64's finalizer, of int64 as if they were uint64."""
+    """sampler.mix on the device: SplitMix64's finalizer on the bits of int64."""
     x = (x ^ shifted_right(x, 30)) * signed(0xBF58476D1CE4E5B9)
     x = (x ^ shifted_right(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ shifted_right(x, 31)
 
 
 def random_bits(index_B: Tensor, seed: int, epoch: int) -> Tensor:
-    """64 bits for each sample of an epoch, as int64. The order of the epoch comes from other keys of the same family."""
+    """64 random bits for each sample of an epoch, as int64. The epoch's order uses other keys of the same family."""
     key = int(keys(seed, epoch).view(np.int64)[0])
     return mix(index_B * signed(0x9E3779B97F4A7C15) + key)
 
 
 class Augment:
-    """Shifts by up to `shift` pixels in each direction, with black where nothing is; mirrors half of the images if `flip`.
+    """Shifts by up to `shift` pixels in each direction, padded with black; mirrors half of the images if `flip`.
 
-    What the random crop with padding and the horizontal flip of CIFAR-10's usual training do (He et al. 2016), for a whole
-    batch of bytes at once on its device.
+    The same as CIFAR-10's usual random crop with padding and horizontal flip (He et al. 2016), for a whole batch of bytes
+    at once on its device.
     """
 
     def __init__(self, *, shift: int, flip: bool) -> None:

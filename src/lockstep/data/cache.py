@@ -1,4 +1,4 @@
-"""Decoded once per machine: arrays in a folder that every process maps, so n processes use one copy. Free of torch."""
+"""Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-FORMAT = 2  # of the cache; raise it when the arrays change
+FORMAT = 2  # version of the cache; raise it when the arrays change
 
 Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
 
@@ -24,15 +24,15 @@ class Cached:
     """Decoded arrays in a folder of the cache."""
 
     folder: Path
-    sha256: str  # of the decoded arrays: the same for compressed and plain files
+    sha256: str  # of the decoded arrays, so equal for compressed and plain files
 
     def arrays(self, part: str) -> dict[str, NDArray[Any]]:
-        """The arrays of a part such as `train`, mapped, not read; none where there is no such part."""
+        """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
         found = sorted((self.folder / part).glob("*.npy"))
         return {path.stem: np.load(path, mmap_mode="r") for path in found}
 
     def extra(self) -> dict[str, Any]:
-        """What was kept beside the arrays."""
+        """The plain values stored beside the arrays."""
         content: dict[str, Any] = json.loads((self.folder / "about.json").read_text())["extra"]
         return content
 
@@ -42,7 +42,7 @@ def default_cache() -> Path:
     try:
         base.mkdir(parents=True, exist_ok=True)
         return base
-    except OSError:  # a home that cannot be written, as in some containers
+    except OSError:  # the home directory is not writable, as in some containers
         return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
@@ -51,13 +51,13 @@ def cache_folder(given: str | None) -> Path:
 
 
 def key_of(name: str, files: list[Path], *more: object) -> str:
-    """Names a cache folder by the files it is made from, so a changed file makes a new one."""
+    """Names a cache folder by its source files, so a changed file gets a new folder."""
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{name}-{hashlib.sha256(repr((FORMAT, stats, more)).encode()).hexdigest()[:16]}"
 
 
 def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) -> Cached:
-    """The arrays in `folder`, which one process makes of what `decode` returns while others wait."""
+    """The arrays in `folder`. One process writes what `decode` returns; others wait for it."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
@@ -67,7 +67,7 @@ def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) ->
 
 
 def write(parts: Parts, extra: dict[str, Any], folder: Path) -> None:
-    """Writes arrays and what else is known of them into `folder`, which appears whole or not at all."""
+    """Writes arrays and plain values into `folder`, which appears whole or not at all."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         digest = hashlib.sha256(json.dumps(extra, sort_keys=True).encode())

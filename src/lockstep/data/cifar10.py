@@ -28,7 +28,7 @@ CIFAR10_MD5 = {
 
 
 class Cifar10(Published):
-    """Ten kinds of photographs, 32 by 32 pixels: 50,000 to train, 10,000 to test."""
+    """Photographs of ten classes, 32 by 32 pixels: 50,000 for training, 10,000 for testing."""
 
     name = "cifar10"
     needs = "cifar-10-batches-py/data_batch_1 to 5 and test_batch"
@@ -42,7 +42,7 @@ class Cifar10(Published):
         return read_cifar10(files)
 
     def fetch(self) -> None:
-        """Unpacks the published archive, unless its files are there and right."""
+        """Unpacks the published archive, unless its files are already there with the right checksums."""
         found = self.find()
         if found and all(md5(path) == CIFAR10_MD5[path.name] for path in found):
             return
@@ -66,7 +66,7 @@ def read_cifar10(files: list[Path]) -> Parts:
     if wrong:
         names = ", ".join(path.name for path in wrong)
         raise UserError(
-            f"{wrong[0].parent}: {names} cut off, damaged or changed (MD5 differs from the published one). Fetch the folder anew, or type data.source=download."
+            f"{wrong[0].parent}: {names} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or type data.source=download."
         )
     batches = [pickle.loads(path.read_bytes(), encoding="bytes") for path in files]
     images = [np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32) for batch in batches]

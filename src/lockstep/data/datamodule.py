@@ -1,4 +1,4 @@
-"""The datamodule: the batches of a data set, dealt out by the sampler, finished on the device."""
+"""The datamodule: batches of a data set, in the sampler's order, preprocessed on the device."""
 
 import time
 from typing import Any
@@ -13,7 +13,7 @@ from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, Train
 from lockstep.errors import UserError
 
 OWN_LOADERS = "own dataloaders"
-ON_DEVICE_SHARE = 0.1  # of a GPU's free memory, which a data set may take without being asked
+ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
 
 
 class DataModule(pl.LightningDataModule):
@@ -56,11 +56,11 @@ class DataModule(pl.LightningDataModule):
 
     @property
     def module_of_task(self) -> bool:
-        """Whether it trains a Task. Any other LightningModule gets real samples only, as a tuple."""
+        """Whether the module trains a Task. Other LightningModules get batches as tuples, without fillers."""
         return bool(getattr(self.trainer and self.trainer.lightning_module, "of_task", False))
 
     def home(self, arrays: Arrays) -> torch.device | None:
-        """The GPU, if its user wants the arrays there or they take little of it; otherwise they stay where they are."""
+        """The GPU, if data.on_device asks for it or the arrays are small; None leaves them where they are."""
         device, wanted = self.device, self.on_device
         if wanted == "auto":
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
@@ -68,7 +68,7 @@ class DataModule(pl.LightningDataModule):
         return device if wanted else None
 
     def memory(self, part: str) -> InMemory:
-        """The arrays of a part, put where they stay once: training and validation may share them."""
+        """The arrays of a part on their device, moved once: training and validation may share them."""
         if part not in self.in_memory:
             arrays = getattr(self.dataset, part)
             self.in_memory[part] = InMemory(arrays, self.home(arrays))
@@ -81,7 +81,7 @@ class DataModule(pl.LightningDataModule):
             return MemoryLoader(data, sampler, place=place, pin=on_gpu and data.device is None)
         return WorkerLoader(
             Indexed(samples_of(samples)),
-            sampler=sampler,  # yields whole batches of indices; batch_size=None hands each to the data set at once
+            sampler=sampler,  # yields whole batches of indices; batch_size=None passes each to the data set at once
             batch_size=None,
             place=place,
             num_workers=self.num_workers,
@@ -129,7 +129,7 @@ class DataModule(pl.LightningDataModule):
         return batch if self.module_of_task else self.for_module(batch, dataloader_idx)
 
     def for_module(self, batch: Batch, dataloader_idx: int) -> Any:
-        """As a LightningModule of the user's takes it: its own hook comes after the data set's preparation."""
+        """Converts a batch for a user's LightningModule, then calls its own on_after_batch_transfer."""
         assert self.trainer is not None
         module = self.trainer.lightning_module
         named = getattr(module, "named_batches", False)
@@ -137,23 +137,23 @@ class DataModule(pl.LightningDataModule):
         return module.on_after_batch_transfer(taken, dataloader_idx)
 
     def finished(self, batch: Batch, *, training: bool, epoch: int = 0) -> Batch:
-        """As the network and the task get it."""
+        """Augments and preprocesses a batch for the network and the task."""
         if training:
             batch = self.dataset.augment(batch, seed=self.seed, epoch=epoch)
         return self.dataset.preprocess(batch)
 
     def example(self, count: int, device: torch.device | str = "cpu") -> Batch:
-        """A training batch of the first samples, over again where there are fewer than `count`."""
+        """A training batch of the first samples, repeated if there are fewer than `count`."""
         batch = fetch(samples_of(self.dataset.train), np.arange(count) % len(self.dataset.train))
         return self.finished({n: v.to(device) if n != "count" else v for n, v in batch.items()}, training=True)
 
     @property
     def waited_s(self) -> float:
-        """How long this process's training has waited for batches and their preparation."""
+        """How long training in this process has waited for batches and their preparation."""
         return self.place.waited_s
 
     def state_dict(self) -> dict[str, Any]:
-        """What the weights of a checkpoint were trained on."""
+        """Records which data the weights of a checkpoint were trained on."""
         data = self.dataset
         sizes = {"train": len(data.train), "test": len(data.test)}
         return {"source": data.source, "sha256": data.fingerprint, **sizes, "about": self.about}
@@ -163,13 +163,13 @@ class DataModule(pl.LightningDataModule):
         if state["sha256"] != here:
             raise UserError(
                 f"the checkpoint was trained on other data ({state['source']}, sha256 {state['sha256'][:12]}) than is here "
-                f"({self.dataset.source}, sha256 {here[:12]}). Type data.root=<the folder of then>, "
+                f"({self.dataset.source}, sha256 {here[:12]}). Type data.root=<the folder it was trained on>, "
                 "or init_from=<checkpoint> to start a new run from its weights."
             )
 
 
 def facts(data: pl.LightningDataModule) -> dict[str, Any]:
-    """What the report says of the data. A LightningDataModule of the user's has dataloaders of its own, of which nothing is known."""
+    """Figures of the data for the report. Nothing is known about the data of a user's LightningDataModule."""
     if not isinstance(data, DataModule):
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": OWN_LOADERS, **unknown}

@@ -1,8 +1,8 @@
-"""What a data set says about itself. It knows nothing of processes, devices or checkpoints. Free of torch.
+"""The base class of data sets. A data set knows nothing about processes, devices or checkpoints. Free of torch.
 
-A batch is a dict of named tensors of B samples. The data set names `input`, `target` and whatever else its task reads;
-the engine adds `index` (int64, each sample's place in its split, -1 for a filler) and `count` (how many samples are
-real: they come first).
+A batch is a dict of named tensors of B samples. The data set provides `input`, `target` and whatever else its task reads. The
+engine adds `index` (int64, each sample's index in its part, -1 for a filler) and `count` (the number of real samples,
+which come first).
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Arrays:
         return len(next(iter(self.arrays.values())))
 
     def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
-        # `wrap` lets a filler, -1, be some sample.
+        # `wrap` replaces a filler, -1, by some sample.
         return {name: array.take(indices, axis=0, mode="wrap") for name, array in self.arrays.items()}
 
     @property
@@ -53,7 +53,7 @@ class Arrays:
         return self.nbytes // max(1, len(self))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers: a mapped file travels as its place, where pickle would copy the bytes."""
+        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
         return {name: place_of(array) if is_whole_file(array) else array for name, array in self.arrays.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class Arrays:
 
 
 def is_whole_file(array: NDArray[Any]) -> bool:
-    """A slice of a memory map does not know where in the file it begins."""
+    """Whether an array is a whole mapped file: a slice does not know its offset in the file."""
     return isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and bool(array.flags.c_contiguous)
 
 
@@ -71,15 +71,15 @@ def place_of(array: Any) -> dict[str, Any]:
 
 
 class DataSet:
-    """What a run trains on. A subclass sets `train` and `test`, and `val` if the data has its own.
+    """The data of a run. A subclass sets `train` and `test`, and `val` if the data has a validation part.
 
-    Each is Arrays, a torch Dataset (one sample at a time: a dict, or (input, target)), or an object of one's own with
-    the methods of `Samples`. Without `val`, a fixed part of `train` is held out.
+    Each is Arrays, a torch Dataset (one sample at a time: a dict, or (input, target)), or your own object with the methods
+    of `Samples`. Without `val`, a fixed part of `train` is held out.
     """
 
-    unit: ClassVar[str] = "samples"  # what a sample is called where people read: images, sentences, ...
+    unit: ClassVar[str] = "samples"  # the word for samples in output: images, sentences, ...
     source: str = "disk"  # where the data came from, for the report
-    notice: str | None = None  # what people should know of it before they believe a figure
+    notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
 
     train: Any
     test: Any
@@ -87,51 +87,51 @@ class DataSet:
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        """What is wrong with a `data` node, before anything is read."""
+        """Mistakes in a `data` node, found before anything is read."""
         return []
 
     def prepare(self) -> None:
-        """Called once per machine before the processes start: fetch, decode, check. Then cheap when called again."""
+        """Called once per machine before the processes start: download, decode, check. Cheap when called again."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Figures of the data for the report, under data/, such as how many files were skipped."""
+        """Figures for the report, under data/, such as the number of skipped files."""
         return {}
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """Plain values that a task needs, such as `classes`. They are kept in every checkpoint. May be set in `__init__`."""
+        """Plain values that a task needs, such as `classes`. Saved in every checkpoint. May be set in `__init__`."""
         return {}
 
     def network_arguments(self) -> dict[str, Any]:
-        """What a network may ask for by naming the argument, such as `in_channels`."""
+        """Arguments offered to the network, such as `in_channels`. It gets those that its signature names."""
         return {}
 
     @property
     def bytes_in_memory(self) -> int | None:
-        """Of data that is indexed in memory; None for what is read or decoded sample by sample, which workers do."""
+        """Size of in-memory data; None if workers read the samples one by one."""
         parts = [part for part in (self.train, self.val, self.test) if part is not None]
         return sum(part.nbytes for part in parts) if all(isinstance(part, Arrays) for part in parts) else None
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the content. A run does not resume on other data."""
+        """SHA-256 of the content. A run resumes only on the same data."""
         digest = hashlib.sha256()
         for part in (self.train, self.val, self.test):
             digest.update(content_of(part) if part is not None else b"none")
         return digest.hexdigest()
 
     def augment(self, batch: Batch, *, seed: int, epoch: int) -> Batch:
-        """Changes a training batch on its device. Draw from (seed, epoch, batch["index"]) alone to stay reproducible."""
+        """Augments a training batch on its device. Use only (seed, epoch, batch["index"]) as randomness to stay reproducible."""
         return batch
 
     def preprocess(self, batch: Batch) -> Batch:
-        """Makes of every batch, on its device, what the network and the loss take."""
+        """Converts every batch, on its device, to what the network and the loss take."""
         return batch
 
 
 def content_of(samples: Any) -> bytes:
-    """Bytes that tell data apart: all of Arrays; of anything else its class, its length and some of its samples."""
+    """Bytes that identify the data: the whole of Arrays; of anything else its class, length and some samples."""
     digest = hashlib.sha256()
     if isinstance(samples, Arrays):
         for name, array in samples.arrays.items():
@@ -145,12 +145,12 @@ def content_of(samples: Any) -> bytes:
 
 
 def flat_bytes(samples: Any, place: int) -> bytes:
-    """The numbers and texts of one sample."""
+    """The numbers and strings of one sample, as bytes."""
     sample = samples[place] if hasattr(samples, "__getitems__") or is_torch(samples) else samples[np.array([place])]
     parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else [sample]
     return b"".join(str(part).encode() if isinstance(part, str) else np.asarray(part).tobytes() for part in parts)
 
 
 def is_torch(samples: Any) -> bool:
-    """Whether it is a torch Dataset, which gives one sample at a time; asked without importing torch."""
+    """Whether it is a torch Dataset, which returns one sample at a time; found out without importing torch."""
     return any(base.__module__.startswith("torch.utils.data") for base in type(samples).__mro__)

@@ -1,6 +1,6 @@
 """Image files to bytes of one size, with Pillow. Free of torch.
 
-What a core decodes is in docs/decoding.md: 157 images/s of 500 x 375 to 224 pixels, and 136 into the cache.
+A core decodes 157 images/s from 500 x 375 to 224 pixels, and 136 into the cache (docs/decoding.md).
 """
 
 # B batch · C channel · H W pixel · N file
@@ -23,9 +23,9 @@ from lockstep.machine.world import cores, rank_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# JPEG's own scaling by 2, 4 or 8 leaves at least so many times the size that is wanted: 4000 x 3000 took a third of the time.
+# Let JPEG scale by 2, 4 or 8 itself, down to at least this many times the target size: 4000 x 3000 took a third of the time.
 REDUCING_GAP = 2
-AT_ONCE = 1024  # files that wait for a thread
+AT_ONCE = 1024  # files queued per thread
 
 
 def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
@@ -34,7 +34,7 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
 
     image.draft(None, (REDUCING_GAP * size, REDUCING_GAP * size))
     ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16"):  # 16 bits of grey, of which `convert` would cut off all above 255
+    if image.mode.startswith("I;16"):  # 16-bit grey: `convert` would clip everything above 255
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     refuse_numbers(image)
     image = image.convert("L" if channels == 1 else "RGB")
@@ -45,22 +45,22 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
 
 
 def refuse_numbers(image: "Image") -> None:
-    if image.mode in ("I", "F"):  # `convert` would cut off all above 255
-        raise ValueError(f"its pixels are 32-bit numbers (mode {image.mode}), not of 8 or 16 bits")
+    if image.mode in ("I", "F"):  # `convert` would clip everything above 255
+        raise ValueError(f"its pixels have 32 bits (mode {image.mode}), not 8 or 16")
 
 
 def check(image: "Image") -> None:
-    """Raises where the file is broken. A JPEG is read to its end at an eighth of its size: a quarter of the time."""
+    """Raises if the file is broken. Decodes a JPEG at an eighth of its size, which takes a quarter of the time."""
     refuse_numbers(image)
     image.draft("L", (1, 1))
     image.load()
 
 
 class Files:
-    """Image files and their targets, read and decoded when they are asked for, by workers."""
+    """Image files and their targets, decoded on access, by workers."""
 
     def __init__(self, base: Path, paths: list[str], target_N: NDArray[Any], *, channels: int, size: int) -> None:
-        # One array of bytes: workers would copy a list of texts, page by page, as they count its references.
+        # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.base, self.paths = base, np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
         self.target_N, self.channels, self.size = target_N, channels, size
 
@@ -72,7 +72,7 @@ class Files:
 
         image_BCHW = np.empty((len(indices), self.channels, self.size, self.size), np.uint8)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd EXIF data and palettes
+            warnings.simplefilter("ignore")  # about odd EXIF data and palettes
             for place, index in enumerate(indices):
                 with Image.open(self.base / os.fsdecode(self.paths[index])) as image:
                     image_BCHW[place] = to_array(image, channels=self.channels, size=self.size)
@@ -82,9 +82,9 @@ class Files:
 def read_all(
     base: Path, paths: list[str], *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
 ) -> Iterator[tuple[bytes, str | None]]:
-    """The SHA-256 of each file and what is wrong with it; its pixels go to `image_NCHW`, or are only checked.
+    """The SHA-256 of each file and its error, if any. Its pixels go to `image_NCHW`; without one they are only checked.
 
-    By threads: Pillow decodes and resizes without Python's lock.
+    Uses threads: Pillow decodes and resizes without the GIL.
     """
     from PIL import Image
 
@@ -98,7 +98,7 @@ def read_all(
                     check(image)
                 else:
                     image_NCHW[place] = to_array(image, channels=channels, size=size)
-        except Exception as e:  # Pillow raises nearly anything of a broken file
+        except Exception as e:  # Pillow raises nearly anything for a broken file
             return digest, " ".join(str(e).split()) or type(e).__name__
         return digest, None
 
@@ -109,14 +109,14 @@ def read_all(
 
 
 def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An array on the disk that is gone with the process."""
+    """An array on disk that is deleted with the process."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         return np.memmap(file, np.uint8, mode="w+", shape=shape)
 
 
 def shown(results: Iterable[Any], text: str, total: int) -> Iterable[Any]:
-    """The results, with a bar on standard error."""
+    """Yields the results, with a progress bar on standard error."""
     from rich.console import Console
     from rich.progress import track
 

@@ -1,4 +1,4 @@
-"""Files fetched from mirrors, kept only with the right checksum."""
+"""Downloads files from mirrors and keeps them only with the right checksum."""
 
 import hashlib
 import http.client
@@ -15,10 +15,10 @@ def md5(path: Path) -> str:
 
 
 def download(urls: list[str], path: Path, checksum: str) -> None:
-    """Puts the first url's content that has the MD5 `checksum` at `path`; a file that is there and right stays.
+    """Downloads from the first url whose content has the MD5 `checksum` to `path`, unless that file is there already.
 
     Raises:
-        ConnectionError: no url could be read, or none had the right content. Nothing is left at `path` then.
+        ConnectionError: no url could be read, or none had the right content. `path` then does not exist.
     """
     if path.is_file() and md5(path) == checksum:
         return
@@ -37,6 +37,6 @@ def download(urls: list[str], path: Path, checksum: str) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as part:
             part.write(content)
         Path(part.name).chmod(0o644)
-        Path(part.name).replace(path)  # a reader sees the whole file or none, whoever else fetches it
+        Path(part.name).replace(path)  # atomic, so readers and other downloaders see the whole file or none
         return
     raise ConnectionError("; ".join(reasons))

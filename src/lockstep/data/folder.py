@@ -1,4 +1,4 @@
-"""Image files of your own: a folder for each class, or a CSV of paths and targets. Free of torch."""
+"""Your own image files: a folder per class, or a CSV of paths and targets. Free of torch."""
 
 # N file
 
@@ -21,15 +21,15 @@ from lockstep.data.splits import PARTS, divided
 from lockstep.data.targets import KINDS, names_of, targets_of
 from lockstep.errors import UserError
 
-CACHE_BYTES = 2 * 2**30  # of decoded images, which decode=auto puts into the cache
-SHOWN = 10  # broken files in a message
+CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
+SHOWN = 10  # broken files that a message lists
 
 
 class Folder(AnyImages):
-    """Images of any size, resized to `image_size` when they are decoded: once into the cache, or by workers each time.
+    """Images of any size, resized to `image_size` when decoded: once into the cache, or by workers in every epoch.
 
     Raises:
-        UserError: the folder or the CSV is not as it should be, or files are broken.
+        UserError: the folder or the CSV has a mistake, or files are broken.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Folder(AnyImages):
             )
         return found
 
-    # --- which files, and what of them ---
+    # --- files, targets and splits ---
 
     @cached_property
     def listing(self) -> Listing:
@@ -73,7 +73,7 @@ class Folder(AnyImages):
 
     @cached_property
     def names(self) -> list[str]:
-        """Classes or labels, in the order of their numbers."""
+        """The names of classes or labels, in the order of their numbers."""
         return names_of(self.listing.targets, self.kind, self.where)
 
     @property
@@ -86,7 +86,7 @@ class Folder(AnyImages):
 
     @cached_property
     def parts(self) -> NDArray[np.str_]:
-        """Decided for broken files too: to skip them moves no other."""
+        """The part of each file. Broken files are assigned too, so skipping them does not move other files."""
         parts, targets = np.array(self.listing.parts), self.targets
         strata = targets if self.kind == "class" else np.zeros(len(parts), np.int64)
         parts = divided(parts, strata, self.fractions)
@@ -97,11 +97,11 @@ class Folder(AnyImages):
                 )
         if self.kind == "class" and (lost := set(targets) - set(targets[parts == "train"])):
             raise UserError(
-                f"{self.where}: no training image of class {self.names[min(lost)]}. Add some, or leave the class out."
+                f"{self.where}: no training image of class {self.names[min(lost)]}. Add some, or remove the class."
             )
         return parts
 
-    # --- their content ---
+    # --- content ---
 
     @cached_property
     def in_cache(self) -> bool:
@@ -109,7 +109,7 @@ class Folder(AnyImages):
         return self.asked == "cache" or (self.asked == "auto" and size <= CACHE_BYTES)
 
     def key(self) -> str:
-        """Of the cache: files by name, size and time, what is asked of them, and to what they are decoded."""
+        """Key of the cache: files by name, size and time, their targets, and the size they are decoded to."""
         listing, digest = self.listing, hashlib.sha256()
         for path, target, part in zip(listing.paths, listing.targets, self.parts, strict=True):
             try:
@@ -122,7 +122,7 @@ class Folder(AnyImages):
 
     @cached_property
     def cached(self) -> Cached:
-        """Every file read once per machine. Raises UserError that lists the broken ones."""
+        """Reads every file once per machine. Raises UserError that lists the broken ones."""
         found = decoded(self.cache / self.key(), self.read)
         broken: dict[str, str] = found.extra()["broken"]
         if broken and not self.skip_broken:
@@ -135,7 +135,7 @@ class Folder(AnyImages):
         return found
 
     def read(self) -> tuple[Parts, dict[str, Any]]:
-        """Reads all files; the arrays of each part where images go into the cache."""
+        """Reads all files; returns the arrays of each part if images go into the cache."""
         digest, parts, broken = hashlib.sha256(repr(self.names).encode()), Parts(), dict[str, str]()
         for part in PARTS:
             places = np.flatnonzero(self.parts == part)
@@ -157,14 +157,14 @@ class Folder(AnyImages):
 
     def prepare(self) -> None:
         if broken := self.facts["skipped"]:
-            self.notice = f"{broken:,} broken image files of {self.where} are left out, as data.skip_broken=true says."
+            self.notice = f"{broken:,} broken image files of {self.where} are left out (data.skip_broken=true)."
 
     @property
     def facts(self) -> dict[str, Any]:
         return {"skipped": len(self.cached.extra()["broken"])}
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]  # of the files, whatever they are decoded to
+    def fingerprint(self) -> str:  # type: ignore[override]  # of the files, not of the decoded pixels
         return str(self.cached.extra()["sha256"])
 
     @cached_property
@@ -172,7 +172,7 @@ class Folder(AnyImages):
         mine = {"class": {"classes": self.names}, "labels": {"labels": self.names}, "number": {"targets": ["target"]}}
         return {**super().about, **mine[self.kind]}
 
-    # --- the parts ---
+    # --- parts ---
 
     def samples(self, part: str) -> Arrays | Files:
         broken = self.cached.extra()["broken"]

@@ -1,4 +1,4 @@
-"""Samples that another library holds, one at a time or by rows: images, or anything that a network takes. Free of torch."""
+"""Data held by another library, sample by sample or as rows: images, or anything else that a network takes. Free of torch."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,10 +12,10 @@ from lockstep.data.images import AnyImages
 
 
 class Foreign(AnyImages):
-    """Images get the treatment of images: resized to `image_size` where they are decoded, normalised on the device.
+    """Images are resized to `image_size` when decoded, and normalised on the device.
 
-    Anything else goes to the network as it is. The first training sample says which it is. A subclass sets `train`, `val`
-    and `test` to Samples, and `names` to what it knows of its targets: `classes`, `targets`, ...
+    Anything else goes to the network unchanged. The first training sample decides which it is. A subclass sets `train`,
+    `val` and `test` to Samples, and `names` to what describes its targets: `classes`, `targets`, ...
     """
 
     names: Mapping[str, Sequence[str]]

@@ -1,4 +1,4 @@
-"""Any map-style torch Dataset. Free of torch until its samples are asked for."""
+"""Any map-style torch Dataset. Free of torch until samples are read."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,8 @@ from lockstep.data.decoding import to_array
 from lockstep.data.foreign import Foreign
 from lockstep.data.splits import PARTS
 
-TARGETS = ("targets", "labels")  # where torchvision's Datasets keep them
-READ = 32  # samples of a part that its fingerprint reads
+TARGETS = ("targets", "labels")  # attributes of torchvision's Datasets
+READ = 32  # samples of each part that the fingerprint reads
 
 
 class Datasets(Foreign):
@@ -47,8 +47,8 @@ class Datasets(Foreign):
     def prepare(self) -> None:
         if bytes_of(self.train) is None:
             self.notice = (
-                "data.train gives other samples when it is read again: its transforms are random. Batches then depend on data.num_workers, "
-                "and a resumed run differs. Augment on the device instead (data.random_flip, data.random_shift, or `augment` of a data set of your own)."
+                "data.train returns different samples when it is read again: its transforms are random. Batches then depend on data.num_workers, "
+                "and a resumed run differs. Augment on the device instead (data.random_flip, data.random_shift, or `augment` of your own data set)."
             )
 
     @cached_property
@@ -62,10 +62,10 @@ class Datasets(Foreign):
 
 
 class TorchDataset(Datasets):
-    """`train`, `test` and perhaps `val`: Datasets that give (input, target) or a dict; PIL images become bytes.
+    """`train`, `test` and optionally `val`: Datasets whose samples are (input, target) or a dict; PIL images become bytes.
 
-    `classes`: their names, where the training Dataset has neither `classes` nor `targets`. A Dataset may say its
-    `fingerprint`; otherwise that is made of the arrays it holds and of some of its samples.
+    `classes`: class names, if the training Dataset has neither `classes` nor `targets`. A Dataset may have an attribute
+    `fingerprint`; otherwise it is computed from the arrays it holds and some of its samples.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class TorchDataset(Datasets):
                 found.extend(problems(node, f"data.{part}", given={}))
             elif part != "val":
                 found.append(
-                    f"data.{part} is missing; it names a Dataset, as in data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
+                    f"data.{part} is missing; it names a Dataset, for example data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
                 )
         return found
 
 
 class Items:
-    """Samples of a Dataset, which gives one at a time."""
+    """Samples of a Dataset, which returns one at a time."""
 
     def __init__(self, dataset: Any, *, channels: int, size: int) -> None:
         self.dataset, self.channels, self.size = dataset, channels, size
@@ -110,18 +110,18 @@ class Items:
 
 
 def classes_of(dataset: Any) -> list[str]:
-    """The names that a Dataset gives its classes, or their numbers; none where it knows of none."""
+    """A Dataset's class names, or class numbers; empty if it has neither."""
     if (names := getattr(dataset, "classes", None)) is not None:
         return [str(name[0] if isinstance(name, tuple) else name) for name in names]
     for name in TARGETS:
         targets = np.asarray(getattr(dataset, name, ()))
         if targets.size and targets.ndim == 1 and targets.dtype.kind in "iu":
             return [str(number) for number in range(int(targets.max()) + 1)]
-    return classes_of(dataset.dataset) if hasattr(dataset, "dataset") else []  # of a Subset
+    return classes_of(dataset.dataset) if hasattr(dataset, "dataset") else []  # the Dataset of a Subset
 
 
 def content_of(samples: Items) -> Iterator[bytes]:
-    """Bytes that tell Datasets apart."""
+    """Bytes that identify a Dataset."""
     dataset = samples.dataset
     yield f"{type(dataset).__qualname__}{len(dataset)}".encode()
     if isinstance(own := getattr(dataset, "fingerprint", None), str):
@@ -136,7 +136,7 @@ def content_of(samples: Items) -> Iterator[bytes]:
 
 
 def bytes_of(samples: Items) -> bytes | None:
-    """Of some samples, read one by one: they need not be of one shape. None where they are others when read again."""
+    """Bytes of some samples, whose shapes may differ. None if reading them again returns something else."""
     found = []
     for _ in range(2):
         digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""torchvision's data sets by their names. Free of torch until samples are asked for."""
+"""torchvision's data sets by name. Free of torch until samples are read."""
 
 import ast
 import importlib.util
@@ -19,10 +19,10 @@ SPLITS = {"train": ("train", "trainval", "train-standard"), "val": ("val", "vali
 
 
 class Torchvision(Datasets):
-    """`torchvision.datasets.<dataset>(root, ...)` with its own parts; where it has no test part, its val is the test set.
+    """`torchvision.datasets.<dataset>(root, ...)` with its own parts. Without a test part, its validation part is the test set.
 
     Raises:
-        UserError: there is no such data set, it has no test part, or it is neither there nor to be fetched.
+        UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Torchvision(Datasets):
                 f"data.dataset={name} is not in torchvision.datasets{nearest(name, known)}. For another class, see data._target_=lockstep.data.TorchDataset."
             )
         if data.get("source") == "embedded":
-            found.append("data.source=embedded: no package carries torchvision's data sets. Type data.source=auto.")
+            found.append("data.source=embedded: no package contains torchvision's data sets. Type data.source=auto.")
         return found
 
     @cached_property
@@ -75,12 +75,12 @@ class Torchvision(Datasets):
             )
         if parts.get("train") is None or parts.get("test") is None:
             raise UserError(
-                f"torchvision.datasets.{self.dataset} has no test part. Type data=folder with its image files, which divides them."
+                f"torchvision.datasets.{self.dataset} has no test part. Type data=folder with its image files, which splits them."
             )
         return {"val": None, **parts}
 
     def first_of(self, maker: Any, names: tuple[str, ...], downloads: bool) -> Any:
-        """The first split that the data set has; None without."""
+        """The first of the splits that the data set has; None without."""
         for name in names:
             try:
                 return self.made(maker, downloads, split=name)
@@ -103,12 +103,12 @@ class Torchvision(Datasets):
             self.cache.mkdir(parents=True, exist_ok=True)
             with FileLock(
                 self.cache / f".{key_of(self.dataset, [], str(self.root.resolve()))}.lock"
-            ):  # two runs, one download
+            ):  # two runs share one download
                 made = maker(**given, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
                 f"{self.dataset} is not in data.root={self.root} and could not be fetched ({one_line(e)}). Type data.root=<folder> for one that "
-                f"holds it; where there is a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
+                f"holds it; on a machine with a network, torchvision.datasets.{self.dataset}(<folder>, download=True) makes it."
             ) from None
         self.source = "download"
         return made
@@ -119,7 +119,7 @@ def one_line(error: Exception) -> str:
 
 
 def torchvision_names() -> list[str]:
-    """What torchvision.datasets exports, read from its text: importing it takes seconds."""
+    """What torchvision.datasets exports, parsed from its source, because importing it takes seconds."""
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None and spec.origin is not None
     tree = ast.parse((Path(spec.origin).parent / "datasets" / "__init__.py").read_text())

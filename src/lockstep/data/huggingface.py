@@ -23,7 +23,7 @@ class HuggingFace(Foreign):
     """Two columns of the tables in `root`: images, which workers decode, or numbers.
 
     Raises:
-        UserError: `root` is no such folder, a column is not there, or its targets are no classes or numbers.
+        UserError: `root` is no such folder, a column is missing, or the targets are neither classes nor numbers.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HuggingFace(Foreign):
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The tables of the folder, by part."""
+        """The tables of the folder by part."""
         import datasets
 
         if not self.root.is_dir():
@@ -67,7 +67,7 @@ class HuggingFace(Foreign):
             found: Any = datasets.load_from_disk(str(self.root))
         except FileNotFoundError:
             raise UserError(
-                f"data.root={self.root} is no folder of `save_to_disk`. Type dataset.save_to_disk({str(self.root)!r}) in Python, or data.root=<folder>."
+                f"data.root={self.root} is not a folder written by `save_to_disk`. Type dataset.save_to_disk({str(self.root)!r}) in Python, or data.root=<folder>."
             ) from None
         given = (
             {PART_NAMES.get(name): table for name, table in found.items()}
@@ -99,20 +99,20 @@ class HuggingFace(Foreign):
         return {"targets": [column]} if kind.startswith("float") else {}
 
     def prepare(self) -> None:
-        """Raises UserError where a target is no class, such as the -1 of test sets without answers."""
+        """Raises UserError if a target is not a class, such as the -1 of test sets without answers."""
         classes, column = self.names.get("classes"), self.columns["target"]
         for part, table in self.tables.items() if classes else ():
             places = {name: place for place, name in enumerate(classes or ())}
             wrong = [value for value in table.unique(column) if places.get(value, value) not in places.values()]
             if wrong:
                 raise UserError(
-                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part is none of the {len(places)} classes of train. "
-                    "Remove such rows, or the part, and another is taken from train."
+                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(places)} classes of train. "
+                    "Remove these rows; or remove the part, which is then taken from train."
                 )
 
     @cached_property
     def places(self) -> dict[str, tuple[Any, Indices]]:
-        """Of each part its table and rows; parts that the folder lacks are taken from train."""
+        """The table and rows of each part; missing parts are taken from train."""
         train, column = self.tables["train"], self.columns["target"]
         classes = self.names.get("classes")
         strata = class_numbers(train.with_format("numpy")[column][:], classes) if classes else np.zeros(len(train), int)
@@ -124,7 +124,7 @@ class HuggingFace(Foreign):
     def samples(self, part: str) -> Rows:
         table, places = self.places[part]
         if not len(places):
-            raise UserError(f"data.root={self.root}: the {part} part has no rows. Give it some.")
+            raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
         return Rows(table, places, self.columns, self.names, channels=self.channels, size=self.image_size)
 
     @cached_property
@@ -141,7 +141,7 @@ class HuggingFace(Foreign):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the Arrow files, which are read for it once per machine, and of what is taken from them."""
+        """Hash of the Arrow files, which are read once per machine, and of the columns and rows that are used."""
         files = sorted(self.root.rglob("*.arrow"))
         whole = decoded(
             self.cache / key_of("huggingface", files), lambda: ({}, {"sha256": [sha256(path) for path in files]})

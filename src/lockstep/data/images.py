@@ -1,4 +1,4 @@
-"""Data sets of images: bytes until they are on the device, resized, normalised and augmented there in batches."""
+"""Data sets of images: bytes until they are on the device, then resized, normalised and augmented in batches."""
 
 # B batch · C channel · H W pixel
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 Normalisation = tuple[Sequence[float], Sequence[float]]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three
+GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three channels
 
 
 class Images(DataSet):
     """Images as `input`: uint8, BCHW, of any size.
 
-    `mean` and `std` are one number per channel; `build` has replaced `model` by what the network was pretrained with, or
-    by those of the class.
+    `mean` and `std` are one number per channel. `build` replaces `model` by the values the network was pretrained with, or
+    by those of this class.
     """
 
     unit = "images"
@@ -48,7 +48,7 @@ class Images(DataSet):
 
     @classmethod
     def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
-        """Mean and std of the images of a `data` node, for a network that was pretrained with none of its own."""
+        """Default mean and std for a `data` node, for a network without pretrained ones."""
         return cls.mean, cls.std
 
     @classmethod
@@ -58,7 +58,7 @@ class Images(DataSet):
             value = data.get(key)
             if isinstance(value, list) and len(value) != channels:
                 found.append(
-                    f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number for each."
+                    f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
                 )
         std = data.get("std")
         if isinstance(std, list) and not all(s > 0 for s in std):
@@ -111,7 +111,7 @@ class Images(DataSet):
 
 
 class AnyImages(Images):
-    """Images of any origin, decoded to `channels`: 3 for RGB, 1 for grey."""
+    """Images from any source, decoded to `channels`: 3 for RGB, 1 for grey."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which image files there are, what is asked of each, and which part it belongs to. Free of torch, and of Pillow."""
+"""Lists image files with their targets and parts. Free of torch and Pillow."""
 
 import csv
 import os
@@ -15,16 +15,16 @@ PART_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val
 
 @dataclass(frozen=True)
 class Listing:
-    """Image files by their paths below `base`. `parts` says `train` for all where the data has no parts of its own."""
+    """Image files by their paths below `base`. Without parts of its own, all `parts` are `train`."""
 
     base: Path
     paths: list[str]
-    targets: list[str]  # the class's name, or what a CSV says
+    targets: list[str]  # class names, or the cells of a CSV
     parts: list[str]
 
 
 def class_folders(root: Path) -> Listing:
-    """Of `root/<class>/...` or `root/train/<class>/...`, with `val` and `test` beside `train` or not.
+    """Lists `root/<class>/...` or `root/train/<class>/...`, with or without `val` and `test` beside `train`.
 
     Raises:
         UserError: there are no classes, or only one; a class has no images; a part has a class that `train` lacks.
@@ -49,11 +49,11 @@ def class_folders(root: Path) -> Listing:
 
 
 def part_problems(top: Path, names: list[str], classes: list[str]) -> Iterator[str]:
-    """Of the class folders of a part; `classes` are those of `train`, empty for `train` itself."""
+    """Problems of the class folders of a part. `classes` are those of `train`, empty for `train` itself."""
     if not classes and len(names) < 2:
         there = f"only the folder {names[0]}/" if names else "no folders"
         yield (
-            f"{top} has {there}. Images are in a folder for each class, two or more: {top}/<class>/<image>. "
+            f"{top} has {there}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. "
             "For a list of files and targets, type data.csv=<file>."
         )
     for name in names:
@@ -62,12 +62,12 @@ def part_problems(top: Path, names: list[str], classes: list[str]) -> Iterator[s
 
 
 def folders(root: Path) -> Iterator[Path]:
-    """Folders right below `root`, by name; not the hidden ones, such as .ipynb_checkpoints."""
+    """Names of the folders in `root`, without hidden ones such as .ipynb_checkpoints."""
     yield from sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def add_images(listing: Listing, folder: Path, part: str, *, optional: bool) -> None:
-    """Adds the image files anywhere below `folder`, the folder of a class."""
+    """Adds all image files below `folder`, the folder of a class."""
     before, base = len(listing.paths), len(str(listing.base)) + 1
     for place, below, names in os.walk(folder, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
@@ -77,21 +77,21 @@ def add_images(listing: Listing, folder: Path, part: str, *, optional: bool) -> 
     count = len(listing.paths) - before
     if not count and not optional:
         raise UserError(
-            f"{folder} holds no images (files that end in {', '.join(ENDINGS)}). Remove the folder, or name the folder of the classes with data.root=<folder>."
+            f"{folder} holds no images (files that end in {', '.join(ENDINGS)}). Remove it, or type data.root=<the folder that contains the class folders>."
         )
     listing.targets.extend([folder.name] * count)
     listing.parts.extend([part] * count)
 
 
 def from_csv(path: Path) -> Listing:
-    """Of a CSV with the columns path, target and, if it likes, split; paths are relative to the CSV.
+    """Lists the files of a CSV with the columns path, target and optionally split; paths are relative to the CSV.
 
     Raises:
         UserError: there is no such file, a column is missing, or a split has an unknown name.
     """
     if not path.is_file():
         raise UserError(
-            f"{path} does not exist. data.csv is looked for in data.root: type data.root=<folder> data.csv=<file>."
+            f"{path} does not exist. data.csv is a file in data.root: type data.root=<folder> data.csv=<file>."
         )
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
@@ -99,7 +99,7 @@ def from_csv(path: Path) -> Listing:
         missing = [name for name in ("path", "target") if name not in columns]
         if missing:
             raise UserError(
-                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line names the columns: path,target or path,target,split."
+                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns: path,target or path,target,split."
             )
         rows = list(reader)
     if not rows:

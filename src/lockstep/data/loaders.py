@@ -1,4 +1,4 @@
-"""Two ways to batches: indexing arrays that are in memory, or torch's DataLoader with workers."""
+"""Two kinds of loaders: indexing arrays in memory, or torch's DataLoader with workers."""
 
 import itertools
 import time
@@ -15,22 +15,22 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from lockstep.data.dataset import Arrays, Batch, Indices, Samples, is_torch
 from lockstep.data.sampler import FILLER, Sampler
 
-AT_ONCE = 2**22  # bytes of samples. BasicNet's bf16 step waited 0.9 % of its time so, and 2.0 % one batch at a time
+AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9 % of its time, against 2.0 % with one batch
 
 
 @dataclass
 class Place:
-    """Where training is, and how long it has waited for its batches."""
+    """The position of training, and how long it has waited for batches."""
 
-    position: Callable[[], int]  # in micro-batches of the epoch
+    position: Callable[[], int]  # micro-batches done in the epoch
     waited_s: float = 0.0
 
 
 class Placed:
-    """A loader that begins when its first batch is wanted, at `place`.
+    """A loader that starts at `place`, and only when its first batch is requested.
 
-    Lightning makes the iterator before it restores a checkpoint and sets the epoch; workers would fetch batches of
-    epoch 0 by then. The position is the Trainer's own, which checkpoints keep: the loader has no state.
+    Lightning creates the iterator before it restores a checkpoint and sets the epoch, when workers would fetch batches of
+    epoch 0. The position comes from the Trainer, which saves it in checkpoints, so the loader has no state.
     """
 
     sampler: Any
@@ -58,11 +58,11 @@ class Placed:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load. Having both methods tells Lightning that resuming in mid-epoch is right."""
+        """Nothing to load. Having both methods tells Lightning that resuming within an epoch is supported."""
 
 
 class Items:
-    """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target)."""
+    """Samples of a torch Dataset, which returns one at a time: a dict, or (input, target)."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -88,7 +88,7 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def fetch(samples: Samples, indices_B: Indices) -> Batch:
-    """The batch of the samples at `indices_B`; where it says FILLER stands some sample."""
+    """The batch of the samples at `indices_B`; some sample takes the place of each FILLER."""
     places_B = np.where(indices_B == FILLER, 0, indices_B)
     batch: Batch = {name: as_tensor(value) for name, value in samples[places_B].items()}
     return complete(batch, torch.from_numpy(indices_B), indices_B)
@@ -103,20 +103,20 @@ def pinned(batch: Batch) -> Batch:
 
 
 class InMemory:
-    """Arrays on a device; with None they stay where they are: a mapped file is shared by all processes."""
+    """Arrays on a device; with None they stay where they are, as a mapped file is shared by all processes."""
 
     def __init__(self, arrays: Arrays, device: torch.device | None) -> None:
         self.arrays, self.device, self.sample_bytes = arrays, device, max(1, arrays.sample_bytes)
         self.on_device: dict[str, Tensor] = {}
         if device is not None:
-            with warnings.catch_warnings():  # nobody writes to it
+            with warnings.catch_warnings():  # it is never written to
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 self.on_device = {n: torch.from_numpy(np.asarray(a)).to(device) for n, a in arrays.arrays.items()}
 
     def batch(self, indices_B: Indices) -> dict[str, Tensor]:
-        """With `index`; a filler is some sample."""
+        """The batch with its `index`; some sample takes the place of a filler."""
         index_B = torch.from_numpy(indices_B)
-        if self.device is None:  # NumPy: 0.06 ms a batch between BasicNet's steps, where torch took 0.20
+        if self.device is None:  # NumPy takes 0.06 ms a batch between BasicNet's steps, torch 0.20
             return {name: torch.from_numpy(a) for name, a in self.arrays[indices_B].items()} | {"index": index_B}
         index_B = index_B.to(self.device, non_blocking=True)
         places_B = index_B.clamp(min=0)
@@ -126,7 +126,7 @@ class InMemory:
 class MemoryLoader(Placed):
     """Batches of arrays in memory. `pin`: for copying to a GPU while it computes."""
 
-    batch_sampler = None  # Lightning 2.6 looks for it in all that has a sampler
+    batch_sampler = None  # Lightning 2.6 expects it of everything with a sampler
 
     def __init__(self, data: InMemory, sampler: Sampler, *, pin: bool = False, place: Place | None = None) -> None:
         self.data, self.sampler, self.pin, self.place = data, sampler, pin, place
@@ -135,7 +135,7 @@ class MemoryLoader(Placed):
         return len(self.sampler)
 
     def batches(self) -> Iterator[Batch]:
-        """Taken from the arrays some at a time: what an operation costs by itself is more than the copying."""
+        """Gathers several batches at a time: an operation's fixed cost exceeds that of copying."""
         indices = iter(self.sampler)
         for first_B in indices:
             several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.data.sample_bytes))]
@@ -158,8 +158,8 @@ class Indexed(Dataset[Batch]):
         return fetch(self.samples, indices_B)
 
 
-class WorkerLoader(Placed, DataLoader[Batch]):  # type: ignore[misc]  # torch names its own iterators
-    """torch's DataLoader, for samples that have to be read or decoded: workers do that while the device computes."""
+class WorkerLoader(Placed, DataLoader[Batch]):  # type: ignore[misc]  # torch declares its own iterator types
+    """torch's DataLoader, for samples that workers read or decode while the device computes."""
 
     def __init__(self, *args: Any, place: Place | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

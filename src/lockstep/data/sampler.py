@@ -1,7 +1,7 @@
-"""Who gets which samples at which step: pure arithmetic over (seed, epoch, step), the same for every world.
+"""Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size.
 
-Nothing is drawn, stored or sent. A permutation of n samples is a bijection that is computed where it is needed, so a
-process holds the indices of a few thousand samples at a time, not n of them, and resuming at a step is an addition.
+Nothing is drawn, stored or sent. A permutation of n samples is a bijection, computed only where it is needed: a process holds
+the indices of a few thousand samples at a time, not of n, and resuming at a step is an addition.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from lockstep.data.dataset import DataSet, Indices
 from lockstep.errors import UserError
 
-FILLER = -1  # stands where a rank has no sample left in an evaluation's last batch
-ROUNDS = (
-    16  # of the Feistel network: with 8, orders of 5 samples are not yet equally frequent (chi2/df 5.8; with 16, 0.9)
-)
-BLOCK = 65536  # samples whose indices are computed at once: 0.1 us a sample, against 2 us when computed 64 at a time
-FIRST_BLOCK = 1024  # of an epoch; then twice as many, and again: the first batch takes 0.5 ms, with a whole block 20 ms
-SPLIT_SEED = 0x5EED  # of the validation split: the same images whatever `seed` is
+FILLER = -1  # the index where a rank has no sample left in an evaluation's last batch
+ROUNDS = 16  # of the Feistel network: with 8, orders of 5 samples are not equally frequent (chi2/df 5.8; with 16, 0.9)
+BLOCK = 65536  # indices computed at once: 0.1 us per sample, against 2 us in blocks of 64
+FIRST_BLOCK = 1024  # of an epoch; later ones double: the first batch takes 0.5 ms, with a whole block 20 ms
+SPLIT_SEED = 0x5EED  # the seed of the validation split, so it does not depend on `seed`
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -37,10 +35,10 @@ def keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
-    """Where a pseudo-random permutation of 0..n-1 sends `positions`.
+    """The images of `positions` under a pseudo-random permutation of 0..n-1.
 
     A Feistel network over a grid of a x b >= n cells, whose halves are added modulo a and b (Black and Rogaway,
-    "Ciphers with Arbitrary Finite Domains", 2002); what lands outside of 0..n-1 is sent on until it is inside.
+    "Ciphers with Arbitrary Finite Domains", 2002); values outside of 0..n-1 are mapped again until they are inside.
     """
     a = max(1, int(np.ceil(np.sqrt(n))))
     b = -(-n // a)
@@ -59,7 +57,7 @@ def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
 
 @dataclass(frozen=True)
 class Split:
-    """A fixed part of a data set: `count` samples from `first` on in the split's own order, or in the file's."""
+    """A fixed part of a data set: `count` samples from `first` on, in the split's own order or in file order."""
 
     total: int
     first: int
@@ -67,20 +65,20 @@ class Split:
     shuffled: bool = True
 
     def indices(self, positions: Indices) -> Indices:
-        """Indices into the data set of the split's samples at `positions`."""
+        """Data-set indices of the split's samples at `positions`."""
         places = positions + self.first
         return permute(places, self.total, SPLIT_SEED, 0) if self.shuffled else places
 
 
 def val_count(train: int, fraction: float) -> int:
-    """How many of `train` samples are kept for validation: at least one."""
+    """How many of `train` samples are held out for validation: at least one."""
     return max(1, round(train * fraction))
 
 
 def splits(
     dataset: DataSet, *, batch_size: int, val_fraction: float, limit_train: int | None
 ) -> tuple[Split, Split, Split]:
-    """What is trained on, validated on and tested on. Raises UserError: the global batch is larger than the first."""
+    """The training, validation and test splits. Raises UserError if the global batch is larger than the training split."""
     total = len(dataset.train)
     val = 0 if dataset.val is not None else val_count(total, val_fraction)
     train = Split(total, val, min(total - val, limit_train or total))
@@ -97,11 +95,11 @@ def whole(count: int) -> Split:
 
 
 class TrainBatches:
-    """Micro-batches of one rank; those of all ranks and accumulation steps together are the global batches.
+    """The micro-batches of one rank. All ranks and accumulation steps together form the global batches.
 
     A sampler for torch's DataLoader: `DataLoader(data, sampler=TrainBatches(...), batch_size=None)` for data that is
-    indexed by an array, or `batch_sampler=` for a map-style data set. Samples that do not fill a global batch are left
-    out at the end of an epoch; each epoch leaves out others.
+    indexed by an array, or `batch_sampler=` for a map-style data set. The last samples of an epoch that do not fill a global
+    batch are left out; each epoch leaves out different ones.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class TrainBatches:
         self.epoch = epoch
 
     def resume(self, epoch: int, micro_batches: int) -> None:
-        """Lets the next iteration begin in `epoch` after so many micro-batches."""
+        """Makes the next iteration begin in `epoch` after this many micro-batches."""
         self.epoch, self.start = epoch, micro_batches
 
     def __iter__(self) -> Iterator[Indices]:
@@ -141,10 +139,10 @@ class TrainBatches:
 
 
 class EvalBatches:
-    """Every sample of a split once over all ranks; every rank has the same number of batches, of the same size.
+    """Each sample of a split once over all ranks; every rank has the same number of batches of the same size.
 
-    Strategies that communicate in forward (fsdp; ddp with buffers) would wait for a rank that ran out. So places
-    without a sample hold FILLER, which the data set turns into a label that no metric counts.
+    Strategies that communicate in forward (fsdp; ddp with buffers) would wait for a rank that has run out of batches. So empty
+    places hold FILLER; the task never sees those samples.
     """
 
     def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1) -> None:
@@ -164,10 +162,10 @@ class EvalBatches:
 
 
 class EvalShares:
-    """Every sample of a split once over all ranks, without fillers: for steps that know nothing of them.
+    """Each sample of a split once over all ranks, without fillers, for modules that do not know about them.
 
-    Global batches are the same for every number of ranks, whose shares of one differ by a sample at most. None is empty: a
-    remainder of fewer samples than ranks joins the batch before it.
+    Global batches do not depend on the number of ranks; the ranks' shares differ by at most one sample. No share is empty: a
+    remainder of fewer samples than ranks joins the previous batch.
     """
 
     def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""A fixed part of every class, held out from training: the same files whatever `seed` is. Free of torch."""
+"""Holds out a fixed part of every class; it does not depend on `seed`. Free of torch."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ PARTS = ("train", "val", "test")
 
 
 def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
-    """Places of a `fraction` of each stratum: at least one sample of it, and never all."""
+    """Indices of a `fraction` of each stratum: at least one sample, never all."""
     order = np.argsort(strata, kind="stable")
     ends = np.flatnonzero(np.diff(strata[order])) + 1
     chosen = []
@@ -24,7 +24,7 @@ def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
 
 
 def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:
-    """The part of each sample. Those of `fractions` that `part_N` does not have yet are taken from its train part."""
+    """The part of each sample. Parts in `fractions` that `part_N` lacks are taken from its train part."""
     part_N = part_N.copy()
     for name, fraction in fractions.items():
         if not (part_N == name).any():

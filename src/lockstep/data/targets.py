@@ -1,4 +1,4 @@
-"""What is asked of a sample, as a CSV or a folder's name says it, as numbers. Free of torch."""
+"""Parses targets from CSV cells or folder names into numbers. Free of torch."""
 
 # N sample · L label
 
@@ -16,23 +16,23 @@ SEPARATORS = re.compile(r"[|;]")
 
 
 def labels_of(text: str) -> list[str]:
-    """The labels of a sample with several: `red|round` or `red;round`."""
+    """Splits a cell with several labels: `red|round` or `red;round`."""
     return [label for part in SEPARATORS.split(text) if (label := part.strip())]
 
 
 def names_of(texts: Sequence[str], kind: str, where: str) -> list[str]:
-    """Classes or labels, in the order of their numbers; none for numbers. Raises UserError: there is only one."""
+    """The names of classes or labels, in the order of their numbers; empty for numbers. Raises UserError if there is only one."""
     if kind == "number":
         return []
     different = set(texts)
     names = sorted({label for text in different for label in labels_of(text)} if kind == "labels" else different)
     if len(names) < 2:
-        raise UserError(f"{where} has one {kind} only, {', '.join(names)}: there is nothing to learn.")
+        raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
     return names
 
 
 def targets_of(texts: Sequence[str], kind: str, names: Sequence[str], where: str) -> NDArray[Any]:
-    """Class numbers; for `labels` 0 or 1 for each of L labels; for `number` one number."""
+    """Class numbers; for `labels`, 0 or 1 per label; for `number`, one number."""
     place = {name: number for number, name in enumerate(names)}
     if kind == "class":
         return np.array([place[text] for text in texts], np.int64)
@@ -50,5 +50,5 @@ def number(text: str, where: str) -> float:
     except ValueError:
         value = float("nan")
     if not np.isfinite(value):
-        raise UserError(f"{where}: target={text} is no number. Type data.target=class, or repair the line.")
+        raise UserError(f"{where}: target={text} is not a number. Type data.target=class, or repair the line.")
     return value

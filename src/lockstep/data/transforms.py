@@ -1,4 +1,4 @@
-"""From stored bytes to what the network sees, in batches, on the device of the batch."""
+"""Converts stored bytes to the network's input, in batches, on the device."""
 
 # B batch · C channel · H W pixel
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Preprocess:
-    """Resizes (bilinear, with antialiasing) and normalises. Bytes travel to the device: a quarter of the floats' size."""
+    """Resizes (bilinear, with antialiasing) and normalises. Only bytes are copied to the device: a quarter of the size of floats."""
 
     def __init__(
         self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False
@@ -28,7 +28,7 @@ class Preprocess:
         x = image_BCHW
         if x.shape[-2:] != (self.image_size, self.image_size):
             x = F.interpolate(x.float(), size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
-        # Into a tensor of that format: `contiguous` leaves images of one channel as they are, which are in both formats, and
+        # Copy into a tensor of that format: `contiguous` does not change images of one channel, which have both formats, and
         # then the strides of the first weights would decide in which one a network computes.
         out = torch.empty_like(x, dtype=torch.float32, memory_format=self.memory_format)
         return torch.addcmul(self.shift, x, self.scale, out=out)

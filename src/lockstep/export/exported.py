@@ -1,7 +1,7 @@
-"""Loads this folder: a trained network, its classes and what it wants of images. Needs torch, and timm for timm's networks.
+"""Loads this folder: a trained network, its classes and its preprocessing. Needs torch, and timm for timm's networks.
 
 from load import load
-model = load(".")                          # of the folder that this file is in, or of another one
+model = load(".")                          # the folder of this file, or another one
 model.classify(image_BCHW)                 # uint8 images of any size, 0 to 255: [("seven", 0.98), ...]
 
 python load.py <image> ...
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Model:
-    """A network for evaluation, with what belongs to it."""
+    """A network for evaluation, with its classes and preprocessing."""
 
     net: nn.Module
-    preprocess: Any  # uint8 images_BCHW of any size to what `net` takes
+    preprocess: Any  # uint8 images_BCHW of any size to the input of `net`
     classes: list[str]
     channels: int
 
@@ -38,7 +38,7 @@ class Model:
         return probability_BK
 
     def classify(self, image_BCHW: Tensor) -> list[tuple[str, float]]:
-        """The likeliest class of each image and its probability."""
+        """The most probable class of each image and its probability."""
         values, places = self.probabilities(image_BCHW).max(1)
         return [(self.classes[place], value) for place, value in zip(places.tolist(), values.tolist(), strict=True)]
 

@@ -1,4 +1,4 @@
-"""A trained network as a folder that needs neither Lockstep nor Lightning nor Hydra: torch loads it, and timm where it is timm's."""
+"""Exports a trained network as a folder that needs only torch, and timm for a timm network."""
 
 import ast
 import inspect
@@ -21,11 +21,11 @@ from lockstep.export import exported
 from lockstep.models.network import network
 
 TIMM = "lockstep.models.from_timm"
-ALLOWED = {"torch", "torchvision", "timm", "numpy"}  # what an exported network may import, beside Python's own
+ALLOWED = {"torch", "torchvision", "timm", "numpy"}  # importable by an exported network, besides Python's own
 
 
 def export(path: Path, folder: Path) -> Path:
-    """Writes the model of the checkpoint `path` to `folder`, which must not be there yet.
+    """Writes the model of the checkpoint `path` to `folder`, which must not exist yet.
 
     Raises:
         UserError: the folder exists, or the network's file needs more than torch and timm.
@@ -35,8 +35,8 @@ def export(path: Path, folder: Path) -> Path:
     content = read(path)
     if holds_module(path):
         raise UserError(
-            f"{path} holds the LightningModule {content['config']['task']['_target_']}, whose network nobody but itself knows. "
-            f'lockstep.load_model("{path}") returns it with its weights; export what you need of it.'
+            f"{path} holds the LightningModule {content['config']['task']['_target_']}, which defines its own network, so it cannot be exported. "
+            f'lockstep.load_model("{path}") returns it with its weights; save what you need of it yourself.'
         )
     model, about = dict(content["config"]["model"]), content[DATA]["about"]
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
@@ -76,7 +76,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def write_network(folder: Path, model: dict[str, Any], offered: dict[str, Any], net: nn.Module) -> None:
-    """model.json says how the network is made; network.py is the file of its class, where that is not timm's."""
+    """Writes model.json, which says how to create the network, and network.py, the file of its class unless timm's."""
     target = model.pop("_target_")
     if target == TIMM:
         name = model.pop("name")
@@ -90,8 +90,8 @@ def write_network(folder: Path, model: dict[str, Any], offered: dict[str, Any], 
     foreign = imported(source) - ALLOWED - sys.stdlib_module_names
     if foreign:
         raise UserError(
-            f"{source.name} imports {', '.join(sorted(foreign))}: an exported network's file may import torch, torchvision, timm and "
-            "numpy. Put what it needs into the file itself."
+            f"{source.name} imports {', '.join(sorted(foreign))}: an exported network's file may import only torch, torchvision, timm and "
+            "numpy. Put other code that it needs into the file itself."
         )
     own = {key: value for key, value in model.items() if key != "name"}
     write(

@@ -1,4 +1,4 @@
-"""A job from Python: what its command does, with exceptions instead of exit codes, in a process that is not ours."""
+"""Runs a job from Python: like its command, but with exceptions instead of exit codes, in the caller's process."""
 
 from typing import Any
 
@@ -24,10 +24,10 @@ def call(name: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def guarded(run: jobs.Run) -> jobs.Run:
-    """`run`, with the libraries of this process left as it found them."""
+    """Runs `run` and restores the state of this process's libraries."""
 
     def run_and_restore(cfg: DictConfig, world: World) -> Any:
-        import lockstep.build  # noqa: F401  # first: what an import sets up stays
+        import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
 
         with process.libraries_restored():
             return run(cfg, world)

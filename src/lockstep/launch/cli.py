@@ -28,14 +28,14 @@ from lockstep.machine import process, signals
 from lockstep.machine.world import rank_of
 from lockstep.sweeps import table
 
-# What the hydra node may name; beside it, the packages of the project.
+# What the hydra node may name, besides the packages of the project.
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
 
 
 def main(run: Run, name: str) -> None:
     """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running.
 
-    It is the last thing that a script does: the process ends with that code, whoever catches SystemExit.
+    Call it last in a script: it ends the process with that code, even if SystemExit is caught.
     """
     ended: list[int] = []
     atexit.register(lambda: exit_process(ended[0]) if ended else None)  # registered first, called last
@@ -52,12 +52,12 @@ def main(run: Run, name: str) -> None:
     with signals.noted() if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
     if received and ended[0]:
-        exit_process(ended[0])  # at once: exit handlers might wait for what the failed job has left
+        exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
 
 
 def running_script() -> Path:
-    """The file that calls `main`, or the program that led there."""
+    """The file that calls `main`, or the program that imported it."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_back.f_globals if frame and frame.f_back and frame.f_back.f_back else {}
     if (
@@ -73,18 +73,18 @@ def in_project(folder: Path, call: Callable[[], Any]) -> None:
 
 
 def command(job: Job, argv: list[str]) -> None:
-    """Hydra reads the command line; a multirun's jobs are told apart from a single run here."""
+    """Lets Hydra read the command line and run a single run or the jobs of a multirun."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of Hydra's own report and exit code
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = search_path(argv)
-    if {"-m", "--multirun"} & set(argv):  # Hydra would write multirun.yaml before it finds a mistake
+    if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
         if job.name == "eval":
             raise UserError("eval.py evaluates one run at a time. Leave -m out.")
         raise_problems(tried_alone(job.name, overrides, always)[0])
-    # A launcher may send it to another process: it must not refer to anything of this one.
+    # A launcher may pickle it for another process, so it must not refer to anything of this one.
     outcome: list[int] = []
     task: Any = partial(one_job, job, outcome)
-    task.__module__, task.__name__ = __name__, job.name  # Hydra asks for both
+    task.__module__, task.__name__ = __name__, job.name  # Hydra reads both
     task.script = job.script  # hydra_plugins/lockstep_plugins/slots.py
     whitelist = [*TRUSTED, *project.trusted()]
     try:
@@ -92,7 +92,7 @@ def command(job: Job, argv: list[str]) -> None:
     except CONFIG_ERRORS as e:
         raise UserError(*explain(e, job.name, overrides, always)) from None
     if any(outcome):
-        raise RunFailed("it has said why", max(outcome))
+        raise RunFailed("the failed process printed the reason", max(outcome))
 
 
 def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | None:
@@ -111,5 +111,5 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
     if code == INTERRUPTED or signals.received:
         raise KeyboardInterrupt  # ends a multirun as a whole
     if code:
-        raise RunFailed(f"{cfg.run} failed", code)  # Hydra marks it and goes on
+        raise RunFailed(f"{cfg.run} failed", code)  # Hydra marks the job as failed and continues
     return result[0]

@@ -1,4 +1,4 @@
-"""How a command ends: exit codes and words on standard error instead of exceptions."""
+"""How a command ends: exit codes and messages on standard error instead of exceptions."""
 
 import os
 import sys
@@ -13,12 +13,12 @@ INTERRUPTED = 130
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process without taking Python down. Threads of gloo that let go of a tensor meanwhile want Python's lock, are ended
-    for that, and abort the process: "terminate called without an active exception", after a run that was done."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed by whoever started the process
+    """Ends the process without Python's shutdown. During shutdown, gloo threads that release tensors need the GIL and abort the
+    process ("terminate called without an active exception"), even after a run that was done."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the parent process closed it
         try:
             stream.flush()
-        except BrokenPipeError:  # its reader has seen enough
+        except BrokenPipeError:  # its reader has closed the pipe
             pass
         except OSError:  # the disk is full
             code = code or 1
@@ -30,14 +30,14 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     try:
         call()
     except UserError as e:
-        if rank == 0:  # all ranks found the same
+        if rank == 0:  # all ranks found the same mistakes
             print("\n".join(f"error: {problem}" for problem in e.problems), file=sys.stderr)
         return 2
     except TrainingFailed as e:
         if rank == 0 or not isinstance(e, Preempted | Pruned):
             print(f"error: {e}", file=sys.stderr)
         return 1
-    except RunFailed as e:  # the process that failed has said why
+    except RunFailed as e:  # the failed process printed the reason
         return e.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,4 +1,4 @@
-"""The scripts that a command runs, the project's own or Lockstep's, and the jobs that they hold."""
+"""The scripts that commands run, the project's own or Lockstep's, and the jobs that they define."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from lockstep.errors import UserError
 from lockstep.machine.world import World
 
 SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
-Run = Callable[[DictConfig, World], Any]  # one process's part
+Run = Callable[[DictConfig, World], Any]  # the part of one process
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a command does: `train` of train.py."""
+    """What a command does, such as `train` of train.py."""
 
-    name: str  # and that of its config
-    script: Path  # what the run's other processes execute
+    name: str  # also the name of its config
+    script: Path  # the script that the run's other processes execute
     run: Run
 
 
 def scripts() -> dict[str, Path]:
-    """Lockstep's scripts by name, each replaced by the project's own where it has one: train, eval, runs, ..."""
+    """All scripts by name (train, eval, runs, ...): the project's own if it has one, else Lockstep's."""
     root = project.current().root
     shipped = {path.stem: path for folder in SCRIPTS for path in sorted(folder.glob("*.py"))}
     own = {name: root / f"{name}.py" for name in shipped} if root else {}
@@ -53,10 +53,10 @@ def load(path: Path) -> Run:
     spec.loader.exec_module(module)
     run: Run | None = getattr(module, "JOB", None)
     if run is None:
-        raise UserError(f'{path} has no JOB. Type JOB = launch.job("{path.stem}") in it, or a function of your own.')
+        raise UserError(f'{path} has no JOB. Add JOB = launch.job("{path.stem}") to it, or JOB = <your own function>.')
     return run
 
 
 def job(name: str) -> Run:
-    """Lockstep's own job, `train` or `eval`, for a project whose script does not say it anew."""
+    """Lockstep's own job, `train` or `eval`, for a project's script that does not define its own."""
     return load(SCRIPTS[0] / f"{name}.py")

@@ -1,7 +1,7 @@
-"""The processes of a run on this machine: one for each device. All end when one fails or when their parent is gone.
+"""The processes of a run on this machine, one per device. All end when one fails or when their parent dies.
 
-Lightning would start them by repeating the command line, and under a Hydra multirun each child would repeat the whole sweep
-(Lightning#11300). Here a process gets the resolved config of its job, and LOCAL_RANK tells Lightning that the processes exist.
+Lightning starts processes by repeating the command line; under a Hydra multirun, each child would repeat the whole sweep
+(Lightning#11300). Here each process gets the resolved config of its job, and LOCAL_RANK tells Lightning that it is started.
 """
 
 import json
@@ -30,9 +30,9 @@ from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
 ERROR_FILE = "LOCKSTEP_ERROR_FILE"  # where a process reports that memory ran out
-FAILING_S = 2.0  # after one process has failed, time for the others to fail: rank 0 may be writing the report
-SAVING_S = 60.0  # the same after a warning or while a checkpoint is written: rank 0 may be finishing W&B's run
-GRACE_S = 10.0  # from the request to end to the kill
+FAILING_S = 2.0  # seconds for the others to end after one failed: rank 0 may be writing the report
+SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
+GRACE_S = 10.0  # seconds between the request to end and the kill
 
 
 def free_port() -> int:
@@ -50,7 +50,7 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
         "config": OmegaConf.to_container(cfg, resolve=True),
         "world": {**asdict(world), "rank": world.rank + local_rank},
     }
-    # With a thread per core in each process they slow each other down. A single process keeps torch's default.
+    # A thread per core in each process would slow all of them down. A single process keeps torch's default.
     several = (
         {"OMP_NUM_THREADS": str(max(1, cores() // processes_per_node(world)))} if processes_per_node(world) > 1 else {}
     )
@@ -77,7 +77,7 @@ def received_job() -> tuple[DictConfig, World] | None:
 
 
 def exit_with_parent() -> None:
-    """Standard input ends when the parent does, however it ends: it never writes to it."""
+    """Standard input closes when the parent ends, in whatever way; the parent never writes to it."""
     while os.read(0, 1):
         pass
     os._exit(1)
@@ -109,7 +109,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         kills = kernel_kills()
         code = run_and_wait(script, cfg, world, error_files)
         errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
-    if errors:  # the one without a remedy, else the one that needs the smallest micro-batch
+    if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
         raise killed(cfg, world, by_kernel=kernel_kills() > kills, trains=script.stem != "eval")
@@ -134,7 +134,7 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
         stop(processes, signal.SIGINT)
         raise
     finally:
-        for process in processes:  # when one has failed, the others wait for it, and SIGTERM only asks them to save
+        for process in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
             process.kill()
         stop(processes, signal.SIGTERM)
 
@@ -157,7 +157,7 @@ def wait(
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
             saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
-            first = next((code for code in failed if code < 0), failed[0])  # a killed process is why the others fail
+            first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first

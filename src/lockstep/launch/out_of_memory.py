@@ -1,4 +1,4 @@
-"""Starting again with smaller micro-batches: what `trainer.accumulate_grad_batches=auto` does. Free of torch."""
+"""Restarts a run with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch."""
 
 import json
 import shutil
@@ -20,24 +20,24 @@ VMSTAT = Path("/proc/vmstat")
 
 
 def first(cfg: DictConfig, world: World) -> int:
-    """The fewest; for a run that goes on, as many as give the micro-batch that it had."""
+    """The fewest micro-batches; for a resumed run, the number that gives the micro-batch it had."""
     path, batch = run_dir(cfg) / "report.json", cfg.data.batch_size
     had = json.loads(path.read_text()).get("micro_batch") if path.is_file() else None
     return next(k for k in accumulations(batch, world.size) if had is None or batch // (world.size * k) <= had)
 
 
 def begin_anew(cfg: DictConfig) -> None:
-    """Removes what a run has left that died before its first checkpoint."""
+    """Removes the files of a run that died before its first checkpoint."""
     for left in ("config.yaml", "metrics.csv"):
         (run_dir(cfg) / left).unlink(missing_ok=True)
     shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
 
 
 def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, world: World) -> None:
-    """Runs with as few micro-batches a step as memory allows. Each attempt goes on from the last checkpoint of the one before.
+    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the previous one's last checkpoint.
 
     Raises:
-        OutOfMemory: a smaller micro-batch does not help, or there is none.
+        OutOfMemory: a smaller micro-batch does not help, or does not exist.
     """
     cfg = cfg.copy()
     cfg.trainer.accumulate_grad_batches = first(cfg, world)
@@ -55,11 +55,11 @@ def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, wor
             begin_anew(cfg)
         now = batches(cfg, world)
         words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
-        print(f"a micro-batch of {before} does not fit in memory; going on with {words}", file=sys.stderr, flush=True)
+        print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has ended because memory ran out, of the machine or of a container; 0 where it does not say."""
+    """How many processes the kernel has killed because the machine or a container ran out of memory; 0 if unknown."""
     try:
         lines = VMSTAT.read_text().splitlines()
     except OSError:
@@ -68,8 +68,8 @@ def kernel_kills() -> int:
 
 
 def killed(cfg: DictConfig, world: World, *, by_kernel: bool, trains: bool) -> OutOfMemory:
-    """What is to be said of a process that was ended by SIGKILL, which is what becomes of one that takes too much."""
-    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL; where nobody sent it, memory has run out"
+    """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
+    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
     if not trains:
         return OutOfMemory(f"a process of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")

@@ -1,4 +1,4 @@
-"""Jobs of a multirun side by side on one machine: who gets which devices, and the process that a job is."""
+"""Runs jobs of a multirun side by side on one machine: assigns devices and starts a process per job."""
 
 import json
 import os
@@ -25,16 +25,16 @@ printing = threading.Lock()
 
 
 def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
-    """One environment for each job that runs at a time: its GPUs, or its share of the cores.
+    """One environment per simultaneous job: its GPUs, or its share of the cores.
 
     Raises:
-        UserError: `jobs` is no number, or needs more GPUs than there are.
+        UserError: `jobs` is not a number, or needs more GPUs than there are.
     """
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
         raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
     if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
         raise UserError(
-            f"trainer.devices={cfg.trainer.devices}: hydra/launcher=slots deals out the GPUs. Type how many each job has."
+            f"trainer.devices={cfg.trainer.devices}: hydra/launcher=slots assigns the GPUs. Type trainer.devices=<how many per job>."
         )
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
     each = world_of(cfg).devices
@@ -43,7 +43,7 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
         count = len(gpus) // each if jobs == "auto" else int(jobs)
         if not count or count * each > len(gpus):
             raise UserError(
-                f"hydra.launcher.jobs={jobs} with {each} GPUs for each job needs {max(1, count) * each}; this machine has {len(gpus)}. "
+                f"hydra.launcher.jobs={jobs} with {each} GPUs per job needs {max(1, count) * each} GPUs; this machine has {len(gpus)}. "
                 f"Type hydra.launcher.jobs={max(1, len(gpus) // each)}, or fewer trainer.devices."
             )
         return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
@@ -62,12 +62,12 @@ def say(line: str) -> None:
 
 
 def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> int:
-    """Runs `script` for one job and waits; returns its exit code. A process that was killed leaves a report as well."""
+    """Runs `script` for one job and waits; returns its exit code. A killed process gets a report as well."""
     job = json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})
     place = environment.get("CUDA_VISIBLE_DEVICES")
     say(f"{cfg.run} begins" + (f" on GPU {place}" if place else "") + f": {' '.join(table.typed(overrides))}")
     output(cfg).parent.mkdir(parents=True, exist_ok=True)
-    # A job knows nothing of the SLURM job around all of them: the launcher puts that back into the queue.
+    # Hide the SLURM job around all jobs: the launcher requeues that one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     with output(cfg).open("ab") as log:
         process = subprocess.Popen(
@@ -76,7 +76,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: di
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C comes to them once, by end_all
+            start_new_session=True,  # so Ctrl-C reaches them once, through end_all
         )
     running.append(process)
     try:
@@ -93,7 +93,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: di
 
 
 def end_all() -> None:
-    """As Ctrl-C does, which reached only the parent: the jobs are not in its process group."""
+    """Interrupts the jobs: Ctrl-C reaches only the parent, because jobs have their own process groups."""
     local.stop(list(running), signal.SIGINT)
 
 

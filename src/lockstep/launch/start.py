@@ -1,4 +1,4 @@
-"""From a composed config to the processes of a run: check, prepare the data, name the run, start."""
+"""From a composed config to the processes of a run: checks, prepares the data, names the run, starts."""
 
 import json
 import sys
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def prepare_data(cfg: DictConfig) -> "DataSet | None":
-    """Prepares the data, once for all processes, and says loudly when it is not the whole set.
+    """Prepares the data, once for all processes, and warns if it is not the whole set.
 
-    None: a LightningDataModule prepares its own in training.
+    Returns None for a LightningDataModule, which prepares its data in training.
     """
     from lockstep.config.instantiate import create_data, has_own_loaders
     from lockstep.data.sampler import splits
@@ -43,24 +43,24 @@ def prepare_data(cfg: DictConfig) -> "DataSet | None":
 
 
 def runs_here(world: World) -> bool:
-    """Whether this process is the one that trains, or one of those that do."""
+    """Whether this process itself trains, instead of starting others that do."""
     return world.external is not None or world.one_process
 
 
 def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
-    """Runs `job` in as many processes as the config asks for; returns what it wrote as its result.
+    """Runs `job` in as many processes as the config asks for; returns the result that it wrote.
 
-    Nothing is written to the run directory, and torch is not imported, before the config and the data are right.
+    Before the config and the data are checked, nothing is written to the run directory and torch is not imported.
 
     Raises:
         UserError: the config or the input is wrong.
-        RunFailed: another process failed; it has said why.
-        TrainingFailed: it went wrong in a way that is known, as when memory runs out.
+        RunFailed: another process failed; it printed the reason.
+        TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
     evaluating = job.name == "eval"
     again = not evaluating and (cfg.resume == "auto" or restarted())
-    if not evaluating and not cfg.resume:  # otherwise the run's own config is still to come
+    if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
         raise_problems(check(cfg))
     cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
@@ -73,7 +73,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         raise
     raise_problems(own_loader_problems(cfg) if data is None else [] if evaluating else division_problems(cfg, world))
     cfg = identify(decided(cfg, world, data), data.source if data else None)
-    if again and not cfg.resume and world.rank == 0:  # it died before its first checkpoint
+    if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
         out_of_memory.begin_anew(cfg)
     in_processes = partial(local.run_processes, job.script)
     with signals.noted():
@@ -90,5 +90,5 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
             signals.requeue(world.rank)
             raise
     path = evaluation_file(cfg) if evaluating else run_dir(cfg) / "report.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # another node's disk may have it
+    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
     return result

@@ -1,4 +1,4 @@
-"""Writing files whole or not at all. Free of torch."""
+"""Writes files whole or not at all. Free of torch."""
 
 import json
 import math

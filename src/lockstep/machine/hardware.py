@@ -56,7 +56,7 @@ NEVER, OLD_GLIBCS_MOST = 2**31 - 1, 32 * 2**20
 
 def keep_freed_memory() -> None:
     """Makes glibc keep the memory of freed tensors for the next ones. Does nothing if the user has set a MALLOC_ variable, or in
-    a process that is a caller's.
+    a caller's process.
 
     By default glibc returns it to the system at each step, which hands it out again page by page, zeroed. A step of BasicNet took
     11 ms with kept memory and 14 to 18 without in bf16; 18 to 21 and 22 to 27 in fp32.

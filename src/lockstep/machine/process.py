@@ -1,4 +1,4 @@
-"""Whose process this is: one that Lockstep has started may be tuned, a caller's is left as it was. Free of torch."""
+"""Tunes processes that Lockstep started; restores a caller's process. Free of torch."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-owned = False  # whether this process exists to run a command; not a notebook's, nor that of a program that calls `lockstep.train`
+owned = False  # whether this process exists to run a command; not in a notebook or a caller of `lockstep.train`
 
 
 def own() -> None:
@@ -22,7 +22,7 @@ def own() -> None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Afterwards the environment, the import path, the working directory and signal handlers are what they were."""
+    """Restores the environment, the import path, the working directory and signal handlers afterwards."""
     environment, path, folder = dict(os.environ), list(sys.path), Path.cwd()
     main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main_thread else {}
@@ -35,13 +35,13 @@ def restored() -> Iterator[None]:
         sys.path[:] = path
         os.chdir(folder)
         for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:  # None: not Python's
+            if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
                 signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def libraries_restored() -> Iterator[None]:
-    """Afterwards loggers, warning filters, torch's settings and the random states are what they were. Imports torch."""
+    """Restores loggers, warning filters, torch's settings and random states afterwards. Imports torch."""
     import numpy as np
     import torch
 
@@ -60,7 +60,7 @@ def libraries_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_restored() -> Iterator[None]:
-    """Of the loggers that there are: those that are made meanwhile have nothing to go back to."""
+    """Restores existing loggers; those created meanwhile have no earlier state."""
     loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
     before = [(x, x.level, x.propagate, x.disabled, list(x.handlers), list(x.filters)) for x in loggers]
     handlers = [(x, x.level, list(x.filters)) for logger in loggers for x in logger.handlers]
@@ -68,7 +68,7 @@ def logging_restored() -> Iterator[None]:
         yield
     finally:
         for logger, level, propagate, disabled, own_handlers, filters in before:
-            if logger.level != level:  # setting it clears the caches of all loggers, of which Lightning brings hundreds
+            if logger.level != level:  # setting it clears the caches of all loggers; Lightning has hundreds
                 logger.setLevel(level)
             logger.propagate, logger.disabled = propagate, disabled
             logger.handlers[:], logger.filters[:] = own_handlers, filters
@@ -79,7 +79,7 @@ def logging_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings_restored() -> Iterator[None]:
-    """`warnings.catch_warnings`, which alone would forget that warnings are sent to the log."""
+    """`warnings.catch_warnings`, and whether warnings go to the log, which it does not restore."""
     to_log = warnings.showwarning.__module__ == "logging"
     with warnings.catch_warnings():
         try:
@@ -98,12 +98,12 @@ def torch_restored() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Of both of torch's interfaces, the older one first: it sets the newer one's values as well.
+    # Both of torch's interfaces, the older one first, because it also sets the newer one's values.
     names = [(cuda, "allow_tf32"), (cudnn, "allow_tf32"), (cuda, "fp32_precision"), (cudnn.conv, "fp32_precision"),
              (cudnn.rnn, "fp32_precision"), (cudnn, "benchmark"), (cudnn, "deterministic")]  # fmt: skip
     flags: list[tuple[Any, str, Any]] = []
     for place, name in names:
-        with contextlib.suppress(RuntimeError):  # the caller has used the newer interface, and the older one refuses
+        with contextlib.suppress(RuntimeError):  # the caller has used the newer interface, so the older one refuses
             flags.append((place, name, getattr(place, name)))
     try:
         yield

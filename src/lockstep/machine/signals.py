@@ -20,11 +20,11 @@ WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGTERM, *REQUEUE)
 
-END_S = 120.0  # SLURM ends a requeued job at once, and a warned one after KillWait or GraceTime
-PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, from SLURM and from the parent process
+END_S = 120.0  # wait so long for SLURM: it ends a requeued job at once, a warned one after KillWait or GraceTime
+PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, sent by SLURM and by the parent process
 
 received: list[signal.Signals] = []
-first_s = 0.0  # when the first one came
+first_s = 0.0  # time of the first signal
 before: dict[signal.Signals, Any] = {}  # the previous handlers
 
 
@@ -32,7 +32,7 @@ def on_signal(number: int, _: FrameType | None) -> None:
     global first_s
     warning, now_s = signal.Signals(number), time.monotonic()
     insists = warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
-    if insists:  # this process hangs
+    if insists:  # a later second SIGTERM means that this process hangs
         signal.signal(warning, signal.SIG_DFL)
         os.kill(os.getpid(), warning)
     first_s = first_s if received else now_s
@@ -48,7 +48,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
-    """Inside, a warning does not end the process; it is noted in `received`."""
+    """Within this context, a warning does not end the process but is noted in `received`."""
     received.clear()
     before.update({warning: signal.getsignal(warning) for warning in WARNINGS})
     install()
@@ -61,7 +61,7 @@ def noted() -> Iterator[None]:
 
 
 def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
-    """Puts this SLURM job back into the queue if SLURM warned of its time limit. Called when everything is saved.
+    """Requeues this SLURM job if SLURM warned of its time limit. Called when everything is saved.
 
     Rank 0 does it, and all ranks wait for SLURM to end them: a rank that ends earlier could end the job, and a preempted job that
     ends by itself counts as failed. submitit has its own handler, which counts the time limits.
@@ -83,5 +83,5 @@ def requeue_job(warning: signal.Signals, env: Mapping[str, str]) -> None:
     of_array = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
     job = of_array if "SLURM_ARRAY_JOB_ID" in env else env["SLURM_JOB_ID"]
     assert re.fullmatch(r"\d+(_\d+)?", job)
-    print(f"{warning.name}: everything is saved; job {job} goes back into the queue", file=sys.stderr, flush=True)
+    print(f"{warning.name}: everything is saved; job {job} is requeued", file=sys.stderr, flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)

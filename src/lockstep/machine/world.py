@@ -52,7 +52,7 @@ def threads(world: "World", env: Mapping[str, str] = os.environ) -> int | None:
     if world.external == "slurm" and "OMP_NUM_THREADS" not in env:
         own = env.get("SLURM_CPUS_PER_TASK")
         job = int(env.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
-        bound = cores() < job  # to its own cores; otherwise each task sees all
+        bound = cores() < job  # limited to its own cores; otherwise each task sees all
         return int(own) if own else cores() if bound else max(1, min(cores(), job) // world.devices)
     return None
 
@@ -80,8 +80,10 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     """The launcher that started this process as one of several, if not Lockstep."""
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun"
-    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))  # of the step; an interactive one has 1
-    if int(tasks) > 1 and "SLURM_STEP_ID" in env:  # the batch script itself has none
+    tasks = env.get(
+        "SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")
+    )  # tasks of the step; an interactive step has 1
+    if int(tasks) > 1 and "SLURM_STEP_ID" in env:  # the batch script itself has no step id
         return "slurm"
     return None
 

@@ -1,4 +1,4 @@
-"""Networks. They know shapes and classes, not how they are trained."""
+"""Networks. They know shapes and classes, but not how they are trained."""
 
 from lockstep.models.basic_net import BasicNet
 from lockstep.models.from_timm import from_timm

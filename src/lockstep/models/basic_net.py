@@ -9,10 +9,10 @@ BYTE, TWO_BYTES = (torch.int8, 8), (torch.int16, 16)
 
 
 class Dropout(nn.Dropout):
-    """torch's, except that on CPUs an element takes 8 random bits (16 where `p` is no multiple of 1/256) instead of a
-    whole draw of its own.
+    """torch's dropout, except that on CPUs an element takes 8 random bits (16 if `p` is not a multiple of 1/256) instead of
+    a whole draw.
 
-    torch.bernoulli_ calls the generator for each element: 3.9 ms for BasicNet's 589,824 where this takes 0.6, beside a step of 12.
+    torch.bernoulli_ calls the generator for each element: 3.9 ms for BasicNet's 589,824 elements; this takes 0.6. A step takes 12.
     `p` is rounded to 1/65536.
     """
 
@@ -21,7 +21,7 @@ class Dropout(nn.Dropout):
             return super().forward(x)
         dtype, bits = BYTE if (self.p * 256).is_integer() else TWO_BYTES
         values, each = 2**bits, 64 // bits
-        dropped = min(round(self.p * values), values - 1)  # of so many values
+        dropped = min(round(self.p * values), values - 1)  # out of `values`
         drawn = torch.empty(-(-x.numel() // each), dtype=torch.int64).random_(-(2**63), None)
         drawn_like_x = drawn.view(dtype)[: x.numel()].as_strided(x.shape, torch.empty_like(x).stride())
         kept = drawn_like_x >= dropped - values // 2  # they are signed
@@ -44,8 +44,8 @@ class BasicNet(nn.Module):
         side = (image_size - 4) // 2  # two convolutions without padding, then the pool
         if side < 1:
             raise ValueError(f"BasicNet needs images of at least 6 pixels; data.image_size={image_size}")
-        # The rectifier after the pool gives the same numbers as before it, from a quarter of the elements. Both are cheap
-        # in channels_last, which convolutions like as well; from `Flatten` on there is one order.
+        # ReLU after the pool gives the same numbers as before it, from a quarter of the elements. Both are cheap
+        # in channels_last, which is also fast for convolutions; from `Flatten` on there is one order.
         self.features = nn.Sequential(
             nn.Conv2d(in_channels, 32, 3),
             nn.ReLU(),

@@ -1,4 +1,4 @@
-"""Any network of timm, with the channels and classes of the data."""
+"""Any timm network, with the channels and classes of the data."""
 
 import difflib
 from pathlib import Path
@@ -22,7 +22,7 @@ def from_timm(
     """image_BCHW to logits_BK. `checkpoint_path` is a local file of weights; `model_args` go to the network's class.
 
     Raises:
-        UserError: timm has no such model, or the weights can be neither fetched nor read.
+        UserError: timm has no such model, or its weights cannot be downloaded or read.
     """
     if pretrained:
         go_offline_without_network()
@@ -31,7 +31,7 @@ def from_timm(
     if not known(name):
         near = ", ".join(difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4))
         raise UserError(
-            f"model.name={name} is unknown to timm. Near to it are {near or 'none'}; timm.list_models() has all."
+            f"model.name={name} is unknown to timm. Similar: {near or 'none'}. timm.list_models() lists all."
         )
     config = timm.get_pretrained_cfg(name)
     if config is not None and config.fixed_input_size:
@@ -60,7 +60,7 @@ def from_timm(
 
 
 def known(name: str) -> bool:
-    """Whether timm has the architecture and, where the name has one, the tag of its weights."""
+    """Whether timm has the architecture and, if the name has one, the tag of its weights."""
     import timm
 
     try:
@@ -70,11 +70,11 @@ def known(name: str) -> bool:
 
 
 def normalisation(name: str) -> tuple[list[float], list[float]] | None:
-    """Mean and std of the images that timm's model `name` was pretrained with; None for what timm does not know."""
+    """Mean and std that timm's model `name` was pretrained with; None if timm does not know them."""
     import timm
 
     config = timm.get_pretrained_cfg(name) if known(name) else None
     return (list(config.mean), list(config.std)) if config else None
 
 
-from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # build.with_numbers asks for it
+from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # for data.mean=model, see build.with_numbers

@@ -1,4 +1,4 @@
-"""The network of a config, for the data and the task at hand."""
+"""Creates the network of a config, for the data and the task."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ WEIGHTS = {"pretrained": False, "checkpoint_path": None}  # keys that fetch weig
 
 
 def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weights: bool = True) -> nn.Module:
-    """The network of a `model` node. It gets those of the `offered` arguments that its signature names.
+    """The network of a `model` node. It gets the `offered` arguments that its signature names.
 
-    Without weights, those that the node starts from are not fetched: a checkpoint has all.
+    With with_weights=False, pretrained weights are not loaded, because a checkpoint provides them.
 
     Raises:
         UserError: a key is unknown, missing or of a wrong type.

@@ -1,1 +1,1 @@
-"""What a run says and leaves: console, loggers, report.json, report.html."""
+"""A run's output: console, loggers, report.json, report.html."""

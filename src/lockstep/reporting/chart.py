@@ -9,11 +9,11 @@ Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 800, 300
 LEFT, RIGHT, TOP, BOTTOM = 80, 780, 40, 250  # the frame around the curves
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
-FEW, MANY = 30, 2000  # so many points get markers; more than MANY are thinned out
+FEW, MANY = 30, 2000  # up to this many points get markers; more than MANY are thinned out
 
 
 def chart(title: str, xlabel: str, ylabel: str, series: Mapping[str, Points]) -> str:
-    """One SVG; an empty text where no series has a finite point."""
+    """One SVG; an empty string if no series has a finite point."""
     finite: dict[str, Points] = {
         name: [point for point in points if all(map(math.isfinite, point))] for name, points in series.items()
     }
@@ -46,7 +46,7 @@ def chart(title: str, xlabel: str, ylabel: str, series: Mapping[str, Points]) ->
 
 
 def curve(places: Points, colour: str, name: str, legend_y: float) -> Iterator[str]:
-    """A line through the places, with a marker at each where they are few, and its line of the legend."""
+    """A line through the points, with markers if they are few, and its entry in the legend."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
     if len(places) < FEW:
@@ -64,21 +64,21 @@ def line(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def widened(values: Sequence[float]) -> tuple[float, float]:
-    """From the least to the greatest, with a margin; never empty."""
+    """From the smallest to the largest value, with a margin; never empty."""
     low, high = min(values), max(values)
     margin = 0.04 * (high - low) or 0.04 * abs(low) or 1.0
     return low - margin, high + margin
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Three to seven round numbers."""
+    """Three to seven round numbers for an axis."""
     power = 10.0 ** math.floor(math.log10((high - low) / 6))
     step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= 6)
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def thinned(points: Points) -> Points:
-    """At most MANY: of each run of neighbours the lowest and the highest, so that no peak is lost."""
+    """At most MANY points: the lowest and the highest of each group of neighbours, so no peak is lost."""
     each = math.ceil(2 * len(points) / MANY)
     if each <= 2:
         return points

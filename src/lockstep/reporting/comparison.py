@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from lockstep.checkpoints.trees import leaves
 from lockstep.config.keys import dotted
 
-RATE = "_per_s"  # how columns end that differ between any two runs
+RATE = "_per_s"  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
-FORGOTTEN = ".current_score"  # the last validation's; ModelCheckpoint saves it for people and does not load it
+FORGOTTEN = ".current_score"  # of the last validation; ModelCheckpoint saves it for information and does not load it
 DATA = ("data/name", "data/source", "data/sha256", "data/train", "data/val", "data/test")
 
 
@@ -29,11 +29,11 @@ class Run:
 
 
 def find(given: str, runs_dir: Path) -> Run:
-    """The run in a folder, or the one of that name. Raises FileNotFoundError."""
+    """The run in a folder, or the run of that name. Raises FileNotFoundError."""
     folder = next((path for path in (Path(given), runs_dir / given) if (path / "config.yaml").is_file()), None)
     if folder is None:
         raise FileNotFoundError(
-            f"{given} is not a run: neither {given}/config.yaml nor {runs_dir / given}/config.yaml is there"
+            f"{given} is not a run: neither {given}/config.yaml nor {runs_dir / given}/config.yaml exists"
         )
     path = folder / "report.json"
     report = json.loads(path.read_text()) if path.is_file() else {}
@@ -47,7 +47,7 @@ def find(given: str, runs_dir: Path) -> Run:
 
 
 def relative(a: float, b: float) -> float:
-    """The difference over the first value; 0 for equal ones, NaN with NaN included."""
+    """The difference over the first value; 0 for equal values and for NaN with NaN."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / abs(a) if a and not math.isnan(a - b) else math.inf
@@ -69,7 +69,7 @@ def data_differences(a: Run, b: Run) -> list[str]:
 
 
 def series(run: Run) -> dict[str, list[tuple[str, str]]]:
-    """Each column's (step, value) as they are written."""
+    """The (step, value) pairs of each column, as written."""
     names = [name for name in run.columns if name != "step" and not name.endswith(RATE)]
     return {name: [(row["step"], row[name]) for row in run.rows if row[name]] for name in names}
 
@@ -89,11 +89,11 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
         if differing:
             step, x, y = differing[0]
             worst = max(relative(x, y) for _, x, y in differing)
-            yield f"{name}: {len(differing)} of {len(pairs)} rows differ, the first at step {step} ({x} | {y}), by {worst:.2g} at most"
+            yield f"{name}: {len(differing)} of {len(pairs)} rows differ, the first at step {step} ({x} | {y}), by at most {worst:.2g}"
 
 
 def figures(*runs: Run) -> list[str]:
-    """Figures of the reports: what was tested and validated, and how long the training was."""
+    """Differences of the reports: test and validation figures, and the length of the training."""
     found = (key for run in runs for key in run.report if key.startswith(("test/", "val/")))
     return list(dict.fromkeys([*found, "train/steps", "train/epochs"]))
 
@@ -122,13 +122,13 @@ def tensor_difference(x: Any, y: Any) -> float:
 
 
 def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str, ...]) -> Iterator[str]:
-    """Of two checkpoints: the tensor that differs most, and values that differ, in each of `parts`."""
+    """Differences of two checkpoints in each of `parts`: the tensor that differs most, and other values."""
     from torch import Tensor
 
     from lockstep.checkpoints.content import read
 
     def values(path: Path, part: str) -> dict[str, Any]:
-        here = str(path.resolve().parents[1])  # best checkpoints are remembered with their whole paths
+        here = str(path.resolve().parents[1])  # best checkpoints are saved with absolute paths
         found = ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(contents[path].get(part, {})))
         return {key.replace(here, ""): v.replace(here, "") if isinstance(v, str) else v for key, v in found}
 
@@ -143,14 +143,14 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
         over = [key for key in tensors if apart[key] > tolerance]
         if over:
             worst = max(over, key=apart.__getitem__)
-            yield f"{part}: {len(over)} of {len(tensors)} tensors differ, most of all {worst} (by {apart[worst]:.2g})"
+            yield f"{part}: {len(over)} of {len(tensors)} tensors differ, the most {worst} (by {apart[worst]:.2g})"
         for key in both:
             if key not in apart and not key.endswith(FORGOTTEN) and (type(a[key]), a[key]) != (type(b[key]), b[key]):
                 yield f"{part}: {key}: {a[key]} | {b[key]}"
 
 
 def checkpoints(run: Run) -> dict[str, Path]:
-    """last.ckpt, and the one that was tested."""
+    """last.ckpt, and the checkpoint that was tested."""
     found = {"last": run.folder / "checkpoints" / "last.ckpt"}
     if run.report.get("checkpoint"):
         found["tested"] = run.folder / run.report["checkpoint"]
@@ -171,7 +171,7 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
     }
     ours, theirs = checkpoints(a), checkpoints(b)
     if not ours and not theirs:
-        found["weights"].append("neither has a checkpoint to compare")
+        found["weights"].append("neither run has a checkpoint to compare")
     for name in dict.fromkeys([*ours, *theirs]):
         if name not in ours or name not in theirs:
             found["weights"].append(f"{name}: {ours.get(name, 'absent')} | {theirs.get(name, 'absent')}")

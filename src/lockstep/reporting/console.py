@@ -1,4 +1,4 @@
-"""What a person reads: lines, tables, and the frameworks' chatter kept out, by name."""
+"""Console output: lines and tables. Silences known messages of the frameworks."""
 
 import logging
 import shlex
@@ -13,9 +13,9 @@ from rich.table import Table
 log = logging.getLogger("lockstep")
 out = Console(highlight=False)
 
-# Beginnings of messages that say nothing about a run. Each is here for a reason, and nothing else is silenced.
+# Beginnings of messages that say nothing about a run. Only these are silenced.
 CHATTER = (
-    "GPU available:", "TPU available:", "HPU available:",  # the plan's line says what is used
+    "GPU available:", "TPU available:", "HPU available:",  # the first line of a run says what is used
     "\U0001f4a1 Tip:", "LOCAL_RANK:", "You are using the plain ModelCheckpoint", "Initializing distributed:",
     "-----", "distributed_backend=", "All distributed processes registered", "Using bfloat16 Automatic", "Using 16bit Automatic",
     "`Trainer.fit` stopped:", "Restoring states from the checkpoint", "Restored all states", "Found current_model_state in",
@@ -27,7 +27,7 @@ NOISE = (
     r".*It is recommended to use `self.log\(.*sync_dist=True\)`",  # torchmetrics has reduced these values already
     r".*Checkpoint directory .* exists and is not empty",  # resuming
     r".*The dirpath has changed from",  # resuming under another run name
-    r".*The `srun` command is available on your system but is not used",  # where SLURM is installed; config.py has the checks
+    r".*The `srun` command is available on your system but is not used",  # where SLURM is installed; config/devices.py has the checks
     r".*You are trying to `self.log\(\)` but the .* is not registered",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.9 and newer
     r".*`torch.distributed._.*` is deprecated",
@@ -42,7 +42,7 @@ class ChatterFilter(logging.Filter):
 
 
 def quiet(rank: int) -> None:
-    """Silences the known chatter on rank 0, and every warning on the others: rank 0 gives the same ones."""
+    """Silences known messages on rank 0, and every warning on the other ranks, which repeat rank 0's."""
     for pattern in NOISE:
         warnings.filterwarnings("ignore", message=pattern)
     if rank:
@@ -57,7 +57,7 @@ def quiet(rank: int) -> None:
 
 
 def say(text: str) -> None:
-    """A line for the person and for train.log. Called by rank 0 alone, or where the others have no output."""
+    """Prints a line and writes it to train.log. Call it on rank 0 only, or where other ranks have no output."""
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     if getattr(rank_zero_only, "rank", 0) == 0:
@@ -84,7 +84,7 @@ def size(n_bytes: float | None) -> str:
 
 
 def speed(report: dict[str, Any]) -> str:
-    """How fast training was, and how far from the limits: the wait for data, and the arithmetic of the device."""
+    """How fast training was, and how close to the limits: the share of waiting for data, and FLOP/s."""
     unit = report["unit"]
     if report[f"train/{unit}_per_s"] is None:
         return "not measured"
@@ -101,10 +101,10 @@ def speed(report: dict[str, Any]) -> str:
 
 
 def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Names and values; also into train.log."""
+    """A table of names and values, also written to train.log."""
     table = Table(show_header=False)
     table.add_column()
-    table.add_column(overflow="fold")  # paths are there to be copied
+    table.add_column(overflow="fold")  # do not wrap paths: people copy them
     for row in rows:
         table.add_row(*row)
         log.info("%s: %s", *row)
@@ -113,17 +113,17 @@ def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What each job sets that not all jobs set, in one text."""
+    """For each job, the overrides that not all jobs share, as one string."""
     each = [shlex.split(str(row.get("overrides", ""))) for row in rows]
     return [shlex.join(o for o in own if not all(o in other for other in each)) for own in each]
 
 
 def sweep_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Path) -> None:
-    """A multirun's jobs, one a line."""
+    """Prints a multirun's jobs, one per line."""
     table = Table("run", "with", *columns)
     for row, own in zip(rows, differences(rows), strict=True):
         table.add_row(str(row["run"]), own, *(number(row.get(column)) for column in columns))
-    # Without markup, which would take the brackets of callbacks=[default,ema] for a style.
+    # No markup, which would read the brackets of callbacks=[default,ema] as a style.
     wide = Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 160)
     wide.print(f"{len(rows)} runs, also in {path}")
     wide.print(table)

@@ -1,4 +1,4 @@
-"""How many floating-point operations a training step takes, counted without computing any."""
+"""Counts the floating-point operations of a training step, without computing it."""
 
 import copy
 import logging
@@ -12,8 +12,8 @@ from lockstep.training.module import TaskModule
 
 
 def flops_per_sample(module: TaskModule, model: dict[str, object], data: DataModule) -> int:
-    """Of forward and backward: those of matrix multiplications and convolutions, as torch's counter has them; a
-    multiplication and an addition are two. On the meta device: 0.4 s for resnet50d."""
+    """Operations of forward and backward in matrix multiplications and convolutions, by torch's counter; a multiply-add counts
+    as two. Runs on the meta device: 0.4 s for resnet50d."""
     batch = {name: value.to("meta") if name != "count" else value for name, value in data.example(2).items()}
     with torch.device("meta"):
         net = network(model, module.network_arguments, with_weights=False).train()
@@ -26,11 +26,11 @@ def flops_per_sample(module: TaskModule, model: dict[str, object], data: DataMod
 def flops_per_s(
     module: object, model: dict[str, object], data: DataModule, samples_per_s: float | None
 ) -> float | None:
-    """Of all processes together. None where the speed is not known, or the network cannot be made without computing."""
+    """FLOP/s of all processes together. None if the speed is unknown or the network cannot run on the meta device."""
     if samples_per_s is None or not isinstance(module, TaskModule):
         return None
     try:
         return flops_per_sample(module, model, data) * samples_per_s
-    except Exception as e:  # a network of one's own may do anything; a figure of the report is not worth a failed run
+    except Exception as e:  # the user's network may fail in any way here; this figure is not worth a failed run
         logging.getLogger("lockstep").info("train/flops_per_s was not counted: %s: %s", type(e).__name__, e)
         return None

@@ -1,4 +1,4 @@
-"""Where metrics go. metrics.csv is always written; W&B and TensorBoard beside it when they are chosen."""
+"""Loggers: metrics.csv, which is always written, W&B and TensorBoard."""
 
 import csv
 import netrc
@@ -21,7 +21,7 @@ WANDB_SERVER = "https://api.wandb.ai"
 
 
 class MetricsCsv(Logger):
-    """runs/<name>/metrics.csv: a row for each time something is logged, a column for each metric that ever was."""
+    """runs/<name>/metrics.csv: a row per logged step, a column per metric."""
 
     def __init__(self, *, run_dir: Path, run: str) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """The config is in config.yaml."""
+        """Nothing: the config is in config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -52,13 +52,13 @@ class MetricsCsv(Logger):
             csv.DictWriter(file, self.columns).writerow(row)
 
     def rows(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Columns and rows; without a last one that a kill cut off."""
+        """Columns and rows, without a last row that a kill cut off."""
         lines = self.path.read_text().splitlines(keepends=True)
         reader = csv.DictReader([line for line in lines if line.endswith("\n")])
         return list(reader.fieldnames or []), list(reader)
 
     def widen(self, new: list[str]) -> None:
-        """Adds columns: the file is written anew beside itself and takes its place."""
+        """Adds columns: rewrites the file and replaces it."""
         old = self.rows()[1] if self.path.exists() else []
         self.columns = [*self.columns, *new]
         self.write(old)
@@ -71,14 +71,14 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def cut(self, steps: int) -> None:
-        """Drops the rows that a resumed run, which begins after so many steps, is going to write again."""
+        """Drops the rows after `steps` steps, which a resumed run will write again."""
         if self.path.exists():
             self.columns, rows = self.rows()
             self.write([row for row in rows if int(row["step"]) < steps])
 
 
 class CutAtResume(pl.Callback):
-    """Lets logs go on where the checkpoint is, without a row twice. W&B keeps what it has been sent."""
+    """Cuts logs at the checkpoint's step, so no row is written twice. W&B keeps what it has been sent."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         steps = steps_done(trainer)
@@ -87,12 +87,12 @@ class CutAtResume(pl.Callback):
                 logger.cut(steps)
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 writer = logger.experiment
-                writer.close()  # it opens a new file, which begins by revoking what the old ones say from this step on
+                writer.close()  # it opens a new file that first purges older records from this step on
                 writer.purge_step = steps
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B's client would find a key for the server that it is going to talk to."""
+    """Whether W&B's client would find an API key for its server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     server = urlsplit(os.environ.get("WANDB_BASE_URL") or WANDB_SERVER).hostname or ""
@@ -106,7 +106,7 @@ def has_wandb_key() -> bool:
 def wandb(
     *, run_dir: Path, run: str, project: str, entity: str | None, group: str | None, tags: list[str], id: str, mode: str
 ) -> WandbLogger:
-    """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE decides where it is set."""
+    """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides it."""
     import wandb as client
 
     if mode == "auto":
@@ -128,18 +128,18 @@ def wandb(
 
 
 def wandb_sync_line(run_dir: Path) -> str | None:
-    """What to type to send an offline run to W&B later; None when there is none."""
+    """The command that uploads offline runs to W&B; None if there are none."""
     offline = sorted((run_dir / "wandb").glob("offline-run-*"))
-    return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one part for each time it was resumed
+    return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one part per resume
 
 
-def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:  # noqa: ARG001  # loggers are made alike
+def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:  # noqa: ARG001  # all loggers get the same arguments
     return TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
 
 
 def finish(loggers: list[Logger], status: str) -> None:
-    """Writes out what loggers hold, and ends W&B's run: the next job of a multirun would go on in it."""
+    """Flushes loggers and ends W&B's run; otherwise the next job of a multirun would continue in it."""
     for logger in loggers:
-        logger.finalize("success" if status == "done" else "failed")  # the test figures came after the Trainer's own
+        logger.finalize("success" if status == "done" else "failed")  # again, for the test figures
         if isinstance(logger, WandbLogger):
             logger.experiment.finish(exit_code=0 if status == "done" else 1)

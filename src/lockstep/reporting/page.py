@@ -1,4 +1,4 @@
-"""report.html: the figures, the curves and the config on one page that needs nothing else."""
+"""report.html: figures, curves and config in one self-contained page."""
 
 import html
 from pathlib import Path
@@ -23,13 +23,13 @@ table {{ border-collapse: collapse; margin: 1rem 0 }} td {{ padding: .2rem 1.5re
 
 
 def curve(title: str, unit: str, names: tuple[str, ...], metrics: list[dict[str, float]]) -> str:
-    """An SVG of the named columns over optimizer steps; nothing where none was logged."""
+    """An SVG of the named columns over optimizer steps; empty if none was logged."""
     series = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
     return chart(title, "optimizer step", unit, series)
 
 
 def panels(task: Any, report: dict[str, Any]) -> list[tuple[str, str, tuple[str, ...]]]:
-    """The curves that the task asks for, and the speed."""
+    """The curves of the task, and the speed."""
     unit = report["unit"]
     own = (
         task.panels() if task is not None else [("Loss", "loss", ("train/loss", "train_loss", "val/loss", "val_loss"))]

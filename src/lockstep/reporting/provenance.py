@@ -1,4 +1,4 @@
-"""What a run ran on: the commit, the versions, the memory it took."""
+"""Provenance of a run: commit, versions, memory."""
 
 import platform
 import subprocess
@@ -16,7 +16,7 @@ PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core
 
 
 def git_sha() -> str | None:
-    """The project's commit, or else that of Lockstep's checkout, with `-dirty` where files were changed since; None without git."""
+    """The commit of the project, else of Lockstep's checkout, with `-dirty` if files were changed since; None without git."""
     root = project.current().root or (None if WHEEL else ROOT)
     if root is None:
         return None
@@ -39,7 +39,7 @@ def versions() -> str:
 
 
 def peak_memory_bytes(trainer: "pl.Trainer") -> int | None:
-    """The most that one process used: of its GPU where it has one, else of the machine. Asked of all ranks."""
+    """The peak memory of one process: GPU memory if it has a GPU, else host memory. Call it on all ranks."""
     import torch
 
     if trainer.strategy.root_device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a run leaves: config.yaml, train.log, report.json and report.html, written by rank 0."""
+"""A run's files: config.yaml, train.log, report.json and report.html, written by rank 0."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv, without their empty cells."""
+    """The rows of metrics.csv, without empty cells."""
     if not path.is_file():
         return []
     with path.open(newline="") as file:
@@ -33,7 +33,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
-    """What the callbacks add to the report: a callback with a method `report_figures() -> dict` is asked, on every rank."""
+    """Figures that callbacks add to the report by a method `report_figures() -> dict`, called on every rank."""
     figures: dict[str, Any] = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         figures |= getattr(callback, "report_figures", dict)()
@@ -44,10 +44,10 @@ LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
 
 
 class Recorder:
-    """Keeps the run's directory and its report true: running, then done, failed or interrupted.
+    """Keeps the status in the run's report up to date: running, then done, failed or interrupted.
 
-    The directory is made by `begin`, when everything is built. A user's own class that fails before that leaves a
-    report and a log, but no config.yaml: the same command can be typed again.
+    `begin` makes the directory, after everything is built. A user's class that fails earlier leaves a report and a log, but
+    no config.yaml, so the same command can be typed again.
 
     Raises:
         UserError: the directory belongs to another run.
@@ -57,7 +57,7 @@ class Recorder:
         self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
         self.began_s = time.perf_counter()
         self.handlers: list[logging.Handler] = []
-        self.before: dict[Path, str] = {}  # of a run that is resumed: put back when the resume is refused
+        self.before: dict[Path, str] = {}  # the report of a resumed run, restored if the resume is refused
         self.made = False
         self.was_validated = True
         self.trainer: pl.Trainer | None = None
@@ -99,7 +99,7 @@ class Recorder:
         kept = [config, self.dir / "report.json"]
         self.make_folder()
         self.before = {path: path.read_text() for path in kept if path.is_file()}
-        if self.cfg.resume and kept[1] in self.before:  # a run begins once, however often it is started
+        if self.cfg.resume and kept[1] in self.before:  # kept when the run is resumed
             self.report["started"] = json.loads(self.before[kept[1]])["started"]
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
@@ -140,14 +140,14 @@ class Recorder:
         logging.captureWarnings(False)
 
     def add(self, **figures: Any) -> None:
-        """Figures of an evaluation, for the report and for the loggers."""
+        """Adds figures of an evaluation to the report and the loggers."""
         assert self.trainer is not None
         self.report |= figures
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.report["train/steps"])
 
     def trained(self, checkpoint: str | None) -> None:
-        """Figures of the training itself; every rank takes part."""
+        """Adds the figures of training. Call it on every rank."""
         from lockstep.reporting.flops import flops_per_s
         from lockstep.reporting.loggers import MetricsCsv
         from lockstep.training.steps import steps_done
@@ -156,8 +156,8 @@ class Recorder:
         assert trainer is not None
         self.report |= {
             "train/steps": steps_done(trainer),
-            "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
-            # null without the callback that measures them
+            "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),
+            # null without the callback Throughput
             **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
             **offered_figures(trainer),
         }
@@ -173,10 +173,10 @@ class Recorder:
         self.was_validated = trainer.strategy.broadcast(monitor in self.report)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
-                logger.cut(self.report["train/steps"])  # the test row of a run that had ended before
+                logger.cut(self.report["train/steps"])  # the test row of a run that had already ended
 
     def validated(self) -> dict[str, float]:
-        """The validation figures of the checkpoint that is tested: the best by `checkpoint.monitor`."""
+        """The validation figures of the tested checkpoint, the best by `checkpoint.monitor`."""
         monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
         rows = [row for row in read_metrics(self.dir / "metrics.csv") if monitor in row] if self.rank == 0 else []
         best = max(rows, key=lambda row: sign * row[monitor], default={})
@@ -190,11 +190,11 @@ class Recorder:
             self.report["error"] = f"{type(error).__name__}: {error}"
         if self.rank != 0 or (not self.handlers and (error is None or isinstance(error, UserError))):
             return
-        if not self.handlers:  # a class of the user's failed before the run began
+        if not self.handlers:  # a user's class failed before the run began
             self.make_folder()
             self.open_logs()
         if error is not None:
-            # What is expected needs no traceback; of anything else, train.log has it all.
+            # Expected errors need no traceback; train.log gets the traceback of all others.
             trace = None if isinstance(error, UserError | TrainingFailed) else error
             logging.getLogger("lockstep").info("%s", self.report["error"], exc_info=trace)
         if self.trainer is not None:
@@ -202,7 +202,7 @@ class Recorder:
 
             finish(self.trainer.loggers, self.report["status"])
         self.close_logs()
-        if isinstance(error, UserError):  # a mistake found late: leave everything as it was
+        if isinstance(error, UserError):  # a mistake found late: restore everything
             return self.undo()
         write_json(self.dir / "report.json", self.report)
         if error is None:
@@ -211,7 +211,7 @@ class Recorder:
             show_run(self.cfg, self.report, self.module)
 
     def undo(self) -> None:
-        """Nothing is left of a run that could not start, and nothing is lost of what was there."""
+        """Removes the files of a run that could not start, and restores what was there before."""
         if self.made:
             shutil.rmtree(self.dir)
             return
@@ -224,14 +224,14 @@ class Recorder:
 
 
 def record_failure(cfg: DictConfig, world: World, error: Exception) -> None:
-    """For a class of the user's that failed before the processes of the run were started."""
+    """Reports a user's class that failed before the processes of the run were started."""
     Recorder(cfg, world).__exit__(type(error), error, error.__traceback__)
 
 
 def mark_ended(folder: Path, error: BaseException) -> None:
-    """For a run whose processes could not say so themselves. At Ctrl-C one may fail because another is gone already."""
+    """Sets the final status if the processes could not. At Ctrl-C, one may fail because another is gone already."""
     path = folder / "report.json"
-    if path.is_file() and getattr(error, "exit_code", 1) != 2 and not isinstance(error, UserError):  # else it has none
+    if path.is_file() and getattr(error, "exit_code", 1) != 2 and not isinstance(error, UserError):
         report = json.loads(path.read_text())
         if report["status"] in ("running", "failed" if isinstance(error, KeyboardInterrupt) else "running"):
             status = "failed" if isinstance(error, Exception) else "interrupted"

@@ -1,4 +1,4 @@
-"""What a person sees at the end of a run or an evaluation."""
+"""Prints the end of a run or an evaluation."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModule") -> None:
-    """The page and the table at the end of a run."""
+    """Writes report.html and prints the table at the end of a run."""
     from lockstep.reporting.console import figures_table, number, say, size, speed
     from lockstep.reporting.loggers import wandb_sync_line
     from lockstep.reporting.page import write_html
@@ -39,11 +39,11 @@ def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModul
     figures_table(str(run), rows)
     say(f"evaluate it: {command('eval')} run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
     if sync:
-        say(f"send it to W&B: {sync}")
+        say(f"upload it to W&B: {sync}")
 
 
 def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
-    """For a LightningModule that is not Lockstep's: its first test figure."""
+    """The headline for a user's LightningModule: its first test figure."""
     found = next(((k, v) for k, v in report.items() if k.startswith("test")), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 

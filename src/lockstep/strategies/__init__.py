@@ -1,4 +1,4 @@
-"""How replicas of the network work together, one file for each strategy. The network and the task know nothing of them."""
+"""How replicas of the network work together: one file per strategy. Networks and tasks do not know about strategies."""
 
 from lockstep.strategies.ddp import ddp
 from lockstep.strategies.dp import dp

@@ -1,7 +1,7 @@
-"""Batch normalisation over the micro-batches of all processes together, on CPUs and on GPUs.
+"""Batch normalisation over the micro-batches of all processes, on CPUs and on GPUs.
 
 torch.nn.SyncBatchNorm refuses CPU tensors. `GlobalBatchNorm` computes the same with two differentiable all-reduces: of sums and
-counts, then of squared deviations. On GPUs torch's own is used, which has fused kernels.
+counts, then of squared deviations. On GPUs torch's own is used, because it has fused kernels.
 
 On a CPU, one process uses `GlobalBatchNorm` too. torch's CPU kernel for channels_last sums naively: it is off by 3e-6 for 64
 images of 28 pixels and by 3e-5 for 16 of 168 (7e-8 in the other format), so one process would differ from several by that much.
@@ -79,7 +79,7 @@ class GlobalBatchNorm(nn.BatchNorm2d):
 
 
 def synchronise(net: nn.Module, device_type: str) -> int:
-    """Makes every batch norm of `net` synchronise, in place; returns how many there are."""
+    """Replaces every batch norm of `net` by a synchronised one, in place; returns their number."""
     count = sum(isinstance(module, NORMS) for module in net.modules())
     if device_type == "cuda":
         # torch's converter drops the activation of timm's BatchNormAct2d; timm's own keeps it.

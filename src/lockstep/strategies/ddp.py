@@ -15,18 +15,18 @@ from lockstep.strategies.one_format import OneFormat
 
 
 class ReplicatedStrategy(OneFormat, DDPStrategy):
-    """Lightning's, with checkpoints that load under every strategy, and exact on resuming."""
+    """Lightning's DDP, with checkpoints that load under every strategy, and exact when resuming."""
 
     resumed = False
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        known = getattr(self.lightning_module, "of_task", False)  # another LightningModule's forward is its own
+        known = getattr(self.lightning_module, "of_task", False)  # a user's LightningModule calls its own network
         self.resumed = known and self.lightning_module.trainer.global_step > 0
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """A mean of integers is not rounded. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`: the mean
-        over 103 samples of two processes came out 1 % too large."""
+        """Does not round a mean of integers. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`: a mean over
+        103 samples on two processes came out 1 % too large."""
         integers = isinstance(tensor, Tensor) and not tensor.is_floating_point()
         return super().reduce(tensor.float() if integers else tensor, group, reduce_op)
 
@@ -36,7 +36,7 @@ class ReplicatedStrategy(OneFormat, DDPStrategy):
         self.resumed = False
 
     def rebuild_buckets(self, batch: Any) -> None:
-        """Gives DDP the gradient buckets that the interrupted run had, by one forward and backward without lasting effect.
+        """Gives DDP the gradient buckets of the interrupted run, by one forward and backward without lasting effect.
 
 
         DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three and more processes
@@ -56,14 +56,14 @@ class ReplicatedStrategy(OneFormat, DDPStrategy):
 
 
 def total(output: Any) -> Tensor:
-    """The sum of all that a network returns, to go backward from."""
+    """The sum of everything that a network returns, to start a backward pass."""
     found: list[Tensor] = []
     apply_to_collection(output, Tensor, lambda tensor: found.append(tensor.sum()) if tensor.requires_grad else None)
     return torch.stack(found).sum()
 
 
 def communication_hook(name: str | None) -> dict[str, Any]:
-    """Arguments of DDPStrategy for a hook that compresses gradients for the all-reduce."""
+    """Arguments of DDPStrategy for a hook that compresses gradients in the all-reduce."""
     if name is None:
         return {}
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

@@ -20,7 +20,7 @@ from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.strategies.one_format import OneFormat, gathered
 
-MIN_BLOCK = 1_000_000  # parameters; a single layer with fewer is gathered with its parent
+MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
 
 def repeated_blocks(net: nn.Module) -> Iterator[nn.Module]:
@@ -51,9 +51,9 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 class FullyShardedStrategy(OneFormat, WholeMeshStrategy):
-    """Lightning's strategy for FSDP2, which also does the sharding: the network needs no code for it."""
+    """Lightning's strategy for FSDP2, which also shards the network, so the network needs no code for it."""
 
-    lightning_restore_optimizer = True  # as under the other strategies; see OneFormat
+    lightning_restore_optimizer = True  # like the other strategies; see OneFormat
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class FullyShardedStrategy(OneFormat, WholeMeshStrategy):
         return net
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Sharded as it is, or whole on rank 0."""
+        """Sharded, or whole on rank 0."""
         if self.sharded_checkpoints:
             return state
         whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
@@ -136,7 +136,7 @@ class FullyShardedStrategy(OneFormat, WholeMeshStrategy):
         self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards, checkpoint["global_step"])
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
-        """Runs in the writing thread, while training continues; the writing threads have a process group of their own."""
+        """Runs in the writing thread while training continues, with a process group of its own."""
         part = shards.part_of(path)
         with self.all_or_none():
             if self.is_global_zero:

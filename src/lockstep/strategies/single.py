@@ -8,7 +8,7 @@ from lockstep.strategies.one_format import OneFormat
 
 
 class SingleStrategy(OneFormat, SingleDeviceStrategy):
-    """Lightning's, on the device that the Trainer chose."""
+    """Lightning's strategy, on the device that the Trainer chose."""
 
     strategy_name = "single"
 

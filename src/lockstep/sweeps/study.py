@@ -43,18 +43,18 @@ def objectives_of(given: Any) -> list[str]:
             " Choosing by the test set would make its figures worthless." if any("test/" in n for n in unknown) else ""
         )
         raise UserError(
-            f"hydra.sweeper.objective={given}: it takes one or several figures of the validation (val/...), {', '.join(LESS_IS_BETTER)}, or a speed (train/..._per_s).{why}"
+            f"hydra.sweeper.objective={given}: it takes one or several validation figures (val/...), {', '.join(LESS_IS_BETTER)}, or a speed (train/..._per_s).{why}"
         )
     return names
 
 
 def directions(objectives: list[str], monitor: str, mode: str) -> list[str]:
-    """Raises UserError for a figure of which it is not known which way is better."""
+    """Raises UserError for a figure whose better direction is unknown."""
     known = {monitor: mode, **dict.fromkeys(LESS_IS_BETTER, "min")}
     known |= {name: "max" for name in objectives if name.endswith("_per_s")}
     unknown = [name for name in objectives if name not in known]
     raise_problems(
-        f"hydra.sweeper.objective={name}: which way is better is known of checkpoint.monitor={monitor} and of {', '.join(LESS_IS_BETTER)}. Type checkpoint.monitor={name} checkpoint.mode=max (or min)."
+        f"hydra.sweeper.objective={name}: its better direction is unknown; only those of checkpoint.monitor={monitor} and {', '.join(LESS_IS_BETTER)} are known. Type checkpoint.monitor={name} checkpoint.mode=max (or min)."
         for name in unknown
     )
     return [{"min": "minimize", "max": "maximize"}[known[name]] for name in objectives]
@@ -81,8 +81,8 @@ class StudySweeper(SweeperSteps):
         self.pruner = {str(key): pruner[key] for key in pruner} if pruner else {}
         if self.pruner and (len(self.objectives) > 1 or not self.objectives[0].startswith("val/")):
             raise UserError(
-                f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one figure of "
-                "their validations. Type hydra/sweeper/pruner=none."
+                f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation "
+                "figure. Type hydra/sweeper/pruner=none."
             )
         if not options["n_jobs"] > 0:
             raise UserError(
@@ -155,7 +155,7 @@ class StudySweeper(SweeperSteps):
         objectives = study.user_attrs.get("objectives", self.objectives)
         if objectives != self.objectives:
             raise UserError(
-                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} is about {objectives}. Type another run=<name>."
+                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Type another run=<name>."
             )
         study.set_user_attr("objectives", self.objectives)
         own = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
@@ -199,7 +199,7 @@ class StudySweeper(SweeperSteps):
         return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
 
     def record(self, trial: Trial, done: bool) -> None:
-        """Tells the study how a trial ended: with values, pruned, or failed. One that the system ended stays open."""
+        """Tells the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
         path = self.folder / str(trial.number) / "report.json"
         report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
         values: list[Any] = [report.get(name) for name in self.objectives]

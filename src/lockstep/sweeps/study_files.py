@@ -1,4 +1,4 @@
-"""The files of an Optuna sweep beside its runs: a table, the best config, and Optuna's plots."""
+"""The files of an Optuna sweep: a table, the best config, and Optuna's plots."""
 
 import csv
 import warnings
@@ -59,7 +59,7 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     }
     body: Any = OmegaConf.create()
     groups: dict[str, Any] = {}
-    for recipe_group in RECIPES:  # a config has one experiment: write out the one that the sweep was in
+    for recipe_group in RECIPES:  # a config can name one experiment only, so write out the sweep's own
         if chosen.get(recipe_group):
             of = OmegaConf.load(config_file(f"{recipe_group}/{chosen.pop(recipe_group)}"))
             assert isinstance(of, DictConfig)
@@ -79,7 +79,7 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
 
 
 def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
-    """study.html, and the same plots by matplotlib in plots/. Plots that need more trials than there are are left out."""
+    """Writes study.html, and the same plots by matplotlib in plots/. Plots that need more trials are left out."""
     import matplotlib
 
     matplotlib.use("Agg")

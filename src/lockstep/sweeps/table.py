@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lockstep.machine.files import write_json
 
-INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to a job's
+INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
 FIRST, LAST = ("status",), ("train/steps", "wall_s")
 
 
@@ -26,7 +26,7 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Status, the test figures, the monitored one, speed and time."""
+    """Status, test figures, the monitored figure, speed and time."""
     tested = [key for row in rows for key in row if key.startswith("test/") and key != "test/count"]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]

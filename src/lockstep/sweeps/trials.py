@@ -1,4 +1,4 @@
-"""What a sweep and the pruning callback of its trials agree on."""
+"""Names shared by a sweep and the pruning callback of its trials."""
 
 from typing import TYPE_CHECKING
 

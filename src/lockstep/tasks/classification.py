@@ -1,4 +1,4 @@
-"""One class of several for each sample."""
+"""Classification: one class per sample."""
 
 # B batch · K class
 
@@ -15,7 +15,7 @@ from lockstep.tasks.task import Task, class_weight
 
 
 class Classification(Task):
-    """logits_BK and target_B. `class_weights`: a factor of each class's loss."""
+    """logits_BK and target_B. `class_weights`: a loss factor per class."""
 
     needs = ("classes",)
     class_weights_K: Tensor | None
@@ -29,7 +29,7 @@ class Classification(Task):
         super().bind(about)
         if self.class_weights_K is not None and len(self.class_weights_K) != len(about["classes"]):
             raise UserError(
-                f"task.class_weights has {len(self.class_weights_K)} numbers; the data has {len(about['classes'])} classes. Give one for each."
+                f"task.class_weights has {len(self.class_weights_K)} numbers; the data has {len(about['classes'])} classes. Give one per class."
             )
 
     def network_arguments(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The next token of a sequence."""
+"""Language modelling: the next token of a sequence."""
 
 # B batch · T token of a sequence · V token of the vocabulary
 
@@ -15,9 +15,9 @@ from lockstep.tasks.task import Task
 
 
 class LanguageModel(Task):
-    """logits_BTV and target_BT: the tokens of `input`, one further. Every token weighs the same, in whatever sequence it is.
+    """logits_BTV and target_BT: the tokens of `input`, shifted by one. Every token has the same weight, in any sequence.
 
-    Tokens of `ignore_index`, as padding should have them, do not count.
+    Tokens equal to `ignore_index` (padding) do not count.
     """
 
     needs = ("vocabulary", "sequence_length")
@@ -40,7 +40,7 @@ class LanguageModel(Task):
         return loss_BT.sum(1) / (batch["target"] != self.ignore_index).sum(1).clamp(min=1)
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
-        """Tokens that count, as a share of a full sequence."""
+        """The number of tokens that count, as a share of a full sequence."""
         weight_B: Tensor = (batch["target"] != self.ignore_index).sum(1) / self.about["sequence_length"]
         return weight_B
 
@@ -59,7 +59,7 @@ class LanguageModel(Task):
         return output.flatten(0, 1), batch["target"].flatten().long()
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
-        """The token after the sequence."""
+        """The predicted token after each sequence."""
         probability_BV = output[:, -1].float().softmax(1)
         tokens = [self.about["vocabulary"][place] for place in probability_BV.argmax(1).tolist()]
         return {"token": tokens, "probability": probability_BV.amax(1)}
@@ -75,7 +75,7 @@ class LanguageModel(Task):
 class Perplexity(Metric):
     """exp of the mean cross-entropy of all tokens.
 
-    torchmetrics' (1.9) takes the logarithm of probabilities, of which improbable ones are 0 in float32: it is infinite then.
+    torchmetrics' Perplexity (1.9) takes log(softmax), which underflows to -inf for improbable tokens.
     """
 
     full_state_update = False

@@ -1,4 +1,4 @@
-"""Any number of labels for each sample."""
+"""Multilabel classification: any number of labels per sample."""
 
 # B batch · L label
 
@@ -15,7 +15,7 @@ from lockstep.tasks.task import Task, class_weight
 
 
 class Multilabel(Task):
-    """logits_BL and target_BL of 0 and 1. `pos_weight`: a factor of the loss where a label is present, one per label."""
+    """logits_BL and target_BL of 0 and 1. `pos_weight`: a loss factor per label, applied where it is present."""
 
     needs = ("labels",)
     names = "labels"
@@ -24,7 +24,9 @@ class Multilabel(Task):
     def __init__(self, *, threshold: float = 0.5, pos_weight: Sequence[float] | None = None) -> None:
         super().__init__()
         if not 0 < threshold < 1:
-            raise UserError(f"task.threshold={threshold} is a probability, between 0 and 1. Type task.threshold=0.5.")
+            raise UserError(
+                f"task.threshold={threshold} is not possible; it takes a probability between 0 and 1. Type task.threshold=0.5."
+            )
         self.threshold = threshold
         self.register_buffer("pos_weight_L", class_weight(pos_weight), persistent=False)
 
@@ -32,7 +34,7 @@ class Multilabel(Task):
         super().bind(about)
         if self.pos_weight_L is not None and len(self.pos_weight_L) != len(about["labels"]):
             raise UserError(
-                f"task.pos_weight has {len(self.pos_weight_L)} numbers; the data has {len(about['labels'])} labels. Give one for each."
+                f"task.pos_weight has {len(self.pos_weight_L)} numbers; the data has {len(about['labels'])} labels. Give one per label."
             )
 
     def network_arguments(self) -> dict[str, Any]:
@@ -54,7 +56,7 @@ class Multilabel(Task):
         return {"num_labels": len(self.about["labels"]), "threshold": self.threshold}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        # Probabilities: torchmetrics takes logits for such where all of a batch lie between 0 and 1.
+        # Probabilities, because torchmetrics would mistake logits in [0, 1] for probabilities.
         return output.sigmoid(), batch["target"].long()
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:

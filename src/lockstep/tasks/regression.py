@@ -1,4 +1,4 @@
-"""One number or several for each sample."""
+"""Regression: one or several numbers per sample."""
 
 # B batch · T target
 
@@ -16,7 +16,7 @@ from lockstep.tasks.task import Task, per_sample
 
 
 class Regression(Task):
-    """Outputs of BT and target_BT, or target_B where there is one. `huber_delta`: errors above it count linearly."""
+    """output_BT and target_BT, or target_B for a single target. `huber_delta`: larger errors count linearly."""
 
     needs = ("targets",)
     names = "targets"
@@ -48,7 +48,7 @@ class Regression(Task):
         return {"num_outputs": len(self.about["targets"])}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Both in the target's shape, so that nothing is broadcast, and in at least single precision."""
+        """Output and target in the target's shape, so nothing is broadcast, and in at least single precision."""
         dtype = torch.promote_types(output.dtype, torch.float32)
         return output.reshape(batch["target"].shape).to(dtype), batch["target"].to(dtype)
 
@@ -64,9 +64,9 @@ class Regression(Task):
 
 
 class R2(Metric):
-    """The coefficient of determination, its mean over targets. A target that is constant gives 1 where it is met, else 0.
+    """The coefficient of determination, averaged over targets. A constant target scores 1 if predicted exactly, else 0.
 
-    torchmetrics' R2Score (1.9) gives 1 wherever the squared errors sum up to less than 1e-4, and fails on one sample.
+    torchmetrics' R2Score (1.9) returns 1 if the squared errors sum to less than 1e-4, and fails on one sample.
     """
 
     full_state_update = False

@@ -1,4 +1,4 @@
-"""A class for each pixel."""
+"""Segmentation: a class per pixel."""
 
 # B batch · K class · H W pixel
 
@@ -15,9 +15,9 @@ from lockstep.tasks.task import Task
 
 
 class Segmentation(Task):
-    """logits_BKHW and target_BHW. Every pixel weighs the same, in whatever image it is; those of `ignore_index` do not count.
+    """logits_BKHW and target_BHW. Every pixel has the same weight, in any image; pixels equal to `ignore_index` do not count.
 
-    `dice`: the weight of a soft Dice loss beside the cross-entropy (Milletari et al., "V-Net", 2016), taken image by image.
+    `dice`: the weight of a soft Dice loss, computed per image and added to the cross-entropy (Milletari et al., "V-Net", 2016).
     """
 
     needs = ("classes",)
@@ -36,7 +36,7 @@ class Segmentation(Task):
         return loss_B + self.dice * dice_loss(output, target_BHW, self.ignore_index) if self.dice else loss_B
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
-        """Pixels that count, as a share of an image: sums of gradients stay within the range of half precision."""
+        """The number of pixels that count, as a share of an image, so sums of gradients stay within the range of half precision."""
         side = self.about.get("image_size")
         return (batch["target"] != self.ignore_index).sum((1, 2)) / (side**2 if isinstance(side, int) else 1)
 

@@ -1,4 +1,4 @@
-"""What a network is trained to do: loss and figures. A task knows nothing of ranks, devices, strategies or checkpoints."""
+"""The base class of tasks: loss and figures. A task knows nothing about ranks, devices, strategies or checkpoints."""
 
 # B batch
 
@@ -13,33 +13,33 @@ from lockstep.errors import UserError
 
 
 class Task(nn.Module):
-    """Subclass it in a file of your own: override `loss`, and what else differs.
+    """Subclass it in your own file: override `loss`, and whatever else differs.
 
-    The engine sets `about`, what the data says of itself, before it calls anything; it weighs `loss` over the true global
-    batch, and shows a task real samples only. Buffers move to the device; register them with persistent=False, so that
-    checkpoints hold the network alone.
+    Before it calls anything, the engine sets `about`, the data set's description of itself. It averages `loss` over the whole
+    global batch, and passes real samples only. Buffers move to the device; register them with persistent=False, so
+    checkpoints contain the network only.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
-    names: ClassVar[str] = "classes"  # the key of `about` that names the parts of a metric with several values
+    names: ClassVar[str] = "classes"  # the key of `about` that names the values of a metric with several values
     about: Mapping[str, Any]
 
     def bind(self, about: Mapping[str, Any]) -> None:
-        """Raises UserError: the data does not say what the task needs."""
+        """Raises UserError if `about` lacks a key that the task needs."""
         missing = [name for name in self.needs if not about.get(name)]
         if missing:
             raise UserError(
-                f"task={type(self).__name__} needs data that says its {', '.join(missing)}; this data says {', '.join(k for k in about if about[k]) or 'nothing'}. "
+                f"task={type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
                 "Choose another task or data, or add it to the `about` of your data set."
             )
         self.about = about
 
     def network_arguments(self) -> dict[str, Any]:
-        """What a network may ask for by naming the argument, such as `num_classes`."""
+        """Arguments offered to the network, such as `num_classes`. It gets those that its signature names."""
         return {}
 
     def outputs(self, net: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """What the network makes of a batch."""
+        """The network's output for a batch."""
         return net(batch["input"])
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -47,15 +47,15 @@ class Task(nn.Module):
         raise NotImplementedError
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """weight_B of the samples in the mean of a global batch; None: all weigh the same."""
+        """weight_B of the samples in the mean over a global batch; None: equal weights."""
         return None
 
     def metrics(self) -> dict[str, Metric]:
-        """Figures of an evaluation by name, beside `loss` and `count`."""
+        """Metrics of an evaluation by name, besides `loss` and `count`."""
         return {}
 
     def metric_arguments(self) -> dict[str, Any]:
-        """What a metric in the config may ask for by naming the argument, such as `num_classes`."""
+        """Arguments offered to metrics of the config, such as `num_classes`."""
         return {}
 
     def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -63,23 +63,23 @@ class Task(nn.Module):
         return output, batch["target"]
 
     def predictions(self, output: Any) -> dict[str, Sequence[Any] | Tensor]:
-        """Columns of a table of predictions, a row per sample."""
+        """Columns of a table of predictions, with a row per sample."""
         return {"output": output}
 
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        """The figure that people read first, and its value: the monitored one, or for the loss the first of `metrics`."""
+        """The name and value of the main figure: the monitored one, or the first of `metrics` if that is the loss."""
         figure = str(report["monitor"]).removeprefix("val/")
         name = f"test/{next(iter(self.metrics()), 'loss') if figure == 'loss' else figure}"
         return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Curves of the report: title, unit, columns of metrics.csv."""
+        """The report's curves: title, unit, columns of metrics.csv."""
         curves: list[tuple[str, str, tuple[str, ...]]] = [("Loss", "loss", ("train/loss", "val/loss"))]
         return [*curves, *((name, name, (f"val/{name}",)) for name in self.metrics())]
 
 
 def per_sample(loss: Tensor) -> Tensor:
-    """loss_B: the mean of each sample's elements."""
+    """loss_B: the mean over each sample's elements."""
     return loss if loss.dim() == 1 else loss.flatten(1).mean(1)
 
 

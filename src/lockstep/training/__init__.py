@@ -1,1 +1,1 @@
-"""The engine of a run: the LightningModule, gradients, schedules, metrics, memory."""
+"""The training engine: the LightningModule, gradients, schedules, metrics, memory."""

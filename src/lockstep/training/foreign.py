@@ -1,4 +1,4 @@
-"""A LightningModule that is not Lockstep's, as it is: its steps, optimizers and figures are its own."""
+"""Runs a user's LightningModule unchanged, with its own steps, optimizers and figures."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
 from lockstep.models.network import network
 
-# Arguments of its constructor that the engine gives it where its signature names them, and the groups that they come from.
+# Constructor arguments that the engine provides if the signature names them, and the groups they come from.
 GROUPS = {"net": "model", "optimizer": "optim", "scheduler": "schedule"}
 
 
@@ -29,27 +29,27 @@ def is_foreign(target: object) -> bool:
 
 
 def asked(task: Mapping[str, Any]) -> list[str]:
-    """Which of GROUPS the module asks for."""
+    """The GROUPS that the module's constructor names."""
     named = parameters(task["_target_"]) or {}
     return [argument for argument in GROUPS if argument in named and argument not in task]
 
 
 def picklable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hydra's partials refuse to be pickled, and Lightning drops hyperparameters that do."""
+    """A partial that can be pickled: Hydra's cannot, and Lightning drops hyperparameters that cannot."""
     return partial(function.func, *function.args, **function.keywords) if isinstance(function, partial) else function
 
 
 class Scheduler:
-    """The schedule of the config, called as modules call theirs: with the optimizer alone."""
+    """The schedule of the config, called with the optimizer only, as modules do."""
 
     def __init__(self, make: Callable[..., LRScheduler]) -> None:
         self.make = make
-        self.module: pl.LightningModule | None = None  # the one that it is given to
+        self.module: pl.LightningModule | None = None  # the module that gets it
         self.made: LRScheduler | None = None
         self.counts_steps = "total_steps" in inspect.signature(make).parameters
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy among the hyperparameters takes no module along."""
+        """Drops the module, so copies among the hyperparameters do not include it."""
         return {**vars(self), "module": None, "made": None}
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
@@ -61,7 +61,7 @@ class Scheduler:
 
 @dataclass
 class Given:
-    """What the engine gave to a module; the module keeps it as `lockstep`."""
+    """What the engine gave to a module, which keeps it as the attribute `lockstep`."""
 
     net: nn.Module | None = None
     network_arguments: dict[str, Any] = field(default_factory=dict)  # what the data offered the network
@@ -75,7 +75,7 @@ def given_to(module: pl.LightningModule) -> Given:
 
 
 def offered_by(data: pl.LightningDataModule) -> dict[str, Any]:
-    """What a network may ask for, beside what a task offers."""
+    """Arguments offered to the network, besides those of a task."""
     if not isinstance(data, DataModule):
         return {}
     classes = {"num_classes": len(data.about["classes"])} if data.about.get("classes") else {}
@@ -85,7 +85,7 @@ def offered_by(data: pl.LightningDataModule) -> dict[str, Any]:
 def create_module(
     cfg: DictConfig, offered: dict[str, Any], optimizer: Callable[[], Any], *, with_weights: bool
 ) -> pl.LightningModule:
-    """The module of the config, with the network, optimizer and schedule that it asks for. The network may ask for `offered`.
+    """Creates the module of the config, with the network, optimizer and schedule that it names. The network is offered `offered`.
 
     Raises:
         UserError: keys are wrong, or would have no effect.
@@ -111,7 +111,7 @@ def create_module(
 
 
 def config_problems(cfg: DictConfig) -> Iterator[str]:
-    """Keys and groups that the module would not notice, and groups that it misses."""
+    """Problems: config groups the module does not use, and ones it needs."""
     name, wanted = title(cfg.task), asked(cfg.task)
     idle = [group for argument, group in GROUPS.items() if cfg[group] and argument not in wanted]
     if idle:
@@ -123,34 +123,34 @@ def config_problems(cfg: DictConfig) -> Iterator[str]:
         )
     for argument in wanted:
         if argument != "scheduler" and not cfg[GROUPS[argument]]:
-            yield f"{cfg.task._target_} asks for {argument}. Choose it with {GROUPS[argument]}=<name>."
+            yield f"{cfg.task._target_} needs {argument}. Choose it with {GROUPS[argument]}=<name>."
     if cfg.task.get("metrics"):
-        yield f"task.metrics has no effect: {name} logs figures of its own. Leave it out."
+        yield f"task.metrics has no effect: {name} logs its own figures. Leave it out."
     if cfg.compile and "net" not in wanted:
-        yield f"compile=true compiles the network of the model group, and {name} makes its own. Leave it out; a module may call self.<network>.compile()."
+        yield f"compile=true compiles the network of the model group, but {name} makes its own. Leave it out; a module may call self.<network>.compile()."
     if cfg.strategy.traits.shards or cfg.strategy.traits.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Type strategy=ddp."
 
 
 def problems(cfg: DictConfig, module: pl.LightningModule, data: pl.LightningDataModule) -> Iterator[str]:
-    """What the module and the data bring that would be ignored."""
+    """Problems: what the module and the data define but would be ignored."""
     name = type(module).__name__
     loaders = [
         hook for hook in ("train_dataloader", "val_dataloader", "test_dataloader") if is_overridden(hook, module)
     ]
     if loaders:
-        yield f"{name}.{loaders[0]} would be ignored: data={title(cfg.data)} brings the batches. Move it into a LightningDataModule and name that one with data._target_."
+        yield f"{name}.{loaders[0]} would be ignored: data={title(cfg.data)} provides the batches. Move it into a LightningDataModule and name that with data._target_."
     if cfg.checkpoint.monitor and not evaluates(module, data, "validation", "val"):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} has no effect: {name} or the data has no validation. Type task.monitor=null."
 
 
 def evaluates(module: pl.LightningModule, data: pl.LightningDataModule, step: str, loader: str) -> bool:
-    """Whether there are both a step and a dataloader for it."""
+    """Whether there is both a step and a dataloader for it."""
     return is_overridden(f"{step}_step", module) and is_overridden(f"{loader}_dataloader", data)
 
 
 def promises(module: pl.LightningModule, data: pl.LightningDataModule, world: int) -> str:
-    """Which of Lockstep's promises hold for such a module, and which cannot."""
+    """One line on which of Lockstep's promises hold for this module."""
     name = type(module).__name__
     own = "the loss is averaged as the module does it; test figures are the module's own"
     if not isinstance(data, DataModule):

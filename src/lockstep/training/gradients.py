@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm, the same under every strategy."""
+"""Clips gradients by their norm, equally under every strategy."""
 
 from collections.abc import Iterable
 
@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 
 
 def gradient_norm(grads: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, those of other processes' shards included.
+    """The 2-norm of all gradients together, including other processes' shards.
 
-    Summed in float64: torch's own sums in float32, and the norm of BasicNet's gradients then differs by 1e-5 to 2e-5 between
-    one process and two shards, at every step in the same direction; after 50 clipped steps the weights were 5e-5 apart.
+    Summed in float64. torch sums in float32, where the norm of BasicNet's gradients differs by 1e-5 to 2e-5 between one
+    process and two shards, always in the same direction; after 50 clipped steps the weights were 5e-5 apart.
     """
     exact = torch.float32 if grads[0].device.type == "mps" else torch.float64  # MPS has no float64
     shards = [grad for grad in grads if isinstance(grad, DTensor)]
@@ -24,7 +24,7 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """As torch.nn.utils.clip_grad_norm_; returns the norm before clipping."""
+    """Like torch.nn.utils.clip_grad_norm_; returns the norm before clipping."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())

@@ -20,7 +20,7 @@ from lockstep.training.module import TaskModule
 
 log = logging.getLogger(__name__)
 
-# Of torch's allocators that have no exception of their own (CPU on Linux and on Windows, MPS), and of cuBLAS.
+# Messages of torch's allocators without an exception class (CPU on Linux and Windows, MPS), and of cuBLAS.
 SIGNS = (
     "can't allocate memory",
     "not enough memory",
@@ -28,7 +28,7 @@ SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-ONEDNN = "could not create a primitive"  # all that it says; of a layer that it does not have, "a primitive descriptor"
+ONEDNN = "could not create a primitive"  # its whole message; for an unsupported layer it says "a primitive descriptor"
 OTHERWISE = "Try trainer.precision=bf16-mixed, a smaller data.image_size or model, or strategy=fsdp on several GPUs."
 
 
@@ -42,7 +42,7 @@ def ran_out(error: BaseException) -> bool:
 def explained(
     cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
 ) -> Iterator[None]:
-    """Raises OutOfMemory in place of what torch raises when memory runs out."""
+    """Raises OutOfMemory in place of torch's errors when memory runs out."""
     try:
         yield
     except Exception as e:
@@ -70,7 +70,7 @@ def explanation(
     batch, now = data.batch_size, trainer.accumulate_grad_batches
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
     more = [k for k in accumulations(batch, world) if k > now] if module.automatic_optimization else []
-    # A network whose processes talk in forward cannot be tried by one of them.
+    # A network that communicates in forward cannot be tried by one process.
     known = isinstance(module, TaskModule)
     alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
     found = next((k for k in more if not alone or fits(trainer, module, data, batch // (world * k))), None)
@@ -83,11 +83,11 @@ def explanation(
 
 
 def fits(trainer: pl.Trainer, module: Any, data: DataModule, micro_batch: int) -> bool:
-    """Whether this process alone can train in micro-batches of that size. The weights are of no use afterwards."""
+    """Whether this process alone can train in micro-batches of that size. It changes the weights."""
     try:
         free(trainer, module)
         two_steps(trainer, module, data, micro_batch)
-    except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
+    except (RuntimeError, MemoryError) as e:  # with little memory left, many things fail, such as starting a thread
         traceback.clear_frames(e.__traceback__)
         return False
     return True
@@ -102,8 +102,8 @@ def free(trainer: pl.Trainer, module: TaskModule) -> None:
 
 
 def two_steps(trainer: pl.Trainer, module: TaskModule, data: DataModule, micro_batch: int) -> None:
-    """The second one has gradients and the optimizer's state beside its activations, as all but the first of a run; and on a
-    CPU the copy that a checkpoint is written from."""
+    """Two steps, because gradients and optimizer state exist only from the second. On a CPU, also holds the copy that checkpoints
+    are written from."""
     device = trainer.strategy.root_device
     module.to(device).train()
     optimizer = module.make_optimizer(module.parameters())

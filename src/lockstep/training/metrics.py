@@ -1,4 +1,4 @@
-"""Evaluation figures from sums over samples, never from means of means: the world size cannot show in them."""
+"""Evaluation figures from sums over samples, never from means of means, so they do not depend on the world size."""
 
 # B batch
 
@@ -8,7 +8,7 @@ from torchmetrics import Metric
 
 
 class MeanLoss(Metric):
-    """The weighted mean of per-sample losses, and the number of samples it is about."""
+    """The weighted mean of per-sample losses, and the number of samples."""
 
     full_state_update = False
     loss_sum: Tensor
@@ -17,7 +17,7 @@ class MeanLoss(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        # float64: the order of 10,000 additions in float32 would show in the sixth digit. MPS has no float64.
+        # float64, because the order of 10,000 float32 additions changes the sixth digit. MPS has no float64.
         self.exact = torch.float32 if torch.backends.mps.is_available() else torch.float64
         self.add_state("loss_sum", torch.zeros((), dtype=self.exact), dist_reduce_fx="sum")
         self.add_state("weight_sum", torch.zeros((), dtype=self.exact), dist_reduce_fx="sum")

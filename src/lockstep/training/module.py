@@ -1,4 +1,4 @@
-"""The LightningModule of every task. What runs on which device, and how replicas agree, is the strategy's."""
+"""The LightningModule of every task. Devices and communication are the strategy's business."""
 
 # B batch
 
@@ -27,10 +27,10 @@ from lockstep.training.trees import first_rows, float32
 class TaskModule(QuickHookNames):
     """Trains `net` on a task.
 
-    `parallelize` gets the network once, before the optimizer is made, and returns what is called in its place.
+    `parallelize` gets the network once, before the optimizer is created, and returns what to call instead of it.
     """
 
-    of_task = True  # it takes named batches with fillers; other LightningModules do not
+    of_task = True  # takes named batches with fillers, unlike other LightningModules
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class TaskModule(QuickHookNames):
         self.call_net: Callable[..., Any] | None = None
         self.mean_loss = MeanLoss()
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
-        # Since the last row of the log: sums over micro-batches of the mean loss, and of the mean weight.
+        # Sums of mean losses and of mean weights over the micro-batches since the last log row.
         self.window_loss: Tensor | float = 0.0
         self.window_weight: Tensor | float = 0.0
-        self.step_weight: Tensor | None = None  # of the global batch so far: the mean weight, summed over micro-batches
+        self.step_weight: Tensor | None = None  # of the current global batch, a sum over micro-batches
 
     def configure_model(self) -> None:
         """Lightning's hook for changing the network before the optimizer sees its parameters; called by fit and test."""
         if self.call_net is None:
             call = self.parallelize(self.net, self.trainer)
-            # A method is not registered as a child.
+            # a method, because a module would be registered as a child
             self.call_net = call.__call__ if isinstance(call, nn.Module) else call
 
     def forward(self, batch: Batch) -> Any:
@@ -76,14 +76,14 @@ class TaskModule(QuickHookNames):
             self.window_weight += mean_weight
             self.step_weight = mean_weight if self.step_weight is None else self.step_weight + mean_weight
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
-            # The mean over the global batches since the last row; only here do the processes talk about it.
+            # The mean over the global batches since the last row; the only communication about the loss.
             loss_sum, weight_sum = self.window()
             self.log("train/loss", loss_sum / weight_sum, prog_bar=True)
             self.window_loss = self.window_weight = 0.0
         return loss
 
     def window(self) -> Tensor:
-        """Loss and weight since the last row, over all processes."""
+        """Loss and weight since the last log row, over all processes."""
         both = torch.stack([torch.as_tensor(x, device=self.device) for x in (self.window_loss, self.window_weight)])
         mean: Tensor = self.trainer.strategy.reduce(both, reduce_op="mean")
         return mean
@@ -91,10 +91,10 @@ class TaskModule(QuickHookNames):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        if self.step_weight is not None:  # gradients are of the mean of loss x weight; divided by the mean weight now
+        if self.step_weight is not None:  # gradients are of the mean of loss x weight
             mean = self.trainer.strategy.reduce(self.step_weight.clone(), reduce_op="mean")
             scale = self.trainer.accumulate_grad_batches / mean
-            scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch in which nothing counts
+            scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
             self.step_weight = None
         if gradient_clip_val is None or gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
@@ -102,7 +102,7 @@ class TaskModule(QuickHookNames):
             clip_grad_norm(self.parameters(), gradient_clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The window since the last row of the log, on which the processes agree here: it may go on under other ones."""
+        """Saves the window since the last log row, reduced over processes so the run can resume with another world size."""
         if self.window_weight:
             self.window_loss, self.window_weight = self.window()
         checkpoint["window"] = {"loss": float(self.window_loss), "weight": float(self.window_weight)}
@@ -115,7 +115,7 @@ class TaskModule(QuickHookNames):
         self.window_weight = checkpoint["window"]["weight"] * scale
 
     def in_exact_sums(self) -> None:
-        """Figures sum up in float64, also where `trainer.precision=bf16-true` has converted the module."""
+        """Makes metrics sum in float64, even if `trainer.precision=bf16-true` has converted the module."""
         for metric in (self.mean_loss, *self.figures.values()):
             metric.to(self.mean_loss.exact)  # its integers stay integers
 
@@ -126,7 +126,7 @@ class TaskModule(QuickHookNames):
         self.in_exact_sums()
 
     def evaluation_step(self, batch: Batch) -> None:
-        """Figures of the real samples: those of a filler are dropped before the task sees them."""
+        """Updates the figures with real samples; fillers are dropped before the task sees them."""
         output, count = self(batch), batch["count"]
         if not count:
             return
@@ -144,21 +144,21 @@ class TaskModule(QuickHookNames):
             metric.reset()
 
     def figure_names(self) -> list[str]:
-        """What an evaluation logs beside loss and count. Where a metric says nothing before its first sample: name, name/*."""
+        """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
         found: list[str] = []
         for name, metric in self.figures.items():
             blank: Any = copy.deepcopy(metric)
             blank.sync_on_compute = False
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torchmetrics': it has seen no sample
+                    warnings.simplefilter("ignore")  # torchmetrics warns that it has seen no sample
                     found += self.named(name, blank.compute())
             except Exception:
                 found += [name, f"{name}/*"]
         return found
 
     def named(self, name: str, value: Any) -> dict[str, Tensor]:
-        """A figure; of a metric with several values, such as one for each class, a figure for each."""
+        """A metric's figures by name: one, or one per value if it has several, such as one per class."""
         if isinstance(value, Tensor) and value.numel() > 1:
             names = self.task.about.get(self.task.names, ())
             names = names if len(names) == value.numel() else range(value.numel())

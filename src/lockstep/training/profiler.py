@@ -1,4 +1,4 @@
-"""The profiler of a run that is not profiled."""
+"""A profiler that does nothing, for runs without one."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -7,7 +7,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 
 
 class NoProfiler(PassThroughProfiler):
-    """Lightning asks its profiler for a context 70 times a step; PassThroughProfiler makes a generator each time."""
+    """Lightning asks its profiler for a context 70 times a step; its PassThroughProfiler creates a generator each time."""
 
     context: Any = nullcontext()
 

@@ -11,10 +11,10 @@ from lockstep.errors import UserError
 
 
 def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float]) -> LambdaLR:
-    """`shape` maps the share of the run after warm-up, 0 to 1, to a factor of optim.lr; warm-up rises linearly to it."""
+    """Linear warm-up to optim.lr; then `shape` maps the progress from 0 to 1 to a factor of optim.lr."""
     if warmup_steps >= total_steps:
         raise UserError(
-            f"schedule.warmup_steps={warmup_steps} is not below the run's {total_steps:g} steps. Type a smaller number."
+            f"schedule.warmup_steps={warmup_steps} must be below the run's {total_steps:g} steps. Type a smaller number."
         )
 
     def factor(step: int) -> float:
@@ -28,7 +28,7 @@ def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape
 def finite(total_steps: float) -> float:
     if math.isinf(total_steps):
         raise UserError(
-            "the schedule needs an end. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
+            "the schedule needs the run's number of steps. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
         )
     return total_steps
 

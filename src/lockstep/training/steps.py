@@ -1,4 +1,4 @@
-"""How many steps are done, when one is complete, and when it has a row in the log."""
+"""Counts steps: how many are done, when one is complete, and when it has a log row."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 
 
 def steps_done(trainer: pl.Trainer) -> int:
-    """Optimizer steps; under manual optimization batches, because `trainer.global_step` counts every optimizer's steps there."""
+    """Optimizer steps done; batches under manual optimization, where `trainer.global_step` counts every optimizer's steps."""
     if trainer.lightning_module.automatic_optimization:
         return int(trainer.global_step)
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total

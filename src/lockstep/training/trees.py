@@ -1,4 +1,4 @@
-"""Changes to every tensor of a batch or of what a network returns: a tensor, or dicts, lists and tuples of them."""
+"""Changes every tensor of a batch or of a network's output: a tensor, or dicts, lists and tuples of tensors."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def first_rows(tree: Any, count: int) -> Any:
 
 
 def float32(tree: Any) -> Any:
-    """Half precision as float32, so figures are exact whatever the network computed in."""
+    """Half precision converted to float32, so figures are exact whatever precision the network used."""
 
     def full(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor

@@ -1,4 +1,4 @@
-"""Small arrays in the files that src/my_project/data.py reads: three classes, told apart by their brightness."""
+"""Writes small arrays into the files that src/my_project/data.py reads: three classes that differ in brightness."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A small folder of images: two classes, told apart by their brightness."""
+"""Writes a small folder of images: two classes that differ in brightness."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The 5,000 MNIST images that come with a dependency, until this project has data of its own."""
+"""The 5,000 MNIST images from a dependency, until this project has its own data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Lockstep's promises, on the data, the model and the task of this project."""
+"""Lockstep's promises on this project's data, model and task."""
 
 import pytest
 from lockstep import testing
@@ -7,7 +7,7 @@ from made import overrides
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> testing.Project:
-    """Runs in a folder of their own, on small data, in fp32: eight steps of eight samples."""
+    """Short runs in their own folder, on small data, in fp32: eight steps of eight samples."""
     folder = tmp_path_factory.mktemp("runs")
     return testing.Project(folder / "runs", overrides(tmp_path_factory.mktemp("data")))
 

@@ -1,4 +1,4 @@
-"""The data: arrays in memory. Change what is read here; batches, workers and ranks are Lockstep's."""
+"""The data: arrays in memory. Change what is read here; Lockstep makes the batches."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from lockstep.data import Arrays, Images
 
 
 class Digits(Images):
-    """Two files of arrays, train.npz and test.npz, below `root`."""
+    """Two files of arrays in `root`: train.npz and test.npz."""
 
     mean, std = (0.5,), (0.5,)
 

@@ -1,1 +1,1 @@
-"""What this project trains: its data, its model, its task."""
+"""The data, the model and the task of this project."""

@@ -1,4 +1,4 @@
-"""The network. It gets what its signature names: num_classes, in_channels, image_size; and its keys of the config."""
+"""The network. It gets its keys of the config, and num_classes, in_channels and image_size if its signature names them."""
 
 # B batch · C channel · H W pixel · K class
 

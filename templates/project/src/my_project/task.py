@@ -1,4 +1,4 @@
-"""The task: the loss of each sample, and the figures. It knows nothing of ranks, devices or checkpoints."""
+"""The task: the loss of each sample, and the figures. It knows nothing about ranks, devices or checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Goal(Classification):
-    """One class of several per sample. `metrics`, `weight`, `predictions` and others can be overridden as well."""
+    """One class per sample. `metrics`, `weight` and others can be overridden as well."""
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """loss_B: one number per sample; Lockstep takes the mean over the global batch."""
