@@ -20,6 +20,7 @@ from lockstep import strategies
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_module_weights, load_weights, read
+from lockstep.checkpoints.plain import plain
 from lockstep.config.checks import fused_problem
 from lockstep.config.components import missing_groups
 from lockstep.config.identity import title
@@ -85,7 +86,9 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
         return own
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
-    return DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
+    made = DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
+    made.about = plain(made.about, "about")
+    return made
 
 
 def optimizer(cfg: DictConfig) -> Any:
@@ -104,7 +107,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     """
     if foreign.is_foreign(target_of(cfg.task._target_, "task")):
         made = foreign.create_module(
-            cfg, foreign.offered_by(data), partial(optimizer, cfg), with_weights=weights is None
+            cfg, plain(foreign.offered_by(data), "about"), partial(optimizer, cfg), with_weights=weights is None
         )
         raise_problems(foreign.problems(cfg, made, data))
         if weights:
@@ -122,11 +125,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
             "Write a lockstep.data.DataSet, or take a LightningModule as the task."
         )
     goal.bind(data.about)
-    if any(True for _ in goal.parameters()) and cfg.strategy.traits.shards:
+    if own := ", ".join(goal.state_dict()):
         raise UserError(
-            f"task={type(goal).__name__} has parameters of its own, which strategy={cfg.strategy.name} does not shard. Type strategy=ddp."
+            f"task={title(cfg.task)} has weights of its own ({own}), and checkpoints hold the network alone. Put them into the "
+            "network, which the task calls in `outputs`; a buffer that never changes may stay with persistent=False."
         )
-    offered = {**data.dataset.network_arguments(), **goal.network_arguments()}
+    offered = plain({**data.dataset.network_arguments(), **goal.network_arguments()}, "network_arguments()")
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
         load_weights(net, Path(weights))

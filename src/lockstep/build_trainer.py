@@ -16,6 +16,7 @@ from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import create, has_own_loaders, target_of, to_plain
+from lockstep.config.signatures import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine.world import World
@@ -31,11 +32,12 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
-    """metrics.csv first, whatever else is chosen."""
+    """metrics.csv first, whatever else is chosen. They get the run's name and directory if they ask for them."""
     place = {"run_dir": run_dir(cfg), "run": cfg.run}
+    nodes = {str(name): node for name, node in cfg.logger.items() if name != "csv"}
     return [
         MetricsCsv(**place),
-        *(create(node, f"logger.{name}", **place) for name, node in cfg.logger.items() if name != "csv"),
+        *(create(node, f"logger.{name}", **accepted(node["_target_"], place)) for name, node in nodes.items()),
     ]
 
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.callbacks import EMA, Plan, Throughput, progress
+from lockstep.callbacks.ema import tensors as ema_tensors
 from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.errors import TrainingFailed
 
@@ -104,6 +105,17 @@ def test_the_average_follows_its_definition():
     assert int(module.count) == 9
     ema.swap(module)
     assert torch.equal(module.weight, before)
+
+
+def test_tied_weights_come_back_after_a_validation():
+    module, ema = Weights(), EMA(decay=0.5)
+    module.tied = module.weight
+    ema.average = [torch.full_like(tensor, 7) for tensor in ema_tensors(module)]
+    ema.swap(module)
+    assert module.tied.tolist() == [7.0] * 3
+    ema.swap(module)
+    assert module.weight.tolist() == [0.0] * 3
+    assert ema.average[0].tolist() == [7.0] * 3
 
 
 def test_seeding_draws_what_torch_draws():

@@ -114,7 +114,7 @@ def test_nothing_but_the_file_is_left(tmp_path):
 def test_tensorboard_writes_figures_that_it_reads_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = loggers.tensorboard(run_dir=tmp_path, run="r")
+    logger = loggers.tensorboard(run_dir=tmp_path)
     for step in range(3):
         logger.log_metrics({"val/acc": 0.25 * step}, step=step)
     logger.finalize("success")

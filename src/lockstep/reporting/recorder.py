@@ -170,7 +170,7 @@ class Recorder:
             "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
             **self.validated(),
         }
-        self.was_validated = trainer.strategy.broadcast(monitor in self.report)
+        self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
                 logger.cut(self.report["train/steps"])  # the test row of a run that had ended before

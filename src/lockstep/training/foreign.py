@@ -1,6 +1,5 @@
 """A LightningModule that is not Lockstep's, as it is: its steps, optimizers and figures are its own."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ from lockstep.config.signatures import parameters
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
 from lockstep.models.network import network
+from lockstep.training.schedules import asks_for_steps, scheduler
 
 # Arguments of its constructor that the engine gives it where its signature names them, and the groups that they come from.
 GROUPS = {"net": "model", "optimizer": "optim", "scheduler": "schedule"}
@@ -46,7 +46,7 @@ class Scheduler:
         self.make = make
         self.module: pl.LightningModule | None = None  # the one that it is given to
         self.made: LRScheduler | None = None
-        self.counts_steps = "total_steps" in inspect.signature(make).parameters
+        self.counts_steps = asks_for_steps(make)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy among the hyperparameters takes no module along."""
@@ -54,8 +54,7 @@ class Scheduler:
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
         assert self.module is not None
-        total = {"total_steps": self.module.trainer.estimated_stepping_batches} if self.counts_steps else {}
-        self.made = self.make(optimizer, **total)
+        self.made = scheduler(self.make, optimizer, self.module.trainer.estimated_stepping_batches)
         return self.made
 
 
