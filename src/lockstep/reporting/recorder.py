@@ -154,9 +154,11 @@ class Recorder:
 
         trainer, monitor, unit = self.trainer, self.cfg.checkpoint.monitor, self.report["unit"]
         assert trainer is not None
+        batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
+        begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if 0 < batches < math.inf else None
         self.report |= {
             "train/steps": steps_done(trainer),
-            "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),  # begun
+            "train/epochs": trainer.current_epoch if begun is None else begun,
             # null without the callback that measures them
             **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
             **offered_figures(trainer),

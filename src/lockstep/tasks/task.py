@@ -2,7 +2,7 @@
 
 # B batch
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -38,8 +38,8 @@ class Task(nn.Module):
         """What a network may ask for by naming the argument, such as `num_classes`."""
         return {}
 
-    def outputs(self, net: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """What the network makes of a batch."""
+    def outputs(self, net: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+        """What the network makes of a batch. It can only be called: its other methods would bypass the strategy."""
         return net(batch["input"])
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:

@@ -19,6 +19,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
 from lockstep.models.network import network
 from lockstep.training.schedules import asks_for_steps, scheduler
+from lockstep.training.steps import total_steps
 
 # Arguments of its constructor that the engine gives it where its signature names them, and the groups that they come from.
 GROUPS = {"net": "model", "optimizer": "optim", "scheduler": "schedule"}
@@ -54,7 +55,7 @@ class Scheduler:
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
         assert self.module is not None
-        self.made = scheduler(self.make, optimizer, self.module.trainer.estimated_stepping_batches)
+        self.made = scheduler(self.make, optimizer, total_steps(self.module.trainer))
         return self.made
 
 

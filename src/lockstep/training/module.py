@@ -23,7 +23,7 @@ from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, scale_gradients
 from lockstep.training.metrics import MeanLoss
 from lockstep.training.schedules import scheduler
-from lockstep.training.steps import completes_step, has_row
+from lockstep.training.steps import completes_step, has_row, total_steps
 from lockstep.training.trees import first_rows, float32
 
 
@@ -184,7 +184,7 @@ class TaskModule(QuickHookNames):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.new_optimizer()
-        schedule = scheduler(self.make_schedule, optimizer, self.trainer.estimated_stepping_batches)
+        schedule = scheduler(self.make_schedule, optimizer, total_steps(self.trainer))
         if isinstance(schedule, ReduceLROnPlateau):
             raise UserError(
                 "schedule: ReduceLROnPlateau waits for a validation, and a task's schedule changes at optimizer steps. "
