@@ -13,7 +13,6 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     from lockstep import build  # torch and lightning, 7 s: only when the config is known to be right
     from lockstep.reporting.recorder import Recorder
 
-    build.quiet(world)
     build.process(cfg, world)
     build.seed(cfg)
     cfg = build.with_numbers(cfg)

@@ -133,7 +133,9 @@ def test_values_that_a_checkpoint_cannot_hold_are_refused_before_training(own):
     assert not Path("runs/a").exists()
 
 
-@pytest.mark.parametrize("limits", [["trainer.limit_test_batches=0"], ["trainer.limit_test_batches=0", "trainer.limit_val_batches=0"]])
+@pytest.mark.parametrize(
+    "limits", [["trainer.limit_test_batches=0"], ["trainer.limit_test_batches=0", "trainer.limit_val_batches=0"]]
+)
 def test_a_run_without_test_figures_ends_well(limits, own):
     assert own("trainer.max_steps=2", *limits)["status"] == "done"
     assert len(rows("a")) >= 2

@@ -150,7 +150,15 @@ def test_a_recipe_can_be_typed_again_and_its_seed_is_drawn_once(train):
 
 def test_a_recipe_that_is_typed_again_keeps_the_normalisation_of_the_run(run_a):
     """A newer timm may say something else of the network."""
-    typed = ["run=a", "resume=auto", "experiment=mnist_basic_net", "seed=0", "data.mean=model", "data.std=model", "data.batch_size=48"]
+    typed = [
+        "run=a",
+        "resume=auto",
+        "experiment=mnist_basic_net",
+        "seed=0",
+        "data.mean=model",
+        "data.std=model",
+        "data.batch_size=48",
+    ]
     cfg = resuming.for_training(compose_config("train", typed), typed)
     assert (cfg.data.mean, cfg.data.std) == ([0.1307], [0.3081])
 

@@ -24,7 +24,7 @@ from lockstep.checkpoints.plain import plain
 from lockstep.config.checks import fused_problem
 from lockstep.config.components import missing_groups
 from lockstep.config.identity import title
-from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, target_of, to_plain
+from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, to_plain
 from lockstep.config.signatures import accepted, locate
 from lockstep.config.words import nearest
 from lockstep.data.datamodule import DataModule
@@ -37,12 +37,13 @@ from lockstep.tasks import Task
 from lockstep.training import foreign, memory
 from lockstep.training.module import TaskModule
 
-__all__ = ["data", "evaluate", "fit", "module", "process", "quiet", "seed", "trainer", "validate", "with_numbers"]
+__all__ = ["data", "evaluate", "fit", "module", "process", "seed", "trainer", "validate", "with_numbers"]
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
 def process(cfg: DictConfig, world: World) -> None:
-    """What holds for this process as a whole: memory, threads, arithmetic."""
+    """What holds for this process as a whole: what it prints, memory, threads, arithmetic."""
+    console.quiet(world.rank)
     if world.accelerator == "cpu":
         if (
             not cfg.strategy.traits.shards
@@ -105,7 +106,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     Raises:
         UserError: network, task and data do not fit together.
     """
-    if foreign.is_foreign(target_of(cfg.task._target_, "task")):
+    if foreign.is_foreign(cfg):
         made = foreign.create_module(
             cfg, plain(foreign.offered_by(data), "about"), partial(optimizer, cfg), with_weights=weights is None
         )
@@ -179,10 +180,6 @@ def monitor_problems(monitor: str, figures: list[str]) -> Iterator[str]:
         yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Name one of them, or add it to task.metrics."
 
 
-def quiet(world: World) -> None:
-    console.quiet(world.rank)
-
-
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
     """Trains; returns the checkpoint to test.
 
@@ -194,9 +191,10 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
         with memory.explained(cfg, trainer, module, data):
             trainer.fit(module, data, ckpt_path=cfg.resume, weights_only=True)
     except REFUSALS as e:
-        if trainer.fit_loop.epoch_loop.batch_progress.total.ready or of_users_code(e):
+        began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if began or isinstance(e, UserError) or of_users_code(e):
             raise
-        raise e if isinstance(e, UserError) else UserError(" ".join(str(e).split())) from e
+        raise UserError(" ".join(str(e).split())) from e
     return saving.best_checkpoint(trainer)
 
 
@@ -208,11 +206,7 @@ def evaluate(
     if not foreign.evaluates(subject, data, "test", "test"):
         console.say(f"nothing is tested: {type(subject).__name__} has no test_step, or the data no test_dataloader")
         return {}
-    trainer = evaluator(cfg, world)
-    with memory.explained(cfg, trainer, subject, data):
-        found = trainer.test(subject, data, verbose=False, weights_only=True)  # one for each dataloader
-    figures = {name: value for each in found for name, value in each.items()}
-    return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
+    return figures(cfg, world, data, subject, "test")
 
 
 def validate(
@@ -221,7 +215,16 @@ def validate(
     """Validation figures for a run that ended before its first validation; none where validation is turned off."""
     if cfg.trainer.limit_val_batches == 0 or not foreign.evaluates(module, data, "validation", "val"):
         return {}
+    found = figures(cfg, world, data, module, "validate")
+    return {name: value for name, value in found.items() if name != "val/count"}
+
+
+def figures(
+    cfg: DictConfig, world: World, data: pl.LightningDataModule, subject: pl.LightningModule, method: str
+) -> dict[str, float]:
+    """Those of all dataloaders; `method` is the Trainer's."""
     trainer = evaluator(cfg, world)
-    with memory.explained(cfg, trainer, module, data):
-        found = trainer.validate(module, data, verbose=False, weights_only=True)
-    return {name: value for each in found for name, value in each.items() if name != "val/count"}
+    with memory.explained(cfg, trainer, subject, data):
+        found = getattr(trainer, method)(subject, data, verbose=False, weights_only=True)
+    together = {name: value for each in found for name, value in each.items()}
+    return {name: int(value) if name.endswith("/count") else value for name, value in together.items()}

@@ -15,7 +15,7 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.identity import run_dir
-from lockstep.config.instantiate import create, has_own_loaders, target_of, to_plain
+from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.signatures import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
@@ -43,8 +43,7 @@ def loggers(cfg: DictConfig) -> list[Logger]:
 
 def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
     """First in the list, to say first what is wrong."""
-    found = foreign.is_foreign(target_of(cfg.task._target_, "task"))
-    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if found else []
+    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if foreign.is_foreign(cfg) else []
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -92,7 +91,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     # Under SLURM, resuming is ours: Lightning's own checkpoint of a requeued job lies elsewhere and is taken first.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
-    strategy = create(cfg.strategy, "strategy", environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
+    offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded}
+    strategy = create(cfg.strategy, "strategy", **accepted(cfg.strategy._target_, offered))
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # single and dp; otherwise Lightning takes a job of one task for SLURM's to requeue

@@ -86,7 +86,11 @@ def test_the_average_follows_its_definition():
     module, ema = Weights(), EMA(decay=0.9, update_every_n_steps=2)
     module_of = SimpleNamespace(automatic_optimization=True)
     trainer = SimpleNamespace(
-        global_step=0, accumulate_grad_batches=1, num_training_batches=100, is_last_batch=False, lightning_module=module_of
+        global_step=0,
+        accumulate_grad_batches=1,
+        num_training_batches=100,
+        is_last_batch=False,
+        lightning_module=module_of,
     )
     expected = None
     for step in range(1, 10):

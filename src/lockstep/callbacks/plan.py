@@ -11,6 +11,7 @@ from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
 from lockstep.training.foreign import promises
+from lockstep.training.module import TaskModule
 from lockstep.training.steps import steps_done, total_steps
 
 FILES = "all nodes must see the same files. Check runs_dir and data.root."
@@ -54,7 +55,7 @@ class Plan(pl.Callback):
             f" · {trainer.precision} · {total_steps(trainer):g} steps".replace("inf steps", "no fixed number of steps")
             + (f", {steps_done(trainer)} of them done" if steps_done(trainer) else "")
         )
-        if not getattr(pl_module, "of_task", False):
+        if not isinstance(pl_module, TaskModule):
             say(promises(pl_module, self.data, world))
 
     def samples(self) -> str:

@@ -155,14 +155,15 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
-    """Keeps what was drawn when the run first began: its seed and its W&B id."""
+    """Keeps what was drawn when the run first began: its seed and its loggers' ids."""
     if not before.is_file():
         return cfg
     saved = load_config(before)
     with open_dict(cfg):
         cfg.seed = saved.seed if cfg.seed is None else cfg.seed
-        if "wandb" in cfg.logger and "wandb" in saved.logger:
-            cfg.logger.wandb.id = saved.logger.wandb.id
+        for name, logger in saved.logger.items():
+            if "id" in logger and name in cfg.logger:
+                cfg.logger[name].id = logger.id
     return cfg
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.config.identity import title
-from lockstep.config.instantiate import create, to_plain
+from lockstep.config.instantiate import create, target_of, to_plain
 from lockstep.config.signatures import parameters
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
@@ -25,7 +25,9 @@ from lockstep.training.steps import total_steps
 GROUPS = {"net": "model", "optimizer": "optim", "scheduler": "schedule"}
 
 
-def is_foreign(target: object) -> bool:
+def is_foreign(cfg: DictConfig) -> bool:
+    """Whether the task is a LightningModule of the user's."""
+    target: Any = target_of(cfg.task._target_, "task")
     return isinstance(target, type) and issubclass(target, pl.LightningModule)
 
 
@@ -158,5 +160,5 @@ def promises(module: pl.LightningModule, data: pl.LightningDataModule, world: in
             f"task: {name}'s own steps on {type(data).__name__}'s own dataloaders: one-format checkpoints hold; batches are theirs, "
             f"so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
         )
-    resume = "exact resume" if world < 3 else "resume to float rounding"  # see ReplicatedStrategy.rebuild_buckets
+    resume = "exact resume" if world < 3 else "resume to float rounding"  # see Replicated.rebuild_buckets
     return f"task: {name}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"

@@ -200,5 +200,7 @@ class TaskModule(QuickHookNames):
             return self.make_optimizer(self.net.parameters())
         except ValueError as e:
             if "only supports 2D parameters" in str(e):  # torch.optim.Muon
-                raise UserError(f"optim: {e}. Name timm.optim.Muon, which updates all other parameters as AdamW does.") from None
+                raise UserError(
+                    f"optim: {e}. Name timm.optim.Muon, which updates all other parameters as AdamW does."
+                ) from None
             raise
