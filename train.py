@@ -24,7 +24,7 @@ def train(cfg: DictConfig, world: launch.World) -> None:
         best = build.fit(cfg, trainer, module, data)
         run.trained(best)
         if not run.was_validated:
-            run.add(**build.validate(cfg, world, data, module))
+            run.add(**build.evaluate(cfg, world, data, module, "val"))
         run.add(**build.evaluate(cfg, world, data, best or module))
 
 

@@ -37,7 +37,7 @@ from lockstep.tasks import Task
 from lockstep.training import foreign, memory
 from lockstep.training.module import TaskModule
 
-__all__ = ["data", "evaluate", "fit", "module", "process", "seed", "trainer", "validate", "with_numbers"]
+__all__ = ["data", "evaluate", "fit", "module", "process", "seed", "trainer", "with_numbers"]
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
@@ -199,32 +199,18 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
 
 
 def evaluate(
-    cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule
+    cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule, stage: str = "test"
 ) -> dict[str, float]:
-    """Figures of a checkpoint, or of a module as it is. The same code after training and in eval.py."""
+    """Test or `val` figures of a checkpoint, or of a module as it is. The same code after training and in eval.py."""
+    step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
+    if cfg.trainer[f"limit_{stage}_batches"] == 0:
+        return {}
     subject = module(cfg, data, weights=tested) if isinstance(tested, str) else tested
-    if not foreign.evaluates(subject, data, "test", "test"):
-        console.say(f"nothing is tested: {type(subject).__name__} has no test_step, or the data no test_dataloader")
+    if not foreign.evaluates(subject, data, step, stage):
+        console.say(f"no {run}: {type(subject).__name__} has no {step}_step, or the data no {stage}_dataloader")
         return {}
-    return figures(cfg, world, data, subject, "test")
-
-
-def validate(
-    cfg: DictConfig, world: World, data: pl.LightningDataModule, module: pl.LightningModule
-) -> dict[str, float]:
-    """Validation figures for a run that ended before its first validation; none where validation is turned off."""
-    if cfg.trainer.limit_val_batches == 0 or not foreign.evaluates(module, data, "validation", "val"):
-        return {}
-    found = figures(cfg, world, data, module, "validate")
-    return {name: value for name, value in found.items() if name != "val/count"}
-
-
-def figures(
-    cfg: DictConfig, world: World, data: pl.LightningDataModule, subject: pl.LightningModule, method: str
-) -> dict[str, float]:
-    """Those of all dataloaders; `method` is the Trainer's."""
     trainer = evaluator(cfg, world)
     with memory.explained(cfg, trainer, subject, data):
-        found = getattr(trainer, method)(subject, data, verbose=False, weights_only=True)
-    together = {name: value for each in found for name, value in each.items()}
-    return {name: int(value) if name.endswith("/count") else value for name, value in together.items()}
+        found = getattr(trainer, run)(subject, data, verbose=False, weights_only=True)  # one for each dataloader
+    figures = {name: value for each in found for name, value in each.items() if name != "val/count"}
+    return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
