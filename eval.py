@@ -13,7 +13,6 @@ def evaluate(cfg: DictConfig, world: launch.World) -> None:
     from lockstep import build
     from lockstep.reporting.summary import show_evaluation
 
-    build.quiet(world)
     build.process(cfg, world)
     data = build.data(cfg)
     figures = build.evaluate(cfg, world, data, cfg.init_from)

@@ -13,7 +13,6 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     from lockstep import build  # imports torch and Lightning (7 s), so only after the config is checked
     from lockstep.reporting.recorder import Recorder
 
-    build.quiet(world)
     build.process(cfg, world)
     build.seed(cfg)
     cfg = build.with_numbers(cfg)
@@ -25,7 +24,7 @@ def train(cfg: DictConfig, world: launch.World) -> None:
         best = build.fit(cfg, trainer, module, data)
         run.trained(best)
         if not run.was_validated:
-            run.add(**build.validate(cfg, world, data, module))
+            run.add(**build.evaluate(cfg, world, data, module, "val"))
         run.add(**build.evaluate(cfg, world, data, best or module))
 
 

@@ -154,7 +154,6 @@ def main() -> int:
     args = parser.parse_args()
     world = World("cpu", 1, 1, "single")
     process.own()
-    build.quiet(world)
     build.process(compose_config("train", []), world)
     torch.set_num_threads(1)
     taken: dict[str, list[float]] = {name: [] for name in WAYS}

@@ -15,7 +15,6 @@ def ready(cfg: DictConfig, world: World) -> tuple[DataModule, TaskModule, pl.Tra
     """Data, task and trainer of a run, with its directory."""
     run_dir(cfg).mkdir(parents=True, exist_ok=True)
     process.own()
-    build.quiet(world)
     build.process(cfg, world)
     build.seed(cfg)
     data = build.data(build.with_numbers(cfg))

@@ -13,6 +13,7 @@ from lockstep.config.instantiate import create, create_data, to_plain
 from lockstep.data import cifar10 as cifar10_files
 from lockstep.machine.world import World, world_of
 from lockstep.models.network import network
+from lockstep.training.schedules import scheduler
 
 pytestmark = pytest.mark.xdist_group("build")
 SMALL = [
@@ -68,8 +69,8 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
         trainer = build.trainer(cfg, world_of(cfg), data)
         module = build.module(cfg, data)
         assert len(trainer.loggers) == (2 if option in ("wandb", "tensorboard") else 1)
-        optimizer = module.make_optimizer(module.parameters())
-        schedule = module.make_schedule(optimizer, 100)
+        optimizer = module.new_optimizer()
+        schedule = scheduler(module.make_schedule, optimizer, 100)
         optimizer.step()
         schedule.step()
         assert optimizer.param_groups[0]["lr"] >= 0

@@ -10,6 +10,8 @@ from in_process import Crash, logged_steps, options, report, rows, same, state
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
+from lockstep.checkpoints import resuming
+from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted
 from lockstep.reporting.loggers import MetricsCsv
 from lockstep.training.module import TaskModule
@@ -144,6 +146,21 @@ def test_a_recipe_can_be_typed_again_and_its_seed_is_drawn_once(train):
     assert (first["train/steps"], again["train/steps"]) == (12, 24)
     assert again["resumed_from"] == "runs/a/checkpoints/last.ckpt"
     assert again["seed"] == first["seed"]
+
+
+def test_a_recipe_that_is_typed_again_keeps_the_normalisation_of_the_run(run_a):
+    """A newer timm may say something else of the network."""
+    typed = [
+        "run=a",
+        "resume=auto",
+        "experiment=mnist_basic_net",
+        "seed=0",
+        "data.mean=model",
+        "data.std=model",
+        "data.batch_size=48",
+    ]
+    cfg = resuming.for_training(compose_config("train", typed), typed)
+    assert (cfg.data.mean, cfg.data.std) == ([0.1307], [0.3081])
 
 
 def test_a_run_from_weights_can_be_typed_again(train, run_a, crash_at):

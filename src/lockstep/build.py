@@ -20,10 +20,11 @@ from lockstep import strategies
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_module_weights, load_weights, read
+from lockstep.checkpoints.plain import plain
 from lockstep.config.checks import fused_problem
 from lockstep.config.components import missing_groups
 from lockstep.config.identity import title
-from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, target_of, to_plain
+from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, to_plain
 from lockstep.config.signatures import accepted, locate
 from lockstep.config.words import nearest
 from lockstep.data.datamodule import DataModule
@@ -36,12 +37,13 @@ from lockstep.tasks import Task
 from lockstep.training import foreign, memory
 from lockstep.training.module import TaskModule
 
-__all__ = ["data", "evaluate", "fit", "module", "process", "quiet", "seed", "trainer", "validate", "with_numbers"]
+__all__ = ["data", "evaluate", "fit", "module", "process", "seed", "trainer", "with_numbers"]
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
 def process(cfg: DictConfig, world: World) -> None:
-    """Settings of the whole process: memory, threads, arithmetic."""
+    """Settings of the whole process: what it prints, memory, threads, arithmetic."""
+    console.quiet(world.rank)
     if world.accelerator == "cpu":
         if not cfg.strategy.traits.shards:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
@@ -83,7 +85,9 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
         return own
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
-    return DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
+    made = DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
+    made.about = plain(made.about, "about")
+    return made
 
 
 def optimizer(cfg: DictConfig) -> Any:
@@ -100,9 +104,9 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     Raises:
         UserError: network, task and data do not fit together.
     """
-    if foreign.is_foreign(target_of(cfg.task._target_, "task")):
+    if foreign.is_foreign(cfg):
         made = foreign.create_module(
-            cfg, foreign.offered_by(data), partial(optimizer, cfg), with_weights=weights is None
+            cfg, plain(foreign.offered_by(data), "about"), partial(optimizer, cfg), with_weights=weights is None
         )
         raise_problems(foreign.problems(cfg, made, data))
         if weights:
@@ -120,11 +124,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
     goal.bind(data.about)
-    if any(True for _ in goal.parameters()) and cfg.strategy.traits.shards:
+    if own := ", ".join(goal.state_dict()):
         raise UserError(
-            f"task={type(goal).__name__} has its own parameters, which strategy={cfg.strategy.name} does not shard. Type strategy=ddp."
+            f"task={title(cfg.task)} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
+            "network; register a buffer that never changes with persistent=False."
         )
-    offered = {**data.dataset.network_arguments(), **goal.network_arguments()}
+    offered = plain({**data.dataset.network_arguments(), **goal.network_arguments()}, "network_arguments()")
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
         load_weights(net, Path(weights))
@@ -173,10 +178,6 @@ def monitor_problems(monitor: str, figures: list[str]) -> Iterator[str]:
         yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
 
 
-def quiet(world: World) -> None:
-    console.quiet(world.rank)
-
-
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
     """Trains; returns the checkpoint to test.
 
@@ -188,34 +189,26 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
         with memory.explained(cfg, trainer, module, data):
             trainer.fit(module, data, ckpt_path=cfg.resume, weights_only=True)
     except REFUSALS as e:
-        if trainer.fit_loop.epoch_loop.batch_progress.total.ready or of_users_code(e):
+        began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if began or isinstance(e, UserError) or of_users_code(e):
             raise
-        raise e if isinstance(e, UserError) else UserError(" ".join(str(e).split())) from e
+        raise UserError(" ".join(str(e).split())) from e
     return saving.best_checkpoint(trainer)
 
 
 def evaluate(
-    cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule
+    cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule, stage: str = "test"
 ) -> dict[str, float]:
-    """The test figures of a checkpoint or of a module. Training and eval.py both use this function."""
+    """The test (or `val`) figures of a checkpoint or of a module. Training and eval.py both use this function."""
+    step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
+    if cfg.trainer[f"limit_{stage}_batches"] == 0:
+        return {}
     subject = module(cfg, data, weights=tested) if isinstance(tested, str) else tested
-    if not foreign.evaluates(subject, data, "test", "test"):
-        console.say(f"nothing is tested: {type(subject).__name__} has no test_step, or the data has no test_dataloader")
+    if not foreign.evaluates(subject, data, step, stage):
+        console.say(f"no {run}: {type(subject).__name__} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
     trainer = evaluator(cfg, world)
     with memory.explained(cfg, trainer, subject, data):
-        found = trainer.test(subject, data, verbose=False, weights_only=True)  # one for each dataloader
-    figures = {name: value for each in found for name, value in each.items()}
+        found = getattr(trainer, run)(subject, data, verbose=False, weights_only=True)  # one for each dataloader
+    figures = {name: value for each in found for name, value in each.items() if name != "val/count"}
     return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
-
-
-def validate(
-    cfg: DictConfig, world: World, data: pl.LightningDataModule, module: pl.LightningModule
-) -> dict[str, float]:
-    """Validation figures for a run that ended before its first validation; none where validation is turned off."""
-    if cfg.trainer.limit_val_batches == 0 or not foreign.evaluates(module, data, "validation", "val"):
-        return {}
-    trainer = evaluator(cfg, world)
-    with memory.explained(cfg, trainer, module, data):
-        found = trainer.validate(module, data, verbose=False, weights_only=True)
-    return {name: value for each in found for name, value in each.items() if name != "val/count"}

@@ -15,7 +15,8 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.identity import run_dir
-from lockstep.config.instantiate import create, has_own_loaders, target_of, to_plain
+from lockstep.config.instantiate import create, has_own_loaders, to_plain
+from lockstep.config.signatures import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine.world import World
@@ -31,18 +32,18 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
-    """All loggers; metrics.csv is always the first."""
+    """All loggers, metrics.csv first. One that names `run_dir` or `run` in its signature gets it."""
     place = {"run_dir": run_dir(cfg), "run": cfg.run}
+    nodes = {str(name): node for name, node in cfg.logger.items() if name != "csv"}
     return [
         MetricsCsv(**place),
-        *(create(node, f"logger.{name}", **place) for name, node in cfg.logger.items() if name != "csv"),
+        *(create(node, f"logger.{name}", **accepted(node["_target_"], place)) for name, node in nodes.items()),
     ]
 
 
 def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
     """First in the list, to say first what is wrong."""
-    found = foreign.is_foreign(target_of(cfg.task._target_, "task"))
-    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if found else []
+    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if foreign.is_foreign(cfg) else []
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -90,7 +91,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which lies elsewhere.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
-    strategy = create(cfg.strategy, "strategy", environment=environment, sharded_checkpoints=cfg.checkpoint.sharded)
+    offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded}
+    strategy = create(cfg.strategy, "strategy", **accepted(cfg.strategy._target_, offered))
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.callbacks import EMA, Plan, Throughput, progress
+from lockstep.callbacks.ema import tensors as ema_tensors
 from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.errors import TrainingFailed
 
@@ -85,7 +86,11 @@ def test_the_average_follows_its_definition():
     module, ema = Weights(), EMA(decay=0.9, update_every_n_steps=2)
     module_of = SimpleNamespace(automatic_optimization=True)
     trainer = SimpleNamespace(
-        global_step=0, accumulate_grad_batches=1, num_training_batches=100, lightning_module=module_of
+        global_step=0,
+        accumulate_grad_batches=1,
+        num_training_batches=100,
+        is_last_batch=False,
+        lightning_module=module_of,
     )
     expected = None
     for step in range(1, 10):
@@ -104,6 +109,17 @@ def test_the_average_follows_its_definition():
     assert int(module.count) == 9
     ema.swap(module)
     assert torch.equal(module.weight, before)
+
+
+def test_tied_weights_come_back_after_a_validation():
+    module, ema = Weights(), EMA(decay=0.5)
+    module.tied = module.weight
+    ema.average = [torch.full_like(tensor, 7) for tensor in ema_tensors(module)]
+    ema.swap(module)
+    assert module.tied.tolist() == [7.0] * 3
+    ema.swap(module)
+    assert module.weight.tolist() == [0.0] * 3
+    assert ema.average[0].tolist() == [7.0] * 3
 
 
 def test_seeding_draws_what_torch_draws():

@@ -10,7 +10,11 @@ import wandb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import OmegaConf
 
+from lockstep.checkpoints import resuming
+from lockstep.config.compose import compose_config
+from lockstep.config.identity import identify
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
 
@@ -114,7 +118,7 @@ def test_nothing_but_the_file_is_left(tmp_path):
 def test_tensorboard_writes_figures_that_it_reads_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = loggers.tensorboard(run_dir=tmp_path, run="r")
+    logger = loggers.tensorboard(run_dir=tmp_path)
     for step in range(3):
         logger.log_metrics({"val/acc": 0.25 * step}, step=step)
     logger.finalize("success")
@@ -221,3 +225,12 @@ def test_every_part_of_an_offline_run_that_was_resumed_is_synced(tmp_path, folde
     for part in reversed(parts):
         part.mkdir(parents=True)
     assert shlex.split(wandb_sync_line(tmp_path / folder)) == ["wandb", "sync", *map(str, parts)]
+
+
+def test_a_resumed_run_keeps_the_id_of_a_logger_of_any_name(tmp_path):
+    logger = "+logger.mine={_target_: lightning.pytorch.loggers.WandbLogger, id: null}"
+    cfg = compose_config("train", [logger, "run=a", "trainer.accelerator=cpu"])
+    first = identify(cfg, None)
+    assert len(first.logger.mine.id) == 8
+    OmegaConf.save(first, tmp_path / "config.yaml")
+    assert resuming.same_identity(cfg, tmp_path / "config.yaml").logger.mine.id == first.logger.mine.id

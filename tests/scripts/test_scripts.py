@@ -130,6 +130,17 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
     assert load_file(folder / "model.safetensors").keys() == net.state_dict().keys()
 
 
+@pytest.mark.parametrize("task", ["Classification", "LanguageModel", "Multilabel", "Regression", "Segmentation"])
+def test_what_does_not_classify_images_is_not_exported(task, tmp_path):
+    images = {"image_size": 8, "mean": [0.5], "std": [0.5], "channels": 1}
+    about = {"classes": ["a"]} if task == "Classification" else {"classes": [], "targets": ["a"], **images}
+    content = {"config": {"task": {"_target_": f"lockstep.tasks.{task}"}}, "DataModule": {"about": about}}
+    torch.save(content, tmp_path / "a.ckpt")
+    with pytest.raises(UserError, match=rf"is of lockstep.tasks.{task}, and only classifiers of images are exported"):
+        export(tmp_path / "a.ckpt", tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
 def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeypatch):
     from lockstep.export import folder as module
 

@@ -109,6 +109,17 @@ class Data(pl.LightningDataModule):
         return self.loader(48, shuffle=True, **workers)
 
 
+class Stream(Data):
+    '''Nobody knows how long it is.'''
+
+    def train_dataloader(self):
+        class Endless(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return iter([(torch.ones(1, 28, 28), torch.tensor(3))] * 48)
+
+        return DataLoader(Endless(), batch_size=12)
+
+
 class TwoTests(Data):
     def test_dataloader(self):
         return [self.loader(12), self.loader(24)]
@@ -262,9 +273,9 @@ def test_a_module_of_the_template_gets_its_network_optimizer_and_schedule(train,
         "checkpoints omit net, optimizer, scheduler from hyper_parameters: only plain values" in capsys.readouterr().err
     )
     module = lockstep.load_model("template")
-    assert torch.equal(module.layers.state_dict()["conv1.weight"], saved["state_dict"]["layers.conv1.weight"])
+    assert torch.equal(module.layers.state_dict()["features.0.weight"], saved["state_dict"]["layers.features.0.weight"])
     assert lockstep.evaluate(["run=template", "trainer.accelerator=cpu"])["test_loss"] == report["test_loss"]
-    with pytest.raises(UserError, match=r"holds the LightningModule odd\.Template"):
+    with pytest.raises(UserError, match=r"is of odd\.Template, and only classifiers of images"):
         export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
 
 
@@ -285,7 +296,22 @@ def test_without_evaluation_steps_the_last_checkpoint_is_kept_and_nothing_is_tes
     report = train("Small", "run=bare")
     assert (report["status"], report["checkpoint"], report["train/steps"]) == ("done", "checkpoints/last.ckpt", 4)
     assert not [name for name in report if name.startswith(("test", "val"))]
-    assert "nothing is tested: Small has no test_step" in capsys.readouterr().out
+    assert "no test: Small has no test_step" in capsys.readouterr().out
+
+
+def test_dataloaders_without_a_length(train, capsys):
+    options = ["trainer.max_epochs=2", "trainer.accumulate_grad_batches=3", "trainer.log_every_n_steps=1"]
+    report = train("Small", "run=stream", "data=odd", "data._target_=odd.Stream", *options)
+    assert (report["train/steps"], report["train/epochs"]) == (4, 2)  # steps of 3 batches and of 1
+    assert "no fixed number of steps" in capsys.readouterr().out
+    assert len(Path("runs/stream/metrics.csv").read_text().splitlines()) >= 1 + 4  # the last step of an epoch has a row
+
+
+def test_without_a_monitor_nothing_is_validated_again(train, monkeypatch):
+    stages = []
+    monkeypatch.setattr(build, "evaluate", lambda *_: stages.append(_[4:]) or {})
+    assert train("Validated", "run=unmonitored")["status"] == "done"
+    assert stages == [()]  # the test's
 
 
 def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train):

@@ -47,6 +47,17 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
     assert [parameter.grad.abs().sum().item() for parameter in net.parameters()] == [0.0, 0.0]
 
 
+def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():
+    """The other processes would wait for it."""
+    made, asked = module(Segmentation(), nn.Identity()), []
+    made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: asked.append(value) or value + 1))
+    made.window_loss = made.window_weight = torch.tensor(0.0)
+    checkpoint = {}
+    made.on_save_checkpoint(checkpoint)
+    assert len(asked) == 1
+    assert checkpoint["window"] == {"loss": 1.0, "weight": 1.0}
+
+
 class Late(Metric):
     """Has a value for each of its samples, and none before the first."""
 

@@ -1,11 +1,13 @@
 """Learning rates over a run: where they begin, where they end, and what lies between."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.optim import lr_scheduler
 
 from lockstep.errors import UserError
 from lockstep.training import schedules
@@ -109,3 +111,18 @@ def test_a_constant_rate_needs_no_end():
 def test_warm_up_as_long_as_the_run_is_refused(schedule, warmup):
     with pytest.raises(UserError, match=rf"schedule\.warmup_steps={warmup} .* {TOTAL} steps"):
         rates(schedule, warmup_steps=warmup)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (partial(lr_scheduler.StepLR, step_size=5), {}),
+        (partial(lr_scheduler.ExponentialLR, gamma=0.5), {}),
+        (partial(lr_scheduler.CosineAnnealingLR, T_max=10), {}),
+        (partial(lr_scheduler.OneCycleLR, max_lr=0.5), {"total_steps": TOTAL}),
+        (partial(lr_scheduler.OneCycleLR, max_lr=0.5, total_steps=30), {}),
+    ],
+)
+def test_only_schedules_that_ask_are_told_how_long_the_run_is(make, given):
+    wrapped = partial(schedules.scheduler, make)
+    assert rates(wrapped, steps=10) == rates(lambda optimizer, _: make(optimizer, **given), steps=10)

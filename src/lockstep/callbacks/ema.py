@@ -87,5 +87,6 @@ class EMA(pl.Callback):
 
 @torch.no_grad()
 def tensors(pl_module: pl.LightningModule) -> list[Tensor]:
-    """Weights and buffers themselves, or this process's shards of them."""
-    return [t.to_local() if isinstance(t, DTensor) else t for t in pl_module.state_dict().values()]
+    """Weights and buffers themselves, or this process's shards of them. A tied weight is one tensor under several names."""
+    once = dict.fromkeys(pl_module.state_dict(keep_vars=True).values())
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in once]

@@ -11,7 +11,8 @@ from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
 from lockstep.training.foreign import promises
-from lockstep.training.steps import steps_done
+from lockstep.training.module import TaskModule
+from lockstep.training.steps import steps_done, total_steps
 
 FILES = "all nodes must see the same files. Check runs_dir and data.root."
 
@@ -51,10 +52,10 @@ class Plan(pl.Callback):
         say(
             f"{cfg.run}: {model_title(cfg)} ({parameters:,} parameters) · {title(cfg.data)} from {self.samples()} · "
             f"{cfg.strategy.name}, {replicas} · {self.batches(trainer)}"
-            f" · {trainer.precision} · {trainer.estimated_stepping_batches:g} steps"
+            f" · {trainer.precision} · {total_steps(trainer):g} steps".replace("inf steps", "no fixed number of steps")
             + (f", {steps_done(trainer)} of them done" if steps_done(trainer) else "")
         )
-        if not getattr(pl_module, "of_task", False):
+        if not isinstance(pl_module, TaskModule):
             say(promises(pl_module, self.data, world))
 
     def samples(self) -> str:

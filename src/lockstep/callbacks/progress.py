@@ -10,7 +10,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from lockstep.reporting.console import say
-from lockstep.training.steps import completes_step, has_row, steps_done
+from lockstep.training.steps import completes_step, has_row, steps_done, total_steps
 
 EVERY_S = 10.0  # seconds between lines when the output is not a terminal
 
@@ -37,7 +37,7 @@ class Progress(pl.Callback):
         self.first = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        total = trainer.estimated_stepping_batches
+        total = total_steps(trainer)
         self.total, self.first = (None if math.isinf(total) else int(total)), steps_done(trainer)
         self.began_s = self.shown_s = time.monotonic()
         if trainer.is_global_zero and sys.stdout.isatty():

@@ -1,11 +1,15 @@
-"""Which values torch.load accepts with weights_only=True."""
+"""Values that torch.load accepts with weights_only=True, as it does those of checkpoints."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from lockstep.checkpoints.trees import mapped
+from lockstep.errors import UserError
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set)
@@ -23,3 +27,11 @@ def refused(tree: Any, place: str = "") -> Iterator[str]:
             yield from refused(value, f"{place}/{index}")
     elif type(tree) not in VALUES and not isinstance(tree, Tensor):
         yield f"{place} ({type(tree).__module__}.{type(tree).__qualname__})"
+
+
+def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """`tree` with NumPy's values as Python's. Raises UserError before training, not at the first checkpoint, for any others."""
+    found: dict[str, Any] = mapped(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
+    if odd := next(refused(found), None):
+        raise UserError(f"{name}{odd} cannot be saved in a checkpoint. Use Python's own values and lists of them.")
+    return found

@@ -20,7 +20,8 @@ from lockstep.errors import UserError
 from lockstep.machine.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
-AUTO = ("trainer.precision", "data.num_workers")  # decided when the run first began, then kept
+# Keys of these values are decided when the run first begins, then kept.
+AUTO = {"trainer.precision": "auto", "data.num_workers": "auto", "data.mean": "model", "data.std": "model"}
 RECIPES = ("experiment", "debug")  # groups that set keys of other groups
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # eval.py's own keys: what to evaluate
 TRAINING = (  # keys without effect in an evaluation
@@ -139,8 +140,8 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     inside = run_dir.is_relative_to(runs_dir.resolve())  # the run may have been moved there
     own_name = str(run_dir.relative_to(runs_dir.resolve())) if inside else str(saved.run)
     with open_dict(result):
-        for key in AUTO:
-            if OmegaConf.select(result, key) == "auto":
+        for key, undecided in AUTO.items():
+            if OmegaConf.select(result, key) == undecided:
                 OmegaConf.update(result, key, OmegaConf.select(saved, key))
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
@@ -154,14 +155,15 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
-    """Keeps what was drawn when the run first began: its seed and its W&B id."""
+    """Keeps what was drawn when the run first began: its seed and its loggers' ids."""
     if not before.is_file():
         return cfg
     saved = load_config(before)
     with open_dict(cfg):
         cfg.seed = saved.seed if cfg.seed is None else cfg.seed
-        if "wandb" in cfg.logger and "wandb" in saved.logger:
-            cfg.logger.wandb.id = saved.logger.wandb.id
+        for name, logger in saved.logger.items():
+            if "id" in logger and name in cfg.logger:
+                cfg.logger[name].id = logger.id
     return cfg
 
 

@@ -62,7 +62,7 @@ def run_dir(cfg: DictConfig) -> Path:
 
 
 def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
-    """The config with everything that a run decides once: its name, its seed, its data, its W&B id."""
+    """The config with everything that a run decides once: its name, seed, data, loggers' ids."""
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
@@ -70,8 +70,9 @@ def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
         cfg.data.source = data_source
     if cfg.seed is None:
         cfg.seed = secrets.randbelow(2**31)
-    if "wandb" in cfg.logger and cfg.logger.wandb.get("id") is None:
-        cfg.logger.wandb.id = secrets.token_hex(4)
+    for logger in cfg.logger.values():
+        if "id" in logger and logger.id is None:
+            logger.id = secrets.token_hex(4)
     if cfg.trainer.max_epochs is None and cfg.trainer.max_steps == -1:
         cfg.trainer.max_epochs = 1
     return cfg

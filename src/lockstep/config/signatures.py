@@ -19,7 +19,7 @@ ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 def locate(path: str) -> Any:
     """The object of a dotted path. Raises LookupError if there is none; lets errors of the modules themselves through.
 
-    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.ddp` is a function.
+    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.parallelize` is a function.
     """
     found, parts = None, path.split(".")
     for place, part in enumerate(parts):

@@ -12,14 +12,17 @@ from typing import Any
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lockstep.checkpoints.content import DATA, holds_module, network_of, read
+from lockstep.checkpoints.content import DATA, network_of, read
 from lockstep.checkpoints.weights import load_into
+from lockstep.config.instantiate import target_of
 from lockstep.config.signatures import accepted
 from lockstep.data import transforms
 from lockstep.errors import UserError
 from lockstep.export import exported
 from lockstep.models.network import network
+from lockstep.tasks import Classification
 
+IMAGES = ("image_size", "mean", "std", "channels")
 TIMM = "lockstep.models.from_timm"
 ALLOWED = {"torch", "torchvision", "timm", "numpy"}  # importable by an exported network, besides Python's own
 
@@ -28,17 +31,18 @@ def export(path: Path, folder: Path) -> Path:
     """Writes the model of the checkpoint `path` to `folder`, which must not exist yet.
 
     Raises:
-        UserError: the folder exists, or the network's file needs more than torch and timm.
+        UserError: the folder exists, it does not classify images, or the network's file needs more than torch and timm.
     """
     if folder.exists():
         raise UserError(f"{folder} exists. Type another folder, or remove it.")
     content = read(path)
-    if holds_module(path):
+    task, about = content["config"]["task"]["_target_"], content.get(DATA, {}).get("about", {})
+    if not classifies_images(target_of(task, "task"), about):
         raise UserError(
-            f"{path} holds the LightningModule {content['config']['task']['_target_']}, which defines its own network, so it cannot be exported. "
-            f'lockstep.load_model("{path}") returns it with its weights; save what you need of it yourself.'
+            f"{path} was trained on {task}; only classifiers of images can be exported. "
+            f'lockstep.load_model("{path}") returns the network of any task with its weights; save what you need of it.'
         )
-    model, about = dict(content["config"]["model"]), content[DATA]["about"]
+    model = dict(content["config"]["model"])
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
     net = network(model, content["network"], with_weights=False)
     load_into(net.state_dict(), weights, path)
@@ -53,6 +57,12 @@ def export(path: Path, folder: Path) -> Path:
     return folder
 
 
+def classifies_images(task: Any, about: dict[str, Any]) -> bool:
+    """Whether `load.py` can use the network: on images, as Classification does."""
+    known = isinstance(task, type) and issubclass(task, Classification) and task.outputs is Classification.outputs
+    return known and {"classes", *IMAGES} <= about.keys()
+
+
 def write_all(
     part: Path,
     content: dict[str, Any],
@@ -65,7 +75,7 @@ def write_all(
     write_network(part, dict(content["config"]["model"]), content["network"], net)
     save_file({name: tensor.clone() for name, tensor in weights.items()}, part / "model.safetensors")
     write(part / "classes.json", about["classes"])
-    write(part / "preprocessing.json", {key: about[key] for key in ("image_size", "mean", "std", "channels")})
+    write(part / "preprocessing.json", {key: about[key] for key in IMAGES})
     (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["config"]))))
     shutil.copyfile(inspect.getfile(transforms), part / "preprocess.py")
     shutil.copyfile(inspect.getfile(exported), part / "load.py")

@@ -133,7 +133,7 @@ def wandb_sync_line(run_dir: Path) -> str | None:
     return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one part per resume
 
 
-def tensorboard(*, run_dir: Path, run: str) -> TensorBoardLogger:  # noqa: ARG001  # all loggers get the same arguments
+def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
     return TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
 
 

@@ -154,10 +154,12 @@ class Recorder:
 
         trainer, monitor, unit = self.trainer, self.cfg.checkpoint.monitor, self.report["unit"]
         assert trainer is not None
+        batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
+        begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if 0 < batches < math.inf else None
         self.report |= {
             "train/steps": steps_done(trainer),
-            "train/epochs": math.ceil((trainer.fit_loop.total_batch_idx + 1) / trainer.num_training_batches),
-            # null without the callback Throughput
+            "train/epochs": trainer.current_epoch if begun is None else begun,
+            # null without the callback that measures them
             **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
             **offered_figures(trainer),
         }
@@ -170,7 +172,7 @@ class Recorder:
             "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
             **self.validated(),
         }
-        self.was_validated = trainer.strategy.broadcast(monitor in self.report)
+        self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
         for logger in trainer.loggers:
             if isinstance(logger, MetricsCsv):
                 logger.cut(self.report["train/steps"])  # the test row of a run that had already ended

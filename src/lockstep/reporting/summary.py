@@ -23,7 +23,7 @@ def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModul
 
     folder, run, where = run_dir(cfg), cfg.run, cfg.runs_dir
     task = module.task if isinstance(module, TaskModule) else None
-    headline = task.headline(report) if task is not None else plain_headline(report)
+    headline = task.headline(report) if task is not None and "test/count" in report else plain_headline(report)
     write_html(folder, report, read_metrics(folder / "metrics.csv"), cfg, headline, task)
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if cfg.compile else ""
     rows = [
@@ -43,8 +43,9 @@ def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModul
 
 
 def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
-    """The headline for a user's LightningModule: its first test figure."""
-    found = next(((k, v) for k, v in report.items() if k.startswith("test")), ("test", "nothing was logged"))
+    """The headline without a task or without a test: the first test figure, else the first validation figure."""
+    figures = [(k, v) for stage in ("test", "val") for k, v in report.items() if k.startswith(stage)]
+    found = next(iter(figures), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 
 

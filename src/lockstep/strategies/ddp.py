@@ -12,16 +12,38 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lockstep.strategies.one_format import OneFormat
+from lockstep.training.module import TaskModule
 
 
-class ReplicatedStrategy(OneFormat, DDPStrategy):
+class Replicated(OneFormat, DDPStrategy):
     """Lightning's DDP, with checkpoints that load under every strategy, and exact when resuming."""
 
     resumed = False
 
+    def __init__(
+        self,
+        *,
+        environment: ClusterEnvironment | None,
+        bucket_cap_mb: float,
+        gradient_as_bucket_view: bool,
+        static_graph: bool,
+        find_unused_parameters: bool,
+        comm_hook: str | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(
+            cluster_environment=environment,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+            timeout=timedelta(seconds=timeout_s),
+            **communication_hook(comm_hook),
+        )
+
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        known = getattr(self.lightning_module, "of_task", False)  # a user's LightningModule calls its own network
+        known = isinstance(self.lightning_module, TaskModule)  # a user's LightningModule calls its own network
         self.resumed = known and self.lightning_module.trainer.global_step > 0
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
@@ -80,26 +102,3 @@ def communication_hook(name: str | None) -> dict[str, Any]:
         else None
     )
     return {"ddp_comm_hook": hooks[name], "ddp_comm_state": state}
-
-
-def ddp(
-    *,
-    environment: ClusterEnvironment | None,
-    sharded_checkpoints: bool,
-    bucket_cap_mb: float,
-    gradient_as_bucket_view: bool,
-    static_graph: bool,
-    find_unused_parameters: bool,
-    comm_hook: str | None,
-    timeout_s: float,
-    name: str = "ddp",
-) -> ReplicatedStrategy:
-    return ReplicatedStrategy(
-        cluster_environment=environment,
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=gradient_as_bucket_view,
-        static_graph=static_graph,
-        find_unused_parameters=find_unused_parameters,
-        timeout=timedelta(seconds=timeout_s),
-        **communication_hook(comm_hook),
-    )

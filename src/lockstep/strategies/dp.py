@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from lightning.fabric.plugins import ClusterEnvironment
 from torch import nn
 
-from lockstep.strategies.single import SingleStrategy
+from lockstep.strategies.single import Single
 
 
-class DataParallelStrategy(SingleStrategy):
+class DataParallel(Single):
     """Splits each batch over the GPUs for the network's forward only; loss, metrics and logging stay on the first GPU.
 
     Wrapping the whole LightningModule fails silently: Lightning patches `forward` on the instance, the replicas copy that patch
@@ -20,7 +19,3 @@ class DataParallelStrategy(SingleStrategy):
     def parallelize(self, net: nn.Module) -> nn.Module:
         devices: list[Any] = [device for device in self.parallel_devices or [] if device.type == "cuda"]
         return nn.DataParallel(net, device_ids=devices) if len(devices) > 1 else net
-
-
-def dp(*, environment: ClusterEnvironment | None, sharded_checkpoints: bool, name: str = "dp") -> DataParallelStrategy:
-    return DataParallelStrategy()

@@ -50,7 +50,7 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     return found
 
 
-class FullyShardedStrategy(OneFormat, WholeMeshStrategy):
+class FullySharded(OneFormat, WholeMeshStrategy):
     """Lightning's strategy for FSDP2, which also shards the network, so the network needs no code for it."""
 
     lightning_restore_optimizer = True  # like the other strategies; see OneFormat
@@ -166,21 +166,3 @@ class FullyShardedStrategy(OneFormat, WholeMeshStrategy):
     def teardown(self) -> None:
         super().teardown()
         self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not call it
-
-
-def fsdp(
-    *,
-    environment: ClusterEnvironment | None,
-    sharded_checkpoints: bool,
-    blocks: str | list[str],
-    reshard_after_forward: bool,
-    timeout_s: float,
-    name: str = "fsdp",
-) -> FullyShardedStrategy:
-    return FullyShardedStrategy(
-        environment=environment,
-        blocks=blocks,
-        reshard_after_forward=reshard_after_forward,
-        sharded_checkpoints=sharded_checkpoints,
-        timeout_s=timeout_s,
-    )

@@ -1,14 +1,13 @@
 """One process on one device."""
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lockstep.strategies.one_format import OneFormat
 
 
-class SingleStrategy(OneFormat, SingleDeviceStrategy):
-    """Lightning's strategy, on the device that the Trainer chose."""
+class Single(OneFormat, SingleDeviceStrategy):
+    """Lightning's, on the device that the Trainer chose."""
 
     strategy_name = "single"
 
@@ -19,9 +18,3 @@ class SingleStrategy(OneFormat, SingleDeviceStrategy):
     @property
     def root_device(self) -> torch.device:
         return self.parallel_devices[0] if self.parallel_devices else super().root_device
-
-
-def single(
-    *, environment: ClusterEnvironment | None, sharded_checkpoints: bool, name: str = "single"
-) -> SingleStrategy:
-    return SingleStrategy()

@@ -2,7 +2,7 @@
 
 # B batch
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -38,8 +38,8 @@ class Task(nn.Module):
         """Arguments offered to the network, such as `num_classes`. It gets those that its signature names."""
         return {}
 
-    def outputs(self, net: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """The network's output for a batch."""
+    def outputs(self, net: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
+        """What the network makes of a batch. It can only be called: its other methods would bypass the strategy."""
         return net(batch["input"])
 
     def loss(self, output: Any, batch: Mapping[str, Any]) -> Tensor:

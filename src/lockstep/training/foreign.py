@@ -1,6 +1,5 @@
 """Runs a user's LightningModule unchanged, with its own steps, optimizers and figures."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,17 +13,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.config.identity import title
-from lockstep.config.instantiate import create, to_plain
+from lockstep.config.instantiate import create, target_of, to_plain
 from lockstep.config.signatures import parameters
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
 from lockstep.models.network import network
+from lockstep.training.schedules import asks_for_steps, scheduler
+from lockstep.training.steps import total_steps
 
 # Constructor arguments that the engine provides if the signature names them, and the groups they come from.
 GROUPS = {"net": "model", "optimizer": "optim", "scheduler": "schedule"}
 
 
-def is_foreign(target: object) -> bool:
+def is_foreign(cfg: DictConfig) -> bool:
+    """Whether the task is a LightningModule of the user's."""
+    target: Any = target_of(cfg.task._target_, "task")
     return isinstance(target, type) and issubclass(target, pl.LightningModule)
 
 
@@ -46,7 +49,7 @@ class Scheduler:
         self.make = make
         self.module: pl.LightningModule | None = None  # the module that gets it
         self.made: LRScheduler | None = None
-        self.counts_steps = "total_steps" in inspect.signature(make).parameters
+        self.counts_steps = asks_for_steps(make)
 
     def __getstate__(self) -> dict[str, Any]:
         """Drops the module, so copies among the hyperparameters do not include it."""
@@ -54,8 +57,7 @@ class Scheduler:
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
         assert self.module is not None
-        total = {"total_steps": self.module.trainer.estimated_stepping_batches} if self.counts_steps else {}
-        self.made = self.make(optimizer, **total)
+        self.made = scheduler(self.make, optimizer, total_steps(self.module.trainer))
         return self.made
 
 
@@ -158,5 +160,5 @@ def promises(module: pl.LightningModule, data: pl.LightningDataModule, world: in
             f"task: {name}'s own steps on {type(data).__name__}'s own dataloaders: one-format checkpoints hold; batches are theirs, "
             f"so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
         )
-    resume = "exact resume" if world < 3 else "resume to float rounding"  # see ReplicatedStrategy.rebuild_buckets
+    resume = "exact resume" if world < 3 else "resume to float rounding"  # see Replicated.rebuild_buckets
     return f"task: {name}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"

@@ -87,7 +87,8 @@ def fits(trainer: pl.Trainer, module: Any, data: DataModule, micro_batch: int) -
     try:
         free(trainer, module)
         two_steps(trainer, module, data, micro_batch)
-    except (RuntimeError, MemoryError) as e:  # with little memory left, many things fail, such as starting a thread
+    except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
+        log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)
         return False
     return True
@@ -106,10 +107,10 @@ def two_steps(trainer: pl.Trainer, module: TaskModule, data: DataModule, micro_b
     are written from."""
     device = trainer.strategy.root_device
     module.to(device).train()
-    optimizer = module.make_optimizer(module.parameters())
+    optimizer = module.new_optimizer()
     copies: Any = None
     for _ in range(2):
-        batch = data.example(micro_batch, device)
+        batch = trainer.precision_plugin.convert_input(data.example(micro_batch, device))
         with trainer.precision_plugin.train_step_context():
             loss = module.task.loss(module(batch), batch).mean()
         loss.backward()

@@ -3,6 +3,7 @@
 # B batch
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,15 +13,17 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lockstep.compat.hook_names import QuickHookNames
 from lockstep.data.dataset import Batch
+from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, scale_gradients
 from lockstep.training.metrics import MeanLoss
-from lockstep.training.steps import completes_step, has_row
+from lockstep.training.schedules import scheduler
+from lockstep.training.steps import completes_step, has_row, total_steps
 from lockstep.training.trees import first_rows, float32
 
 
@@ -38,7 +41,7 @@ class TaskModule(QuickHookNames):
         task: Task,
         *,
         optimizer: Callable[..., Optimizer],
-        schedule: Callable[[Optimizer, float], LRScheduler],
+        schedule: Callable[..., LRScheduler],
         parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]],
         metrics: dict[str, Metric],
         network_arguments: dict[str, Any],
@@ -102,10 +105,12 @@ class TaskModule(QuickHookNames):
             clip_grad_norm(self.parameters(), gradient_clip_val)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the window since the last log row, reduced over processes so the run can resume with another world size."""
-        if self.window_weight:
-            self.window_loss, self.window_weight = self.window()
-        checkpoint["window"] = {"loss": float(self.window_loss), "weight": float(self.window_weight)}
+        """The window since the last row of the log is reduced first, so the run can resume with another world size.
+
+        Always: a process in whose samples nothing counts must take part as well.
+        """
+        self.window_loss, self.window_weight = self.window().tolist()
+        checkpoint["window"] = {"loss": self.window_loss, "weight": self.window_weight}
         checkpoint["network"] = self.network_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -178,6 +183,24 @@ class TaskModule(QuickHookNames):
         self.log_evaluation("test")
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.make_optimizer(self.parameters())
-        schedule = self.make_schedule(optimizer, self.trainer.estimated_stepping_batches)
+        optimizer = self.new_optimizer()
+        schedule = scheduler(self.make_schedule, optimizer, total_steps(self.trainer))
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise UserError(
+                "schedule: ReduceLROnPlateau waits for a validation, and a task's schedule changes at optimizer steps. "
+                "Type schedule=cosine, or another of torch.optim.lr_scheduler."
+            )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def new_optimizer(self) -> Optimizer:
+        """Of the network's parameters; a function of the user's may ask for `named_parameters`, to treat some differently."""
+        if "named_parameters" in inspect.signature(self.make_optimizer).parameters:
+            return self.make_optimizer(named_parameters=list(self.net.named_parameters()))
+        try:
+            return self.make_optimizer(self.net.parameters())
+        except ValueError as e:
+            if "only supports 2D parameters" in str(e):  # torch.optim.Muon
+                raise UserError(
+                    f"optim: {e}. Name timm.optim.Muon, which updates all other parameters as AdamW does."
+                ) from None
+            raise

@@ -1,5 +1,6 @@
 """Counts steps: how many are done, when one is complete, and when it has a log row."""
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +16,14 @@ def steps_done(trainer: pl.Trainer) -> int:
 
 def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Whether the micro-batch `batch_idx` of an epoch is the last of its optimizer step."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches
+    last = batch_idx + 1 == trainer.num_training_batches or trainer.is_last_batch
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or last
+
+
+def total_steps(trainer: pl.Trainer) -> float:
+    """Optimizer steps of the whole run; infinite where it has no end, or its dataloader no length."""
+    steps = trainer.estimated_stepping_batches
+    return math.inf if steps < 0 else steps
 
 
 def has_row(trainer: pl.Trainer, step: int) -> bool:

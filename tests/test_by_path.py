@@ -1,0 +1,141 @@
+"""Optimizers, schedules, loggers, tasks and data that a config names by their paths: those of libraries and a project's own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import thin_project
+from in_process import rows, same, state
+
+from lockstep.errors import UserError
+
+pytestmark = pytest.mark.xdist_group("by_path")
+OWN = '''from lightning.pytorch.loggers.logger import DummyLogger
+from torch.optim import SGD
+import numpy as np
+import torch
+from lockstep.data import Mnist
+from lockstep.tasks import Classification
+
+
+def without_decay(named_parameters, *, lr, weight_decay):
+    """Biases do not decay."""
+    groups = {0.0: [], weight_decay: []}
+    for name, p in named_parameters:
+        groups[0.0 if name.endswith("bias") else weight_decay].append(p)
+    return SGD([{"params": own, "weight_decay": decay} for decay, own in groups.items()], lr=lr)
+
+
+class Plain(DummyLogger):
+    def __init__(self, *, prefix):
+        super().__init__()
+
+    def log_metrics(self, *args, **kwargs):
+        print("logged")
+
+
+class Temperature(Classification):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register_buffer("temperature", torch.ones(()))
+
+
+class NumPy(Mnist):
+    @property
+    def about(self):
+        return {**super().about, "classes": np.arange(10).astype(str), "priors": {"all": np.float64(0.1)}}
+
+
+class Odd(Mnist):
+    @property
+    def about(self):
+        return {**super().about, "source": slice(3)}
+'''
+CONFIGS = {
+    "schedule/drops.yaml": "_target_: torch.optim.lr_scheduler.StepLR\n_partial_: true\nstep_size: 5\n",
+    "schedule/plateau.yaml": "_target_: torch.optim.lr_scheduler.ReduceLROnPlateau\n_partial_: true\n",
+    "optim/named.yaml": "_target_: flowers.own.without_decay\n_partial_: true\nlr: 0.1\nweight_decay: 0.2\n",
+    "optim/muon.yaml": "_target_: torch.optim.Muon\n_partial_: true\nlr: 0.01\n",
+    "optim/muon_and_adamw.yaml": "_target_: timm.optim.Muon\n_partial_: true\nlr: 0.01\n",
+    "logger/plain.yaml": "plain:\n  _target_: flowers.own.Plain\n  prefix: a\n",
+    "task/temperature.yaml": "defaults: [classification]\n_target_: flowers.own.Temperature\n",
+    "data/numpy.yaml": "defaults: [mnist]\n_target_: flowers.own.NumPy\n",
+    "data/odd.yaml": "defaults: [mnist]\n_target_: flowers.own.Odd\n",
+}
+
+
+@pytest.fixture
+def own(train, tmp_path):
+    """`train` in a project with the classes and configs above."""
+    files = {f"configs/{name}": text for name, text in CONFIGS.items()}
+    thin_project.write(tmp_path, **{"src/flowers/own.py": OWN, **files})
+    yield lambda *options: train("model=basic_net", "run=a", "trainer.log_every_n_steps=1", *options)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flowers"]:
+        del sys.modules[name]
+
+
+def test_a_schedule_of_torch_follows_optimizer_steps(own):
+    own("schedule=drops", "optim=sgd", "optim.lr=1.0", "trainer.max_steps=12", "callbacks=[]")
+    (optimizer,) = state("a/checkpoints/last.ckpt")["optimizer_states"]
+    assert optimizer["param_groups"][0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_schedule_that_waits_for_a_figure_is_refused(own):
+    with pytest.raises(UserError, match="ReduceLROnPlateau waits for a validation"):
+        own("schedule=plateau")
+    assert not Path("runs/a").exists()
+
+
+def test_an_optimizer_that_asks_for_names_gets_them(own):
+    own("optim=named", "trainer.max_steps=2")
+    groups = state("a/checkpoints/last.ckpt")["optimizer_states"][0]["param_groups"]
+    assert [all(name.endswith("bias") for name in group["params"]) for group in groups] == [True, False]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.2]
+
+
+def test_muon_refuses_biases_and_says_which_one_does_not(own):
+    with pytest.raises(UserError, match=r"only supports 2D parameters.* Name timm\.optim\.Muon"):
+        own("optim=muon")
+
+
+@pytest.mark.slow
+def test_muon_beside_adamw_resumes_exactly(own):
+    common = ["optim=muon_and_adamw"]
+    own(*common, "run=whole", "trainer.max_steps=6")
+    own(*common, "run=parts", "trainer.max_steps=3")
+    own(*common, "run=parts", "trainer.max_steps=6", "resume=auto")
+    whole, parts = (state(f"{run}/checkpoints/last.ckpt")["state_dict"] for run in ("whole", "parts"))
+    assert same(whole, parts)
+
+
+def test_a_logger_that_asks_for_no_folder_gets_none(own, capsys):
+    own("logger=plain", "trainer.max_steps=1")
+    assert "logged" in capsys.readouterr().out
+
+
+def test_a_task_with_weights_is_refused(own):
+    with pytest.raises(UserError, match=r"task=temperature has weights of its own \(temperature\)"):
+        own("task=temperature")
+    assert not Path("runs/a").exists()
+
+
+def test_values_of_numpy_are_saved_as_pythons(own):
+    own("data=numpy", "trainer.max_steps=1")
+    about = state("a/checkpoints/last.ckpt")["DataModule"]["about"]
+    assert about["classes"] == [str(digit) for digit in range(10)]
+    assert type(about["classes"][0]) is str
+    assert about["priors"] == {"all": 0.1}
+
+
+def test_values_that_a_checkpoint_cannot_hold_are_refused_before_training(own):
+    with pytest.raises(UserError, match=r"about/source \(builtins.slice\) cannot be saved"):
+        own("data=odd")
+    assert not Path("runs/a").exists()
+
+
+@pytest.mark.parametrize(
+    "limits", [["trainer.limit_test_batches=0"], ["trainer.limit_test_batches=0", "trainer.limit_val_batches=0"]]
+)
+def test_a_run_without_test_figures_ends_well(limits, own):
+    assert own("trainer.max_steps=2", *limits)["status"] == "done"
+    assert len(rows("a")) >= 2
