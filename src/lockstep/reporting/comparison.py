@@ -93,8 +93,8 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
 
 
 def figures(*runs: Run) -> list[str]:
-    """Figures of the reports: what was tested and validated, and how long the training was."""
-    found = (key for run in runs for key in run.report if key.startswith(("test/", "val/")))
+    """Figures of the reports: what was logged, as validations and tests are, and how long the training was."""
+    found = (key for run in runs for key in run.report if key in run.columns and not key.endswith(RATE))
     return list(dict.fromkeys([*found, "train/steps", "train/epochs"]))
 
 

@@ -27,7 +27,7 @@ NOISE = (
     r".*It is recommended to use `self.log\(.*sync_dist=True\)`",  # torchmetrics has reduced these values already
     r".*Checkpoint directory .* exists and is not empty",  # resuming
     r".*The dirpath has changed from",  # resuming under another run name
-    r".*The `srun` command is available on your system but is not used",  # where SLURM is installed; config.py has the checks
+    r".*The `srun` command is available on your system but is not used",  # where SLURM is installed; config/devices.py has the checks
     r".*You are trying to `self.log\(\)` but the .* is not registered",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.9 and newer
     r".*`torch.distributed._.*` is deprecated",

@@ -140,9 +140,9 @@ class Recorder:
         logging.captureWarnings(False)
 
     def add(self, **figures: Any) -> None:
-        """Figures of an evaluation, for the report and for the loggers."""
+        """Figures of an evaluation, for the report and for the loggers. The last one is the test."""
         assert self.trainer is not None
-        self.report |= figures
+        self.report |= {**figures, "tested": list(figures)}
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.report["train/steps"])
 
