@@ -20,14 +20,15 @@ from lockstep import strategies
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_module_weights, load_weights, read
-from lockstep.config.checks import fused_problem
+from lockstep.config.classes import optimizer_node
 from lockstep.config.components import missing_groups
 from lockstep.config.identity import title
 from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, target_of, to_plain
+from lockstep.config.project import of_users_code
 from lockstep.config.signatures import accepted, locate
 from lockstep.config.words import nearest
 from lockstep.data.datamodule import DataModule
-from lockstep.errors import UserError, of_users_code, raise_problems
+from lockstep.errors import UserError, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads
 from lockstep.models.network import network
@@ -85,15 +86,13 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
         return own
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
-    return DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
+    given = {key: node[key] for key in ENGINE_DATA if key in node}
+    return DataModule(dataset, seed=cfg.seed, **{"eval_batch_size": node["batch_size"], **given})
 
 
 def optimizer(cfg: DictConfig) -> Any:
-    """What makes the optimizer of a network's parameters. `fused: auto` is decided here, for the strategy of this process."""
-    node = to_plain(cfg.optim)
-    if node.get("fused") == "auto":
-        node["fused"] = fused_problem(cfg) is None
-    return create(node, "optim")
+    """What makes the optimizer of a network's parameters."""
+    return create(optimizer_node(cfg), "optim")
 
 
 def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = None) -> pl.LightningModule:

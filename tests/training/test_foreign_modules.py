@@ -12,7 +12,7 @@ import torch
 import lockstep
 from lockstep import build
 from lockstep.config.checks import check
-from lockstep.config.components import own_loader_problems
+from lockstep.config.classes import own_loader_problems
 from lockstep.config.compose import compose_config
 from lockstep.config.project import make_importable
 from lockstep.errors import NotSaved, TrainingFailed, UserError

@@ -1,16 +1,19 @@
-"""What tasks and data of Lockstep's ask of a config, and those of a fork do not. Free of torch."""
+"""Checks that apply to the classes that come with Lockstep only. Free of torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import title
 from lockstep.config.schema import GROUPS
 
+SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
 
-def of_lockstep(node: DictConfig) -> bool:
-    """Whether a node names a class of Lockstep's, which is known without importing it."""
-    return str(node.get("_target_")).startswith("lockstep.")
+
+def is_shipped(node: Mapping[Any, Any]) -> bool:
+    """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
+    return str(node.get("_target_")).startswith(SHIPPED)
 
 
 def missing_targets(cfg: DictConfig) -> Iterator[str]:
@@ -20,8 +23,10 @@ def missing_targets(cfg: DictConfig) -> Iterator[str]:
 
 
 def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
-    """Of Lockstep's own tasks; of another class, build.py says it when the class is known."""
-    if not of_lockstep(cfg.task):
+    """Other tasks are checked in build.py, once their class is imported."""
+    if not is_shipped(cfg.task):
+        if cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
+            yield f"checkpoint.mode={cfg.checkpoint.mode} is not possible; it takes one of max, min. Type checkpoint.mode=min."
         return
     yield from missing_groups(cfg)
     if not str(cfg.checkpoint.monitor).startswith("val/"):
@@ -33,11 +38,3 @@ def missing_groups(cfg: DictConfig) -> Iterator[str]:
     for group, usual in {"model": "basic_net", "optim": "adamw", "schedule": "constant"}.items():
         if not cfg[group]:
             yield f"{group}=none is for a LightningModule that brings its own; task={title(cfg.task)} needs one. Type {group}={usual}."
-
-
-def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
-    """Of a LightningDataModule, whose batches Lockstep cannot divide."""
-    if cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
-    if cfg.data.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."

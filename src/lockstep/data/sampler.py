@@ -78,7 +78,7 @@ def val_count(train: int, fraction: float) -> int:
 
 
 def splits(
-    dataset: DataSet, *, batch_size: int, val_fraction: float, limit_train: int | None
+    dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, limit_train: int | None = None
 ) -> tuple[Split, Split, Split]:
     """What is trained on, validated on and tested on. Raises UserError: the global batch is larger than the first."""
     total = len(dataset.train)
