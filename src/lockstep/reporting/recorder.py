@@ -142,7 +142,7 @@ class Recorder:
     def add(self, **figures: Any) -> None:
         """Figures of an evaluation, for the report and for the loggers. The last one is the test."""
         assert self.trainer is not None
-        self.report |= {**figures, "tested": list(figures)}
+        self.report |= {**figures, "evaluated": list(figures)}
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.report["train/steps"])
 

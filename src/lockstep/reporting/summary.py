@@ -44,7 +44,7 @@ def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModul
 
 def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
     """For a LightningModule that is not Lockstep's: its first test figure."""
-    found = next(((k, v) for k, v in report.items() if k.startswith("test")), ("test", "nothing was logged"))
+    found = next(((name, report[name]) for name in report["evaluated"]), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 
 
