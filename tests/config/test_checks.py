@@ -172,7 +172,6 @@ BAD = {
     "data.persistent_workers=false": ["no effect without workers"],
     "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],
     "checkpoint.monitor=val/loss": ["would keep the worst", "checkpoint.mode=min"],
-    "optim=sgd optim.momentum=0": ["needs momentum"],
     "data.image_size=[": ["data.image_size=["],
 }
 

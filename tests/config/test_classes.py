@@ -14,6 +14,7 @@ from lockstep.config import project
 from lockstep.config.checks import check
 from lockstep.config.classes import component_problems, data_problems
 from lockstep.config.compose import compose_config
+from lockstep.config.identity import identify
 from lockstep.errors import UserError
 from lockstep.machine.world import world_of
 
@@ -140,6 +141,11 @@ def test_shipped_classes_are_left_to_the_check_that_imports_nothing():
     before = set(sys.modules)
     assert found("strategy=ddp", "callbacks=[default,ema,early_stopping,lr_monitor]") == []
     assert not {"torch", "lightning"} & (set(sys.modules) - before)
+
+
+def test_a_source_that_only_ones_own_data_knows_stays_in_the_config():
+    given = compose_config("train", [*DATA, "+data.source=s3"])
+    assert identify(given, "disk").data.source == "s3"
 
 
 def test_all_mistakes_are_told_before_data_is_prepared():

@@ -204,7 +204,7 @@ def test_what_the_module_would_not_notice_is_refused(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task=classification", "model=none"], "model=none is for a LightningModule that brings its own; task=classification needs one. Type model=basic_net."),
+        (["task=classification", "model=none"], "model=none is for a LightningModule that brings its own; task=classification needs one. Choose it with model=<name>."),
         (["task=classification", "task.monitor=test/acc"], "checkpoint.monitor=test/acc is not possible; it takes a figure of the validation"),
         ([], "task._target_ is missing; it names a class of yours"),
     ],

@@ -206,8 +206,6 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
     if trainer.limit_train_batches == 0:
         yield "trainer.limit_train_batches=0 trains nothing. Type python eval.py run=<name> to evaluate a run."
-    if is_shipped(cfg.optim) and cfg.optim.get("nesterov") and not cfg.optim.get("momentum"):
-        yield "optim.nesterov=true needs momentum. Type optim.momentum=0.9, or optim.nesterov=false."
     if not cfg.trainer.enable_checkpointing and cfg.resume == "auto":
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 

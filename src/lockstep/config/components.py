@@ -35,6 +35,6 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
 
 def missing_groups(cfg: DictConfig) -> Iterator[str]:
     """Groups that every Task needs."""
-    for group, usual in {"model": "basic_net", "optim": "adamw", "schedule": "constant"}.items():
+    for group in ("model", "optim", "schedule"):
         if not cfg[group]:
-            yield f"{group}=none is for a LightningModule that brings its own; task={title(cfg.task)} needs one. Type {group}={usual}."
+            yield f"{group}=none is for a LightningModule that brings its own; task={title(cfg.task)} needs one. Choose it with {group}=<name>."
