@@ -158,7 +158,7 @@ def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], l
 def columns(runs: list[Run]) -> dict[str, str]:
     """The columns of the table with their headings: monitored figures, the same figures of the test, and speeds."""
     monitored = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
-    figures = [name for monitor in dict.fromkeys(monitored) for name in (monitor, monitor.replace("val/", "test/", 1))]
+    figures = [name for monitor in dict.fromkeys(monitored) for name in (monitor, monitor.replace("val", "test", 1))]
     units = dict.fromkeys(str(run.report["unit"]) for run in runs if run.report.get("unit"))
     return {
         **COLUMNS,

@@ -70,11 +70,17 @@ def test_weights_that_do_not_fit_are_refused(train, run_a):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["+optim.foo=1", "trainer.val_check_interval=1000", "trainer.limit_train_batches=0.001"]
+    "wrong",
+    [
+        "+optim.foo=1",
+        "optim=sgd optim.momentum=0",
+        "trainer.val_check_interval=1000",
+        "trainer.limit_train_batches=0.001",
+    ],
 )
 def test_what_torch_or_lightning_refuses_is_told_and_leaves_nothing(train, wrong):
     with pytest.raises(UserError):
-        train("run=a", wrong)
+        train("run=a", *wrong.split())
     assert not Path("runs/a").exists()
 
 

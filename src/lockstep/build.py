@@ -21,14 +21,15 @@ from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_module_weights, load_weights, read
 from lockstep.checkpoints.plain import plain
-from lockstep.config.checks import fused_problem
+from lockstep.config.classes import optimizer_node
 from lockstep.config.components import missing_groups
 from lockstep.config.identity import title
 from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, to_plain
+from lockstep.config.project import of_users_code
 from lockstep.config.signatures import accepted, locate
 from lockstep.config.words import nearest
 from lockstep.data.datamodule import DataModule
-from lockstep.errors import UserError, of_users_code, raise_problems
+from lockstep.errors import UserError, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads
 from lockstep.models.network import network
@@ -85,17 +86,15 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
         return own
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
-    made = DataModule(dataset, seed=cfg.seed, **{key: node[key] for key in ENGINE_DATA})
+    given = {key: node[key] for key in ENGINE_DATA if key in node}
+    made = DataModule(dataset, seed=cfg.seed, **{"eval_batch_size": node["batch_size"], **given})
     made.about = plain(made.about, "about")
     return made
 
 
 def optimizer(cfg: DictConfig) -> Any:
-    """A function from parameters to their optimizer. `fused: auto` is resolved here."""
-    node = to_plain(cfg.optim)
-    if node.get("fused") == "auto":
-        node["fused"] = fused_problem(cfg) is None
-    return create(node, "optim")
+    """A function from parameters to their optimizer."""
+    return create(optimizer_node(cfg), "optim")
 
 
 def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = None) -> pl.LightningModule:

@@ -1,11 +1,6 @@
 """Lockstep's exceptions. UserError is for what a user can correct: exit code 2, no traceback."""
 
-import sysconfig
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
-
-ENTRY_SCRIPTS = ("train.py", "eval.py")
 
 
 class UserError(ValueError):
@@ -63,14 +58,3 @@ def raise_problems(problems: Iterable[str]) -> None:
     found = list(dict.fromkeys(problems))
     if found:
         raise UserError(*found)
-
-
-def of_users_code(error: BaseException) -> bool:
-    """Whether the user's code, not Lockstep's or an installed package's, takes part in an error. Then it is a bug to show with
-    its traceback, not a refusal."""
-    if "Original Traceback" in str(error):  # torch's message for an error in a dataloader worker
-        return not isinstance(error, UserError)
-    known = [str(Path(__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))]
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    own = [name for name in frames if not name.startswith("<") and not any(name.startswith(place) for place in known)]
-    return any(Path(name).name not in ENTRY_SCRIPTS for name in own) and not isinstance(error, UserError)

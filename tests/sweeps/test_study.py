@@ -42,31 +42,24 @@ def test_the_best_config_of_a_search_within_a_recipe_is_that_recipe_s(tmp_path):
     assert cfg.model.name == "resnet50d"
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("test/acc", "Choosing by the test set would make its figures worthless"),
-        (["val/acc", "test/loss"], "worthless"),
-        ("speed", r"val/\.\.\..*, val/loss, .*train/\.\.\._per_s"),
-        ([], "takes one or several validation figures"),
-    ],
-)
-def test_only_figures_that_may_be_chosen_by_are_objectives(given, told):
-    with pytest.raises(UserError, match=told):
-        study.objectives_of(given)
+@pytest.mark.parametrize("given", ["test/acc", ["val/acc", "test_loss"], "speed", [], None, "val/mae"], ids=str)
+def test_only_figures_that_may_be_chosen_by_are_objectives(given):
+    with pytest.raises(UserError, match=r"it takes val/acc \(checkpoint.monitor\), val/loss, .*worthless"):
+        study.directions(given, "val/acc", "max")
+
+
+def test_without_a_monitor_a_sweep_says_how_to_name_one():
+    with pytest.raises(UserError, match=r"objective=null: it takes null.*type checkpoint.monitor=<figure>"):
+        study.directions(None, None, "min")
 
 
 def test_the_monitored_figure_and_what_is_a_cost_or_a_speed_say_which_way_is_better():
-    objectives = study.objectives_of(["val/f1/cat", "val/loss", "train/images_per_s", "train/tokens_per_s", "wall_s"])
-    found = study.directions(objectives, "val/f1/cat", "max")
-    assert found == ["maximize", "minimize", "maximize", "maximize", "minimize"]
-    assert study.directions(["val/mae"], "val/mae", "min") == ["minimize"]
-
-
-def test_another_figure_has_to_be_monitored_to_be_an_objective():
-    with pytest.raises(UserError, match=r"checkpoint\.monitor=val/f1 checkpoint\.mode=max \(or min\)") as error:
-        study.directions(["val/acc", "val/f1", "val/mae"], "val/acc", "max")
-    assert len(error.value.problems) == 2
+    given = ["val/f1/cat", "val/loss", "train/images_per_s", "train/tokens_per_s", "wall_s"]
+    found = study.directions(given, "val/f1/cat", "max")
+    assert list(found) == given
+    assert list(found.values()) == ["maximize", "minimize", "maximize", "maximize", "minimize"]
+    assert study.directions("val_loss", "val_loss", "min") == {"val_loss": "minimize"}  # of a LightningModule
+    assert [study.is_cost(name) for name in ("val_loss", *given)] == [False, False, False, True, True, True]
 
 
 @pytest.mark.parametrize(

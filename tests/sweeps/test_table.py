@@ -36,3 +36,11 @@ def test_values_with_spaces_and_brackets_are_told_apart(tmp_path, capsys):
 
 def test_plain_overrides_are_recorded_as_they_are_typed(tmp_path):
     assert record(tmp_path, "optim.lr=0.001", "seed=0", "model=timm")["overrides"] == "optim.lr=0.001 seed=0 model=timm"
+
+
+def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():
+    module = {"monitor": "val_loss", "val_loss": 0.5, "test_loss": 0.25, "evaluated": ["test_loss", "test_count"]}
+    task = {"monitor": "val/acc", "test/acc": 0.9, "test/count": 9, "evaluated": ["test/acc", "test/count"]}
+    assert table.columns([module, task, {"status": "failed"}]) == [
+        "status", "test/acc", "test_count", "test_loss", "val_loss", "val/acc", "train/steps", "wall_s",
+    ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 import lockstep
 from lockstep import build
 from lockstep.config.checks import check
-from lockstep.config.components import own_loader_problems
+from lockstep.config.classes import own_loader_problems
 from lockstep.config.compose import compose_config
 from lockstep.config.project import make_importable
 from lockstep.errors import NotSaved, TrainingFailed, UserError
@@ -215,7 +215,7 @@ def test_what_the_module_would_not_notice_is_refused(overrides, words):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task=classification", "model=none"], "model=none is for a LightningModule with its own model; task=classification needs one. Type model=basic_net."),
+        (["task=classification", "model=none"], "model=none is for a LightningModule with its own model; task=classification needs one. Choose it with model=<name>."),
         (["task=classification", "task.monitor=test/acc"], "checkpoint.monitor=test/acc is not possible; it takes a validation figure"),
         ([], "task._target_ is missing; it names your class"),
     ],

@@ -34,7 +34,7 @@ def decided(cfg: DictConfig, world: World, data: "DataSet | None") -> DictConfig
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
             cfg.trainer.precision = precision(world.accelerator)
-        if data is not None and cfg.data.num_workers == "auto":
-            on_device = cfg.data.on_device is True
+        if data is not None and cfg.data.get("num_workers") == "auto":
+            on_device = cfg.data.get("on_device") is True
             cfg.data.num_workers = 0 if on_device else workers(data.bytes_in_memory, world)
     return cfg

@@ -1,13 +1,13 @@
 """Every check of a config, across its groups, without torch: reports all mistakes together, in half a second."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.components import missing_targets, of_lockstep, task_problems
+from lockstep.config.components import is_shipped, missing_targets, task_problems
 from lockstep.config.devices import device_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
 from lockstep.config.words import nearest, plain, shown
@@ -48,12 +48,16 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
                 )
 
 
-def wrong_values(cfg: DictConfig) -> Iterator[str]:
-    for key, kind in KEYS.items():
+def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator[str]:
+    """Problems of `keys`. Without them: of all KEYS, except those of a class of the user's, whose signature decides."""
+    for key in KEYS if keys is None else keys:
         group, _, name = key.rpartition(".")
         node = OmegaConf.select(cfg, group) if group else cfg
         if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
             continue
+        if keys is None and "_target_" in node and not is_shipped(node):
+            continue
+        kind = KEYS[key]
         if OmegaConf.is_missing(node, name):
             yield f"{key} is missing; type {key}=<{name}>."
             continue
@@ -78,8 +82,8 @@ def accumulated(cfg: DictConfig) -> int:
 
 
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Checks Lockstep's data only; other data is checked in start(), once its class is imported."""
-    if of_lockstep(cfg.data):
+    """Checks shipped data only; config/classes.py checks other data, once its class is imported."""
+    if is_shipped(cfg.data):
         yield from division_problems(cfg, world)
 
 
@@ -115,7 +119,7 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             )
 
 
-def data_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     on_device, workers = cfg.data.get("on_device"), cfg.data.get("num_workers")
     if on_device is True and world.accelerator == "cpu":
         yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Type data.on_device=auto."
@@ -180,38 +184,42 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         )
     if good := wrong_mode(cfg):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst checkpoint. Type checkpoint.mode={good}."
-    if "early_stopping" in cfg.callbacks and trainer.limit_val_batches == 0:
-        yield "callbacks=[early_stopping] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
+    for name in [
+        name for name, node in cfg.callbacks.items() if "monitor" in node and str(node._target_).startswith("lockstep.")
+    ]:
+        if trainer.limit_val_batches == 0:
+            yield f"callbacks=[{name}] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
+        if cfg.callbacks[name].monitor is None:
+            yield f"callbacks=[{name}] needs a figure to watch, and callbacks.{name}.monitor is null. Type checkpoint.monitor=<a figure of the validation>."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
     if not trainer.enable_checkpointing and cfg.checkpoint.every_n_steps:
         yield "checkpoint.every_n_steps has no effect with trainer.enable_checkpointing=false. Leave one of them out."
     if not trainer.enable_checkpointing and not cfg.checkpoint.background:
         yield "checkpoint.background=false has no effect with trainer.enable_checkpointing=false. Leave one of them out."
-    if cfg.model.get("pretrained") and cfg.model.get("checkpoint_path"):
-        yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."
-    if cfg.init_from and (cfg.model.get("pretrained") or cfg.model.get("checkpoint_path")):
+    pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
+    if cfg.init_from and (pretrained or path):
         yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Leave one of them out."
-    path = cfg.model.get("checkpoint_path")
-    if path and not Path(path).expanduser().is_file():
+    if is_shipped(cfg.model) and pretrained and path:
+        yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."
+    if is_shipped(cfg.model) and path and not Path(path).expanduser().is_file():
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
     if trainer.limit_train_batches == 0:
         yield "trainer.limit_train_batches=0 trains nothing. Type python eval.py run=<name> to evaluate a run."
-    if cfg.optim.get("nesterov") and not cfg.optim.get("momentum"):
-        yield "optim.nesterov=true needs momentum. Type optim.momentum=0.9, or optim.nesterov=false."
     if not cfg.trainer.enable_checkpointing and cfg.resume == "auto":
         yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
-def data_set_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     """Asks Lockstep's own data sets, which import no torch; others are asked when they are created."""
     module, name = str(cfg.data.get("_target_")).rpartition(".")[::2]
     if module.startswith("lockstep.data"):
+        yield from loading_problems(cfg, world)
         data_set = getattr(importlib.import_module(module), name, None)
         yield from data_set.problems(plain(cfg.data)) if data_set else ()
 
 
-EVALUATION = (device_problems, data_problems, strategy_problems, data_set_problems)
+EVALUATION = (device_problems, strategy_problems, data_set_problems)
 TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems)
 
 

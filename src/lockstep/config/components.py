@@ -1,16 +1,19 @@
-"""Checks that apply to Lockstep's own tasks and data only. Free of torch."""
+"""Checks that apply only to the classes that come with Lockstep. Free of torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import title
 from lockstep.config.schema import GROUPS
 
+SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
 
-def of_lockstep(node: DictConfig) -> bool:
-    """Whether a node names one of Lockstep's classes, whose needs are known without importing it."""
-    return str(node.get("_target_")).startswith("lockstep.")
+
+def is_shipped(node: Mapping[Any, Any]) -> bool:
+    """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
+    return str(node.get("_target_")).startswith(SHIPPED)
 
 
 def missing_targets(cfg: DictConfig) -> Iterator[str]:
@@ -20,8 +23,10 @@ def missing_targets(cfg: DictConfig) -> Iterator[str]:
 
 
 def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
-    """Checks Lockstep's own tasks; build.py checks other tasks, once their class is imported."""
-    if not of_lockstep(cfg.task):
+    """Checks shipped tasks; build.py checks other tasks, once their class is imported."""
+    if not is_shipped(cfg.task):
+        if cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
+            yield f"checkpoint.mode={cfg.checkpoint.mode} is not possible; it takes one of max, min. Type checkpoint.mode=min."
         return
     yield from missing_groups(cfg)
     if not str(cfg.checkpoint.monitor).startswith("val/"):
@@ -30,14 +35,6 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
 
 def missing_groups(cfg: DictConfig) -> Iterator[str]:
     """Groups that every Task needs but that are `none`."""
-    for group, usual in {"model": "basic_net", "optim": "adamw", "schedule": "constant"}.items():
+    for group in ("model", "optim", "schedule"):
         if not cfg[group]:
-            yield f"{group}=none is for a LightningModule with its own {group}; task={title(cfg.task)} needs one. Type {group}={usual}."
-
-
-def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
-    """Keys that have no effect with a LightningDataModule."""
-    if cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={title(cfg.data)} makes its own. Type a number."
-    if cfg.data.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={title(cfg.data)} has its own. Type a number."
+            yield f"{group}=none is for a LightningModule with its own {group}; task={title(cfg.task)} needs one. Choose it with {group}=<name>."

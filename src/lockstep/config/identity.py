@@ -66,7 +66,7 @@ def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
-    if data_source and "source" in cfg.data:
+    if data_source and cfg.data.get("source") == "auto":
         cfg.data.source = data_source
     if cfg.seed is None:
         cfg.seed = secrets.randbelow(2**31)

@@ -28,10 +28,16 @@ TRUSTED = (
     "lightning.pytorch.*",
     "optuna.pruners.*",
 )
-# Keys that the engine reads itself. They are passed on only if the signature names them.
-ENGINE = ("name", "monitor", "mode", "metrics", "traits", "_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
+# Keys of a node that the engine reads itself. They are passed on only if the signature names them.
+ENGINE = {
+    "task": ("name", "monitor", "mode", "metrics"),
+    "model": ("name",),
+    "data": ("name",),
+    "strategy": ("name", "traits"),
+}
+PARTIAL = ("optim", "schedule")  # the engine adds parameters or the optimizer, and makes the object
 MISSING = "???"  # OmegaConf's
-SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
@@ -41,10 +47,10 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         UserError: a key is unknown, missing or has a wrong type, or the target may not be named.
         Exception: whatever the class itself raises.
     """
-    plain = to_plain(node)
+    plain = {**to_plain(node), **({"_partial_": True} if key in PARTIAL else {})}
     raise_problems(problems(plain, key, given=given))
     named = parameters(plain["_target_"])
-    kept = {k: v for k, v in plain.items() if k in SPECIAL or k not in ENGINE or (named is not None and k in named)}
+    kept = {k: v for k, v in plain.items() if k not in ENGINE.get(key, ()) or (named is not None and k in named)}
     try:
         return instantiate(kept, **given, _execution_whitelist_=list(trusted()), _convert_="all")
     except InstantiationException as e:
@@ -81,14 +87,22 @@ def has_own_loaders(cfg: DictConfig) -> bool:
     return any(base.__module__.startswith("lightning.pytorch.") for base in getattr(target, "__mro__", ()))
 
 
-def create_data(cfg: DictConfig) -> Any:
-    """Creates the data set of a config, without its dataloaders."""
+def data_set_node(cfg: DictConfig) -> dict[str, Any]:
+    """The `data` node without the engine's keys, except those that the class names as well.
+
+    Raises:
+        UserError: there is no such class, or it finds something wrong with the node.
+    """
     node = to_plain(cfg.data)
     raise_problems(target_problems(node, "data"))
-    data_set = target_of(node["_target_"], "data")
-    raise_problems(getattr(data_set, "problems", lambda _: ())(node))
+    raise_problems(getattr(target_of(node["_target_"], "data"), "problems", lambda _: ())(node))
     named = parameters(node["_target_"]) or {}
-    return create({key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}, "data")
+    return {key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}
+
+
+def create_data(cfg: DictConfig) -> Any:
+    """Creates the data set of a config, without its dataloaders."""
+    return create(data_set_node(cfg), "data")
 
 
 def trusted() -> tuple[str, ...]:
@@ -140,7 +154,7 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
     if named is None:
         return
     kinds = {parameter.kind for parameter in named.values()}
-    own = [name for name in node if name not in ENGINE]
+    own = [name for name in node if name not in (*SPECIAL, *ENGINE.get(key, ()))]
     known = [name for name, parameter in named.items() if takes_one(parameter)]
     for name in own:
         if name in known:

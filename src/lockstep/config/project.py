@@ -6,13 +6,15 @@ A project is a folder whose pyproject.toml has a table [tool.lockstep]. Free of 
 import importlib.util
 import os
 import sys
+import sysconfig
 import tomllib
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import CONFIGS
+from lockstep import CONFIGS, PACKAGE
 from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_PROJECT"  # the project's root, for child processes; empty if there is no project
@@ -111,6 +113,25 @@ def make_importable() -> None:
 def trusted() -> list[str]:
     """Patterns of the names that a config may use from the project's packages."""
     return [f"{package}.*" for package in current().packages]
+
+
+def of_users_code(error: BaseException) -> bool:
+    """Whether code of the project, or any that is not installed, takes part in an error: a bug to be shown, not a refusal to be
+    explained."""
+    if isinstance(error, UserError):
+        return False
+    if "Original Traceback" in str(error):  # torch's words for an error in a process that loads data
+        return True
+    own, libraries = current().packages, [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(PACKAGE) or file.name.startswith("<"):
+            continue
+        if f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{package}." for package in own)):
+            return True
+        if not any(file.is_relative_to(library) for library in libraries):
+            return True
+    return False
 
 
 def command(name: str) -> str:

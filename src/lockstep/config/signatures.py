@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from lockstep.config.components import is_shipped
 from lockstep.config.schema import KEYS
 from lockstep.config.words import nearest, shown
 
@@ -74,8 +75,10 @@ def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
     """Whether the annotation of an argument accepts a value; an argument without annotation accepts any."""
-    if key in KEYS or parameter.annotation is inspect.Parameter.empty or has_target(value):
-        return  # schema.py has the messages for Lockstep's own keys
+    if parameter.annotation is inspect.Parameter.empty or has_target(value):
+        return
+    if key in KEYS and is_shipped({"_target_": target}):
+        return  # config/checks.py has better words
     try:
         annotation = hints(target).get(parameter.name, parameter.annotation)
         adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=None if is_model(annotation) else ANY_TYPE)

@@ -76,7 +76,7 @@ def val_count(train: int, fraction: float) -> int:
 
 
 def splits(
-    dataset: DataSet, *, batch_size: int, val_fraction: float, limit_train: int | None
+    dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, limit_train: int | None = None
 ) -> tuple[Split, Split, Split]:
     """The training, validation and test splits. Raises UserError if the global batch is larger than the training split."""
     total = len(dataset.train)

@@ -10,10 +10,9 @@ from omegaconf import DictConfig
 from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check, division_problems
-from lockstep.config.components import own_loader_problems
+from lockstep.config.checks import check
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
-from lockstep.errors import of_users_code, raise_problems
+from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
 from lockstep.launch.jobs import Job
 from lockstep.machine import signals
@@ -36,10 +35,19 @@ def prepare_data(cfg: DictConfig) -> "DataSet | None":
         return None
     data: DataSet = create_data(cfg)
     data.prepare()
-    splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train")})
+    splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train") if key in cfg.data})
     if data.notice and rank_of() == 0:
         print(f"WARNING: {data.notice}", file=sys.stderr)
     return data
+
+
+def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
+    """Raises UserError for keys that no class takes. Imports torch where this process trains or something is the user's own."""
+    from lockstep.config.classes import component_problems, data_problems
+
+    everything = runs_here(world) or any(override.startswith("+") for override in overrides)
+    components = () if evaluating else component_problems(cfg, everything=everything)  # what has trained is right
+    raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating)])
 
 
 def runs_here(world: World) -> bool:
@@ -66,12 +74,12 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
     try:
+        check_classes(cfg, world, overrides, evaluating=evaluating)
         data = prepare_data(cfg)
     except Exception as e:
-        if not evaluating and of_users_code(e):
+        if not evaluating and project.of_users_code(e):
             record_failure(identify(cfg, None), world, e)
         raise
-    raise_problems(own_loader_problems(cfg) if data is None else [] if evaluating else division_problems(cfg, world))
     cfg = identify(decided(cfg, world, data), data.source if data else None)
     if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
         out_of_memory.begin_anew(cfg)

@@ -8,7 +8,7 @@ from torch import nn
 from lockstep.config.instantiate import create
 from lockstep.config.signatures import accepted
 
-WEIGHTS = {"pretrained": False, "checkpoint_path": None}  # keys that fetch weights to start from, and their off values
+WEIGHTS = ("pretrained", "checkpoint_path")  # keys that fetch weights to start from
 
 
 def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weights: bool = True) -> nn.Module:
@@ -19,6 +19,7 @@ def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weight
     Raises:
         UserError: a key is unknown, missing or of a wrong type.
     """
-    skipped = {} if with_weights else {key: value for key, value in WEIGHTS.items() if key in model}
+    fetched = () if with_weights else [key for key in WEIGHTS if key in model]
+    skipped = {key: False if isinstance(model[key], bool) else None for key in fetched}
     net: nn.Module = create({**model, **skipped}, "model", **accepted(model["_target_"], offered))
     return net

@@ -93,8 +93,8 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
 
 
 def figures(*runs: Run) -> list[str]:
-    """Differences of the reports: test and validation figures, and the length of the training."""
-    found = (key for run in runs for key in run.report if key.startswith(("test/", "val/")))
+    """Differences of the reports: figures that were logged, and the length of the training."""
+    found = (key for run in runs for key in run.report if key in run.columns and not key.endswith(RATE))
     return list(dict.fromkeys([*found, "train/steps", "train/epochs"]))
 
 

@@ -140,9 +140,9 @@ class Recorder:
         logging.captureWarnings(False)
 
     def add(self, **figures: Any) -> None:
-        """Adds figures of an evaluation to the report and the loggers."""
+        """Adds figures of an evaluation to the report and the loggers. The last evaluation is the test."""
         assert self.trainer is not None
-        self.report |= figures
+        self.report |= {**figures, "evaluated": list(figures)}
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.report["train/steps"])
 

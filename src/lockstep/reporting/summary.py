@@ -43,9 +43,9 @@ def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModul
 
 
 def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
-    """The headline without a task or without a test: the first test figure, else the first validation figure."""
-    figures = [(k, v) for stage in ("test", "val") for k, v in report.items() if k.startswith(stage)]
-    found = next(iter(figures), ("test", "nothing was logged"))
+    """The headline without a task or without a test: the first test figure, else the monitored one."""
+    names = [*report.get("evaluated", ()), *(name for name in report if name == report.get("monitor"))]
+    found = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 
 

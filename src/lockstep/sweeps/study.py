@@ -24,40 +24,35 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
+from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.sweeps import study_files
 from lockstep.sweeps.trials import STORAGE, trial_id
 
-LESS_IS_BETTER = ("val/loss", "peak_memory_bytes", "parameters", "wall_s")
+COSTS = ("peak_memory_bytes", "parameters", "wall_s")
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
 ATTEMPTS = 5
 OWNER = "sweep"  # the user attribute of a trial that names the sweep it belongs to
 
 
-def objectives_of(given: Any) -> list[str]:
-    """Raises UserError for a figure that must not be optimised."""
-    names = [given] if isinstance(given, str) else list(given)
-    unknown = [n for n in names if not n.startswith("val/") and n not in LESS_IS_BETTER and not n.endswith("_per_s")]
-    if unknown or not names:
-        why = (
-            " Choosing by the test set would make its figures worthless." if any("test/" in n for n in unknown) else ""
-        )
-        raise UserError(
-            f"hydra.sweeper.objective={given}: it takes one or several validation figures (val/...), {', '.join(LESS_IS_BETTER)}, or a speed (train/..._per_s).{why}"
-        )
-    return names
-
-
-def directions(objectives: list[str], monitor: str, mode: str) -> list[str]:
-    """Raises UserError for a figure whose better direction is unknown."""
-    known = {monitor: mode, **dict.fromkeys(LESS_IS_BETTER, "min")}
-    known |= {name: "max" for name in objectives if name.endswith("_per_s")}
-    unknown = [name for name in objectives if name not in known]
+def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]:
+    """The figures to optimise, with their better directions. Raises UserError if a direction is unknown."""
+    known: dict[Any, str] = {"val/loss": "min", monitor: mode, **dict.fromkeys(COSTS, "min")}
+    names: list[Any] = [objective] if isinstance(objective, str | None) else list(objective)
+    known |= {name: "max" for name in names if str(name).endswith("_per_s")}
+    wrong = [name for name in names if name is None or name not in known] if names else [None]
     raise_problems(
-        f"hydra.sweeper.objective={name}: its better direction is unknown; only those of checkpoint.monitor={monitor} and {', '.join(LESS_IS_BETTER)} are known. Type checkpoint.monitor={name} checkpoint.mode=max (or min)."
-        for name in unknown
+        f"hydra.sweeper.objective={shown(name)}: it takes {shown(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
+        "(train/..._per_s). For another figure of the validation, type checkpoint.monitor=<figure> checkpoint.mode=max (or min). "
+        "Choosing by the test set would make its figures worthless."
+        for name in wrong
     )
-    return [{"min": "minimize", "max": "maximize"}[known[name]] for name in objectives]
+    return {name: {"min": "minimize", "max": "maximize"}[known[name]] for name in names}
+
+
+def is_cost(figure: str) -> bool:
+    """Whether a figure is known only when its run has ended."""
+    return figure in COSTS or figure.endswith("_per_s")
 
 
 def open_storage(url: str) -> RDBStorage:
@@ -73,13 +68,14 @@ class StudySweeper(SweeperSteps):
     """Runs what is missing of `n_trials`: first this sweep's interrupted trials, with `resume=auto`, then new ones."""
 
     def __init__(
-        self, objective: Any, monitor: str, mode: str, pruner: DictConfig | None, sampler: Any, **options: Any
+        self, objective: Any, monitor: str | None, mode: str, pruner: DictConfig | None, sampler: Any, **options: Any
     ) -> None:
         from hydra.utils import instantiate
 
-        self.objectives = objectives_of(objective)
+        better = directions(objective, monitor, mode)
+        self.objectives = list(better)
         self.pruner = {str(key): pruner[key] for key in pruner} if pruner else {}
-        if self.pruner and (len(self.objectives) > 1 or not self.objectives[0].startswith("val/")):
+        if self.pruner and (len(self.objectives) > 1 or is_cost(self.objectives[0])):
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation "
                 "figure. Type hydra/sweeper/pruner=none."
@@ -91,7 +87,7 @@ class StudySweeper(SweeperSteps):
         self.unfinished: set[int] = set()  # ended by the system; the next call of this sweep continues them
         super().__init__(
             sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
-            direction=directions(self.objectives, monitor, mode),
+            direction=list(better.values()),
             max_failure_rate=1.0,
             **options,
         )

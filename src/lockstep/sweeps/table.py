@@ -27,7 +27,7 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Status, test figures, the monitored figure, speed and time."""
-    tested = [key for row in rows for key in row if key.startswith("test/") and key != "test/count"]
+    tested = [key for row in rows for key in row.get("evaluated", ()) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
     return list(dict.fromkeys([*FIRST, *sorted(tested), *monitored, LAST[0], *rates, LAST[1]]))

@@ -1,0 +1,71 @@
+"""Checks that need the classes of a config: their signatures, and what kind of data it is. Imports them, and torch with some."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lockstep.config.checks import division_problems, fused_problem, loading_problems, wrong_values
+from lockstep.config.components import is_shipped
+from lockstep.config.identity import title
+from lockstep.config.instantiate import ENGINE_DATA, data_set_node, has_own_loaders, problems, to_plain
+from lockstep.errors import UserError
+from lockstep.machine.world import World
+
+
+def optimizer_node(cfg: DictConfig) -> dict[str, Any]:
+    """`fused: auto` is decided for the strategy of this process."""
+    node = to_plain(cfg.optim)
+    return {**node, "fused": fused_problem(cfg) is None} if node.get("fused") == "auto" else node
+
+
+def components(cfg: DictConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The nodes that name a class, by where they stand; without `data`."""
+    nodes: dict[str, Any] = {
+        key: cfg[key] for key in ("task", "model", "strategy", "optim", "schedule") if "_target_" in cfg[key]
+    }
+    nodes |= {"optim": optimizer_node(cfg)} if "optim" in nodes else {}
+    for key in ("task.metrics", "callbacks", "logger"):
+        group = cfg.task.get("metrics") if key == "task.metrics" else cfg[key]
+        nodes |= {f"{key}.{name}": node for name, node in (group or {}).items()}
+    return ((key, to_plain(node)) for key, node in nodes.items())
+
+
+def component_problems(cfg: DictConfig, *, everything: bool) -> Iterator[str]:
+    """Keys that a class does not take. Shipped classes import torch for seconds: only with `everything`."""
+    for key, node in components(cfg):
+        if everything or not is_shipped(node):
+            from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
+
+            yield from problems(node, key)
+
+
+def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterator[str]:
+    """What the engine asks of batches: of Lockstep's data sets and of own ones; other dataloaders have none of its keys."""
+    try:
+        if has_own_loaders(cfg):
+            yield from own_loader_problems(cfg)
+            yield from problems(to_plain(cfg.data), "data")
+            return
+        yield from problems(data_set_node(cfg), "data")
+    except UserError as e:
+        yield from e.problems
+        return
+    if "batch_size" not in cfg.data:
+        yield "data.batch_size is missing: it is the global batch of one optimizer step. Type +data.batch_size=64."
+        return
+    if is_shipped(cfg.data):  # all of it is checked already, without its class
+        return
+    if wrong := list(wrong_values(cfg, [f"data.{key}" for key in ENGINE_DATA])):
+        yield from wrong
+        return
+    yield from loading_problems(cfg, world)
+    yield from () if evaluating else division_problems(cfg, world)
+
+
+def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
+    """Of a LightningDataModule, whose batches Lockstep cannot divide."""
+    if cfg.trainer.accumulate_grad_batches == "auto":
+        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
+    if cfg.data.get("num_workers") == "auto":
+        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."
