@@ -97,9 +97,17 @@ class Images(DataSet):
         return Augment(shift=self.random_shift, flip=self.random_flip)
 
     def augment(self, batch: Batch, *, seed: int, epoch: int) -> Batch:
+        """Masks are mirrored with their images. A shift would uncover pixels without a target."""
         if not (self.random_shift or self.random_flip):
             return batch
-        return {**batch, "input": self.augmentation(batch["input"], batch["index"], seed, epoch)}
+        images, moved = batch["input"], {"input": batch["input"], **spatial(batch)}
+        for name, value in moved.items():
+            if name != "input" and (self.random_shift or value.shape[-2:] != images.shape[-2:]):
+                raise UserError(
+                    f"data.random_{'shift' if self.random_shift else 'flip'} cannot move `{name}` of shape {tuple(value.shape)} with the images. "
+                    "Leave it out, or override `augment` in a data set of your own."
+                )
+        return {**batch, **{n: self.augmentation(v, batch["index"], seed, epoch) for n, v in moved.items()}}
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]
@@ -107,7 +115,17 @@ class Images(DataSet):
             raise UserError(
                 f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
             )
+        if image_BCHW.shape[-2:] != (self.image_size, self.image_size):
+            from lockstep.data.transforms import nearest
+
+            masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == image_BCHW.shape[-2:]}
+            batch = {**batch, **{name: nearest(value, self.image_size) for name, value in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
+
+
+def spatial(batch: Batch) -> Batch:
+    """What a batch has beside its images that may belong to places in them: masks, boxes, keypoints."""
+    return {name: value for name, value in batch.items() if name != "input" and getattr(value, "ndim", 0) > 2}
 
 
 class AnyImages(Images):
