@@ -122,8 +122,7 @@ class DataModule(pl.LightningDataModule):
         assert trainer is not None
         batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch)
         # half and double precision: Lightning converts batches before this hook
-        if "input" in batch:
-            batch["input"] = trainer.precision_plugin.convert_input(batch["input"])
+        batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
             self.place.waited_s += time.perf_counter() - began_s
         return batch if self.module_of_task else self.for_module(batch, dataloader_idx)
@@ -145,7 +144,8 @@ class DataModule(pl.LightningDataModule):
     def example(self, count: int, device: torch.device | str = "cpu") -> Batch:
         """A training batch of the first samples, over again where there are fewer than `count`."""
         batch = fetch(samples_of(self.dataset.train), np.arange(count) % len(self.dataset.train))
-        return self.finished({n: v.to(device) if n != "count" else v for n, v in batch.items()}, training=True)
+        moved = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
+        return self.finished(moved, training=True)
 
     @property
     def waited_s(self) -> float:

@@ -83,8 +83,12 @@ def samples_of(part: Any) -> Samples:
     return samples
 
 
-def as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.as_tensor(np.asarray(value))
+def as_tensor(value: Any) -> Any:
+    """Numbers as a tensor; texts, such as names of files, as they are."""
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value)
+    return torch.as_tensor(array) if array.dtype.kind in "biufc" else value
 
 
 def fetch(samples: Samples, indices_B: Indices) -> Batch:
