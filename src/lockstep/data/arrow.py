@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Indices
 from lockstep.data.decoding import to_array
+from lockstep.data.samples import Indices
 
 
 class Rows:

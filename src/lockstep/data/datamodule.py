@@ -7,9 +7,10 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from lockstep.data.dataset import Arrays, Batch, DataSet
-from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch, samples_of
+from lockstep.data.dataset import Batch, DataSet
+from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch
 from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, splits
+from lockstep.data.samples import Arrays, samples_of
 from lockstep.errors import UserError
 
 OWN_LOADERS = "own dataloaders"

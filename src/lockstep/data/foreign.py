@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.config.words import shown
 from lockstep.data.dataset import Batch
-from lockstep.data.images import AnyImages
+from lockstep.data.images import Images
+from lockstep.errors import UserError
+
+IMAGE_SIZE = 224
 
 
-class Foreign(AnyImages):
+class Foreign(Images):
     """Images get the treatment of images: resized to `image_size` where they are decoded, normalised on the device.
 
     Anything else goes to the network as it is. The first training sample says which it is. A subclass sets `train`, `val`
@@ -20,13 +24,24 @@ class Foreign(AnyImages):
 
     names: Mapping[str, Sequence[str]]
 
-    def __init__(self, *, image_size: int = 224, **images: Any) -> None:
+    def __init__(self, *, image_size: int = IMAGE_SIZE, **images: Any) -> None:
         super().__init__(image_size=image_size, **images)
 
     @cached_property
     def first(self) -> NDArray[Any]:
         sample: NDArray[Any] = np.asarray(self.train[np.array([0])]["input"])[0]
         return sample
+
+    def prepare(self) -> None:
+        """Raises UserError for options of images where the samples are none."""
+        usual = {"image_size": IMAGE_SIZE, "channels": 3, "random_shift": 0, "random_flip": False}
+        given = [
+            f"data.{name}={shown(getattr(self, name))}" for name, value in usual.items() if getattr(self, name) != value
+        ]
+        if given and not self.holds_images:
+            raise UserError(
+                f"{' and '.join(given)} without effect: `input` is {self.first.dtype} of shape {self.first.shape}, no image of bytes (uint8, CHW). Leave it out."
+            )
 
     @property
     def holds_images(self) -> bool:

@@ -19,7 +19,7 @@ GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three
 
 
 class Images(DataSet):
-    """Images as `input`: uint8, BCHW, of any size.
+    """Images as `input`: uint8, BCHW, of any size. `channels`, of classes that decode images: 3 for RGB, 1 for grey.
 
     `mean` and `std` are one number per channel; `build` has replaced `model` by what the network was pretrained with, or
     by those of the class.
@@ -34,6 +34,7 @@ class Images(DataSet):
         self,
         *,
         image_size: int,
+        channels: int | None = None,
         mean: str | Sequence[float] = "model",
         std: str | Sequence[float] = "model",
         channels_last: bool = True,
@@ -41,7 +42,7 @@ class Images(DataSet):
         random_flip: bool = False,
     ) -> None:
         self.image_size, self.channels_last = image_size, channels_last
-        own_mean, own_std = self.normalisation({})
+        own_mean, own_std = self.normalisation({"channels": channels})
         self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
         self.pixel_std = list(own_std if isinstance(std, str) else std)
         self.random_shift, self.random_flip = random_shift, random_flip
@@ -49,11 +50,14 @@ class Images(DataSet):
     @classmethod
     def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
         """Mean and std of the images of a `data` node, for a network that was pretrained with none of its own."""
-        return cls.mean, cls.std
+        grey = data.get("channels") == 1 and cls.mean is IMAGENET_MEAN  # of a class that names no other mean
+        return (GREY_MEAN, GREY_STD) if grey else (cls.mean, cls.std)
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
         channels, found = len(cls.normalisation(data)[0]), []
+        if data.get("channels") not in (None, channels):
+            found.append(f"data.channels={data['channels']} has no effect: these images have {channels}. Leave it out.")
         for key in ("mean", "std"):
             value = data.get(key)
             if isinstance(value, list) and len(value) != channels:
@@ -126,24 +130,3 @@ class Images(DataSet):
 def spatial(batch: Batch) -> Batch:
     """What a batch has beside its images that may belong to places in them: masks, boxes, keypoints."""
     return {name: value for name, value in batch.items() if name != "input" and getattr(value, "ndim", 0) > 2}
-
-
-class AnyImages(Images):
-    """Images of any origin, decoded to `channels`: 3 for RGB, 1 for grey."""
-
-    def __init__(
-        self,
-        *,
-        channels: int = 3,
-        mean: str | Sequence[float] = "model",
-        std: str | Sequence[float] = "model",
-        **images: Any,
-    ) -> None:
-        own_mean, own_std = self.normalisation({"channels": channels})
-        super().__init__(
-            mean=own_mean if isinstance(mean, str) else mean, std=own_std if isinstance(std, str) else std, **images
-        )
-
-    @classmethod
-    def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
-        return (GREY_MEAN, GREY_STD) if data.get("channels") == 1 else (IMAGENET_MEAN, IMAGENET_STD)
