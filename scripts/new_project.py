@@ -5,7 +5,7 @@ python scripts/new_project.py <folder> --package <name> [--data folder|arrays|no
 By default a THIN project, which depends on Lockstep: train.py, eval.py, configs/ with what differs, src/<name>/, tests of
 Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. A newer Lockstep is an upgrade.
   --data folder   images in class folders (default) · arrays: an own data set of arrays · none: MNIST, until there is data
-  --full          a renamed copy of all of Lockstep instead; --strip leaves out its recipes, benchmarks and pages of figures
+  --full          a renamed copy of all of Lockstep instead; --strip leaves out its benchmarks, notebook and templates
   --lockstep      what a thin project depends on: a requirement such as 'lockstep @ git+https://...'; by default this checkout
 """
 
@@ -29,7 +29,10 @@ FIRST_LINE = {
     "arrays": "data/train.npz and data/test.npz; another folder: data.root=<folder>",
     "none": "MNIST, until this project has data of its own",
 }
-STRIPPED = ("benchmarks/", "tests/benchmarks/", "configs/experiment/", "NOTEBOOK.md", "docs/", "templates/", "scripts/new_project.py", "tests/scripts/test_new_project.py", "tests/test_your_own.py", "tests/your_own.py", "tests/test_readme.py", "tests/compat/test_overhead.py")  # fmt: skip
+STRIPPED = (
+    "benchmarks/", "tests/benchmarks/", "NOTEBOOK.md", "templates/", "scripts/new_project.py", "tests/scripts/test_new_project.py",
+    "tests/test_readme.py",
+)  # fmt: skip
 
 
 def check(folder: Path, package: str) -> None:
@@ -110,6 +113,8 @@ def full(folder: Path, package: str, strip: bool) -> None:
     for name in listed.stdout.splitlines():
         if not (strip and name.startswith(STRIPPED)):
             copy(ROOT / name, folder / replaced(name, words), words)
+    if strip:
+        edit(folder / "pyproject.toml", 'files = ["src", "scripts", "benchmarks",', 'files = ["src", "scripts",')
 
 
 def commit(folder: Path, message: str) -> None:

@@ -30,18 +30,6 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-# Proofs that .ci/full runs, until the default suite is back within its five minutes.
-LATER = ("test_commands.py", "test_kills.py", "test_evaluation.py", "test_interchange.py", "test_weighted_mean.py", "test_figures.py",
-         "test_memory.py", "test_your_own.py", "test_users_bugs.py", "test_readme.py", "test_module.py", "test_metrics.py",
-         "test_schedules.py", "test_gradients.py", "test_profiler.py", "test_foreign.py")  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.name in LATER:
-            item.add_marker(pytest.mark.slow)
-
-
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """A worker a core for all tests; some files run in this process, which imports torch once."""
     return len(os.sched_getaffinity(0)) if config.args == config.getini("testpaths") else 0

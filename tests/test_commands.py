@@ -1,4 +1,4 @@
-"""The main job as users type it. One whole command of each form in interpreters of its own; the others are forked."""
+"""The main job as users type it: forked from a server; the long tests start interpreters of their own."""
 
 import csv
 import json
@@ -46,7 +46,13 @@ def hook(folder, *body: str) -> dict[str, str]:
     return {forked.HOOK: str(folder / "hook.py")}
 
 
-def test_two_processes_are_one_run_with_one_voice(command):
+@pytest.fixture(params=["forked_command", pytest.param("command", marks=pytest.mark.slow)])
+def any_command(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_two_processes_are_one_run_with_one_voice(any_command):
+    command = any_command
     small = ["trainer.limit_train_batches=4", "trainer.accelerator=cpu"]
     done = command("train.py", *TWO, "run=pair", *small, "trainer.precision=32-true")
     assert done.code == 0, done
@@ -69,7 +75,8 @@ def test_two_processes_are_one_run_with_one_voice(command):
     assert "batch 64 = 2 x 32" in (command.folder / "runs/pair/train.log").read_text()
 
 
-def test_a_multirun_is_as_many_runs_as_jobs_and_a_table(command):
+def test_a_multirun_is_as_many_runs_as_jobs_and_a_table(any_command):
+    command = any_command
     done = command("train.py", "-m", "optim.lr=1e-3,3e-3", "seed=0,1", "run=sweep", *SHORT)
     assert done.code == 0, done
     sweep = command.folder / "runs/sweep"
@@ -173,6 +180,7 @@ def test_shards_are_saved_resumed_and_evaluated_on_one_process(forked_command):
     assert again["test/loss"] == pytest.approx(trained["test/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_job(command):
     done = torchrun(command, "strategy=ddp", *SHORT)
     assert done.returncode == 0, done.stderr

@@ -92,7 +92,10 @@ def project(tmp_path_factory, mnist) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(f"module-{case.name}")) for case in CASES],
+)
 def runs(request, project, forked, mnist, cache) -> Iterator[Runs]:
     """The command alone, as two processes, and as two that are killed and go on; and an evaluation."""
     case: Case = request.param

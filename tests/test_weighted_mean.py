@@ -22,6 +22,8 @@ from lockstep.data.loaders import fetch
 from lockstep.data.sampler import TrainBatches
 from lockstep.machine.world import world_of
 
+pytestmark = pytest.mark.xdist_group("weighted_mean")
+
 TASK = """from lockstep.tasks import Classification
 
 

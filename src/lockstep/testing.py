@@ -1,5 +1,7 @@
 """Lockstep's promises as checks that a project's own tests call, on its own data, task and model."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -7,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import lightning.pytorch as pl
 
 import lockstep
 from lockstep.launch import jobs
@@ -52,30 +56,33 @@ def assert_same_result(project: Project) -> None:
     assert difference < TOLERANCE, f"the weights differ by {difference:.1e} of their norm"
 
 
+class KillAt(pl.Callback):
+    """Ends its process with SIGKILL after a step, once there is a checkpoint."""
+
+    def __init__(self, *, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            while not (Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt").exists():  # it is being written
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def assert_survives_a_kill(project: Project) -> None:
-    """A run that SIGKILL ended after a checkpoint, typed again, has the bits of the run that was never killed."""
+    """A run that SIGKILL ended in mid-training, typed again, has the bits of the run that was never killed."""
     from lockstep.reporting import comparison
 
-    more = ["checkpoint.every_n_steps=2", "trainer.max_steps=40", "resume=auto"]
+    more = ["checkpoint.every_n_steps=2", "resume=auto"]
     lockstep.train(project.command("whole", *more))
-    kill_after_a_checkpoint(project, project.command("killed", *more))
-    lockstep.train(project.command("killed", *more))
+    kill = ["+callbacks.kill._target_=lockstep.testing.KillAt", f"+callbacks.kill.step={STEPS - 3}"]
+    command = [sys.executable, str(jobs.script("train")), *project.command("killed", *more, *kill)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    assert lockstep.train(project.command("killed", *more))["resumed_from"]
     runs = [comparison.find(name, project.runs_dir) for name in ("whole", "killed")]
     found = comparison.compare(*runs, exact=True, tolerance=0)
     assert {name: found[name] for name in ("log", "figures", "weights") if found[name]} == {}
-
-
-def kill_after_a_checkpoint(project: Project, command: list[str]) -> None:
-    """Starts the command in a process of its own, and kills that once its first checkpoint is on the disk."""
-    script = jobs.script("train")
-    process = subprocess.Popen([sys.executable, str(script), *command], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + LIMIT_S
-    while not (project.runs_dir / "killed" / "checkpoints" / "last.ckpt").exists():
-        assert process.poll() is None, "the run ended before it had a checkpoint; it says why above"
-        assert time.monotonic() < deadline, f"no checkpoint after {LIMIT_S} s"
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
 
 
 def assert_evaluates_alike(project: Project) -> None:

@@ -35,6 +35,7 @@ def packages(imports: list[Import]) -> set[str]:
     return {each.package for each in imports}
 
 
+@pytest.mark.slow
 def test_a_default_run_imports_nothing_heavy_that_it_does_not_use(traced):
     before, after = traced
     assert {"torch", "lightning", "hydra", "lockstep"} <= packages(before)

@@ -4,6 +4,7 @@ import inspect
 import subprocess
 import sys
 
+import pytest
 import torchmetrics.functional.audio
 import torchmetrics.utilities.plot
 
@@ -40,6 +41,7 @@ def test_torchmetrics_still_imports_both():
     assert "\n    import matplotlib" in inspect.getsource(torchmetrics.utilities.plot)
 
 
+@pytest.mark.slow
 def test_both_are_left_out_and_work_afterwards():
     done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

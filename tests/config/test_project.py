@@ -161,15 +161,20 @@ def test_help_lists_the_projects_options_without_torch(flowers, tmp_path):
     assert " torch\n" not in done.stderr
 
 
-def test_a_thin_project_trains_its_own_model_from_any_folder(flowers, tmp_path, mnist, cache):
+@pytest.mark.slow
+def test_the_command_of_a_thin_project_trains_in_two_processes_from_any_folder(flowers, tmp_path, mnist, cache):
     data = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.limit_train_batches=2"]
     done = run(sys.executable, "flowers/train.py", "run=two", "strategy=ddp", "trainer.devices=2", *data, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "runs/two/report.json").read_text())
     assert (report["model"], report["world_size"], report["seed"], report["train/steps"]) == ("tulip", 2, 7, 2)
+
+
+def test_a_thin_project_trains_its_own_model_in_this_process(flowers, mnist, cache):
+    data = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.limit_train_batches=2"]
     try:
-        report = lockstep.train(["run=one", *data])  # in this process, which is in the project's folder
-        assert (report["model"], "flowers.net" in sys.modules) == ("tulip", True)
+        report = lockstep.train(["run=one", *data])  # the working directory is the project's
+        assert (report["model"], report["seed"], "flowers.net" in sys.modules) == ("tulip", 7, True)
         assert str(flowers / "src") not in sys.path
         assert type(lockstep.load_model("one")).__name__ == "Tulip"
     finally:

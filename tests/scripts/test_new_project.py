@@ -95,8 +95,15 @@ def test_the_tests_of_a_full_project_pass(strip, tmp_path, monkeypatch):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--full", *strip) == 0
     found = texts(tmp_path / "a")
     assert not [name for name, text in found.items() if name.endswith(".py") and "lockstep" in (name + text).lower()]
+    done = run_tests(tmp_path / "a", "-n0", "--collect-only", "-m", "")  # every file of tests finds what it imports
+    assert done.returncode == 0, done.stdout + done.stderr
     done = run_tests(
-        tmp_path / "a", "-n0", "tests/test_layers.py", "tests/data", "tests/config", "tests/test_strategies_agree.py"
+        tmp_path / "a",
+        "-n0",
+        "tests/test_layers.py",
+        "tests/config",
+        "tests/data/test_folder.py",
+        "tests/test_strategies_agree.py",
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -323,8 +323,11 @@ def test_only_what_failed_is_run_again(runs, call):
 
 
 def test_a_run_that_wrote_nothing_for_long_has_failed(runs, call):
+    for name in ("here", "sweep/0"):
+        checkpoint(runs / name)
     for status in ("preempted", "pruned", "running", "done"):
-        written(write(runs / status, report(status, 0)), 31 * 60)
+        checkpoint(write(runs / status, report(status, 0)))
+        written(runs / status, 31 * 60)
     (runs / "here" / "metrics.csv").write_text("")
     written(runs / "half", 29 * 60)
     written(runs / "here", 31 * 60)

@@ -1,4 +1,4 @@
-"""What is done with runs after they ended: models loaded and exported, runs compared, agreement measured."""
+"""What is done with runs after they ended: models loaded and exported, runs compared."""
 
 import json
 import shutil
@@ -10,7 +10,6 @@ import compare_runs
 import consolidate
 import export as export_script
 import numpy as np
-import parity
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -196,29 +195,3 @@ def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, c
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")
     assert code == 1
     assert "train/loss: 6 rows | 5 rows; only in the first at steps ['2']" in out
-
-
-@pytest.mark.slow
-def test_the_table_of_agreement(tmp_path, cache, forked, monkeypatch, capsys):
-    """benchmarks/parity.py with some of its setups; docs/parity.md has them all."""
-    monkeypatch.setattr(
-        parity,
-        "SETUPS",
-        [
-            parity.Setup("single", accumulate=2),
-            parity.Setup("ddp", 2),
-            parity.Setup("fsdp", 2, 2),
-            parity.Setup("fsdp", 2),
-        ],
-    )
-    monkeypatch.setattr(parity, "COMMON", [*parity.COMMON, f"data.cache_dir={cache}"])
-    code, out, _ = run_main(monkeypatch, capsys, parity, "--out", tmp_path / "page.md")
-    assert code == 0, out
-    assert out.strip() in (tmp_path / "page.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in out.splitlines()[2:]]
-    assert [row[1:4] for row in rows if row[0] == "BasicNet"] == [
-        [s.strategy, str(s.world), str(s.accumulate)] for s in parity.SETUPS
-    ]
-    assert all(max(map(float, row[4:6])) <= 1e-6 for row in rows)
-    assert max(float(row[6]) for row in rows if row[0] == "BasicNet") <= 1e-6
-    assert len(rows) == len(parity.SETUPS) + 2
