@@ -38,11 +38,8 @@ class HuggingFace(Foreign):
         **images: Any,
     ) -> None:
         super().__init__(**images)
-        self.root, self.columns, self.cache = (
-            Path(root).expanduser(),
-            {"input": input, "target": target},
-            cache_folder(cache_dir),
-        )
+        self.root, self.cache = Path(root).expanduser(), cache_folder(cache_dir)
+        self.columns = {"input": input, "target": target}
         self.fractions = {"test": test_fraction, "val": val_fraction}
 
     @classmethod
