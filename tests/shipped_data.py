@@ -8,11 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from lockstep import CONFIGS
 from lockstep.data import Mnist
 from lockstep.data.cache import Cached, Parts
 from lockstep.data.published import Published
+
+
+def shipped(group: str, name: str) -> dict[str, Any]:
+    """The keys of configs/<group>/<name>.yaml, with those of the files that it begins with."""
+    node = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text()) or {}
+    bases = [
+        base for base in node.pop("defaults", []) if isinstance(base, str) and base != "_self_"
+    ]  # others override a group
+    for base in bases:
+        node = shipped(group, base) | node
+    return node
 
 
 def prepared(root: Path, cache: Path | None, name: str = "mnist", **changes: object) -> Published:
@@ -21,9 +33,10 @@ def prepared(root: Path, cache: Path | None, name: str = "mnist", **changes: obj
 
     from lockstep.config.instantiate import create_data
 
-    shipped = OmegaConf.load(CONFIGS / "data" / f"{name}.yaml")
     own = {"root": str(root), "cache_dir": cache and str(cache), "channels_last": True}
-    dataset: Published = create_data(OmegaConf.create({"data": OmegaConf.merge(shipped, {**own, **changes})}))
+    dataset: Published = create_data(
+        OmegaConf.create({"data": OmegaConf.merge(shipped("data", name), {**own, **changes})})
+    )
     dataset.prepare()
     return dataset
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
+from shipped_data import shipped
 
 from lockstep import CONFIGS
 from lockstep.checkpoints import resuming
@@ -26,9 +27,15 @@ DATASET = "{_target_: lockstep.data.Arrays}"  # any class that imports no torch
 NEEDS = {
     "model=timm": ["model.name=resnet10t"],
     "data=torch": [f"data.train={DATASET}", f"data.test={DATASET}"],
+    "data=own_images": ["data._target_=lockstep.data.Images"],
     "data=torchvision": ["data.dataset=Flowers102"],
 }
-OPEN = {"own", "none", "lightning_module"}  # options that wait for a class of the user's, or leave all to it
+OPEN = {
+    "own",
+    "own_images",
+    "none",
+    "lightning_module",
+}  # options that wait for a class of the user's, or leave all to it
 
 
 def options(group: str) -> list[str]:
@@ -83,7 +90,7 @@ def test_every_key_of_a_closed_group_has_a_check():
 def components() -> Iterator[tuple[str, dict]]:
     """The nodes of the shipped options that name a class, and where they stand."""
     for group, option in (pair for name in GROUPS for pair in itertools.product([name], options(name))):
-        node = yaml.safe_load((CONFIGS / group / f"{option}.yaml").read_text()) or {}
+        node = shipped(group, option)
         nodes = {f"{group}.{name}": own for name, own in node.items()} if group in SEVERAL else {group: node}
         yield from (
             (place, own)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import functional as tv
 
-from lockstep.data import augment, sampler
+from lockstep.data import Images, augment, sampler
 from lockstep.data.augment import Augment, random_bits
+from lockstep.errors import UserError
 
 
 def images(count: int = 64, channels: int = 3, height: int = 9, width: int = 12) -> torch.Tensor:
@@ -91,3 +92,32 @@ def test_a_shift_alone_mirrors_nothing():
     made = Augment(shift=1, flip=False)(image_BCHW, torch.arange(500), 0, 0)
     (ones, twos) = ((made[:, 0, 2] == value).nonzero()[:, 1] for value in (1, 2))
     assert torch.equal(ones + 1, twos)
+
+
+def with_masks(**more: torch.Tensor) -> dict:
+    """Each pixel of a mask says whether the image is bright there."""
+    image_BCHW = images(64, 3, 8, 8)
+    return {"input": image_BCHW, "target": (image_BCHW[:, 0] > 127).long(), "index": torch.arange(64), **more}
+
+
+@pytest.mark.parametrize("size", [8, 4, 20])
+def test_masks_stay_upon_their_images(size):
+    data = Images(image_size=size, mean=[0, 0, 0], std=[1, 1, 1], random_flip=True)
+    before = with_masks(shape=torch.arange(64))
+    flipped = data.augment(before, seed=0, epoch=0)
+    assert torch.equal(flipped["target"], flipped["input"][:, 0] > 127)
+    assert 16 < sum(not torch.equal(a, b) for a, b in zip(before["target"], flipped["target"], strict=True)) < 48
+    done = data.preprocess(flipped)
+    assert torch.equal(done["shape"], before["shape"])
+    assert (done["target"].dtype, done["target"].shape) == (torch.int64, (64, size, size))
+    if size == 8:
+        assert torch.equal(done["target"], done["input"][:, 0] * 255 > 127.5)
+
+
+@pytest.mark.parametrize(("options", "more", "told"), [
+    ({"random_shift": 1}, {}, r"data.random_shift cannot move `target` of shape \(64, 8, 8\)"),
+    ({"random_flip": True}, {"boxes": torch.zeros(64, 2, 4)}, r"data.random_flip cannot move `boxes` of shape \(64, 2, 4\)"),
+])  # fmt: skip
+def test_what_cannot_follow_the_images_is_refused(options, more, told):
+    with pytest.raises(UserError, match=told):
+        Images(image_size=8, **options).augment(with_masks(**more), seed=0, epoch=0)

@@ -146,8 +146,10 @@ def test_a_writer_that_is_killed_leaves_no_half_entry(root, cache):
     process.start()
     process.join(60)
     assert process.exitcode == 9
-    assert not [path for path in folders(cache) if path.name.startswith("mnist-")]
-    assert same(arrays(prepared(root, cache).cached), decoded(root))
+    assert [path.suffix for path in folders(cache)] == [".part"]
+    found = prepared(root, cache).cached
+    assert same(arrays(found), decoded(root))
+    assert folders(cache) == [found.folder]
 
 
 def test_processes_that_prepare_at_once_get_the_same_arrays_of_one_folder(root, cache):

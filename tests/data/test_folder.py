@@ -88,6 +88,12 @@ def test_parts_of_its_own_are_taken_as_they_are(root, tmp_path, name):
     assert sizes(made(tmp_path / "divided")) == [27, 15, 21]
 
 
+def test_two_folders_for_one_part_are_refused(root, tmp_path):
+    for name in ("train", "val", "validation"):
+        write_classes(tmp_path / "both" / name, 2)
+    assert "both has val and validation, which are both the val part. Merge them." in refusal(made(tmp_path / "both"))
+
+
 def test_a_part_that_is_missing_is_taken_from_train(tmp_path):
     write_classes(tmp_path / "divided" / "train", 10)
     write_classes(tmp_path / "divided" / "test", 7)

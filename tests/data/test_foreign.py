@@ -62,6 +62,18 @@ def test_what_is_no_image_goes_to_the_network_as_it_is():
     )
 
 
+@pytest.mark.parametrize(("options", "told"), [
+    ({"random_flip": True, "image_size": 64}, "data.image_size=64 and data.random_flip=true without effect"),
+    ({"random_shift": 2}, r"data.random_shift=2 without effect: `input` is float32 of shape \(5,\), no image of bytes"),
+    ({"channels": 1}, "data.channels=1 without effect"),
+])  # fmt: skip
+def test_options_of_images_are_refused_for_what_is_none(options, told):
+    with pytest.raises(UserError, match=told):
+        TorchDataset(train=vectors(12), test=vectors(6), **options).prepare()
+    TorchDataset(train=Pictures(), test=Pictures(), **options).prepare()
+    TorchDataset(train=vectors(12), test=vectors(6)).prepare()
+
+
 def test_classes_are_those_of_the_dataset_or_of_its_targets():
     assert "classes" not in TorchDataset(train=vectors(12), test=vectors(6)).about
     part = Subset(Pictures(), [3, 4])
@@ -244,6 +256,12 @@ def test_rows_without_an_answer_are_refused(tmp_path):
     rows = {"x": [[0.0]] * 4, "label": [0, 1, 0, 1]}
     with pytest.raises(UserError, match=r"label=-1 of the test part is not one of the 2 classes"):
         held(tmp_path, rows, {"test": {"x": [[0.0]], "label": [-1]}}, input="x").prepare()
+
+
+def test_two_splits_for_one_part_are_refused(tmp_path):
+    parts = {"val": COLUMNS, "validation": COLUMNS}
+    with pytest.raises(UserError, match="has val and validation, which are both the val part"):
+        held(tmp_path, COLUMNS, parts, input="x", target="kind").prepare()
 
 
 def test_other_folders_are_refused(tmp_path):

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
-from lockstep.data.dataset import Arrays
-from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, samples_of
+from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader
 from lockstep.data.sampler import EvalBatches, Split, TrainBatches
+from lockstep.data.samples import Arrays, content_of, samples_of
 
 SPLIT = Split(103, 10, 90)
 
@@ -91,6 +91,14 @@ def test_samples_give_the_same_batches_in_whatever_form_they_come(arrays, form, 
     memory = list(MemoryLoader(InMemory(arrays, None), samplers()[which]))
     own = WorkerLoader(Indexed(samples_of(form(arrays))), sampler=samplers()[which], batch_size=None)
     assert_same(memory, list(own))
+
+
+def test_a_fingerprint_tells_samples_apart_in_whatever_form_they_come(arrays):
+    changed = Arrays(**{name: array.copy() for name, array in arrays.arrays.items()})
+    changed.arrays["target"][0] += 1
+    for form in (lambda given: given, Pairs, Dicts):
+        assert content_of(form(arrays)) == content_of(form(arrays))
+        assert content_of(form(arrays)) != content_of(form(changed))
 
 
 def test_images_on_the_cpu_are_the_given_array_itself(arrays):

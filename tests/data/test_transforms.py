@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision import transforms
 
-from lockstep.data.transforms import Preprocess
+from lockstep.data.transforms import Preprocess, nearest
 
 GREY = {"mean": (0.1307,), "std": (0.3081,)}
 COLOUR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
@@ -63,3 +63,12 @@ def test_the_stored_bytes_stay_as_they_are():
 def test_statistics_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="zip"):
         Preprocess(image_size=28, mean=(0.5, 0.5), std=(0.5,))
+
+
+@pytest.mark.parametrize("size", [7, 20, 24, 55])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float32])
+def test_masks_take_the_nearest_value(size, dtype):
+    masks = images(1, 20, 37).to(dtype)
+    resize = transforms.Resize((size, size), transforms.InterpolationMode.NEAREST_EXACT)
+    assert torch.equal(nearest(masks, size), resize(masks.float()).to(dtype))
+    assert torch.equal(nearest(masks[:, 0], size), nearest(masks, size)[:, 0])

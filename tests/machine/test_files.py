@@ -25,11 +25,10 @@ def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
     assert names(tmp_path) == ["report.json"]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_an_error_keeps_the_old_file_and_leaves_no_part(shared, tmp_path):
+def test_an_error_keeps_the_old_file_and_leaves_no_part(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), files.replacing(path, shared=shared) as part:
+    with pytest.raises(KeyboardInterrupt), files.replacing(path) as part:
         part.write_text("half of")
         raise KeyboardInterrupt
     assert (names(tmp_path), path.read_text()) == (["report.json"], "old")
@@ -49,12 +48,19 @@ def test_a_kill_keeps_the_old_file_and_the_next_write_leaves_no_part(tmp_path):
     assert (names(tmp_path), path.read_text()) == (["report.json"], "new")
 
 
-def test_processes_that_write_at_once_have_parts_of_their_own(tmp_path):
-    path = tmp_path / "data"
-    with files.replacing(path, shared=True) as one, files.replacing(path, shared=True) as other:
-        one.write_bytes(b"one")
-        other.write_bytes(b"other")
-    assert (names(tmp_path), path.read_bytes()) == (["data"], b"one")
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "cache"
+    (tmp_path / "cache.part").mkdir()
+    (tmp_path / "cache.part" / "old").touch()  # of a process that was killed
+    with pytest.raises(KeyboardInterrupt), files.replacing(folder) as part:
+        part.mkdir()
+        raise KeyboardInterrupt
+    assert names(tmp_path) == []
+    with files.replacing(folder) as part:
+        part.mkdir()
+        (part / "new").touch()
+        assert not folder.exists()
+    assert (names(tmp_path), names(folder)) == (["cache"], ["new"])
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")

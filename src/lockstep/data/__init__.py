@@ -4,9 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data.cifar10 import Cifar10
-from lockstep.data.dataset import Arrays, Batch, DataSet
+from lockstep.data.dataset import Batch, DataSet
 from lockstep.data.images import Images
 from lockstep.data.mnist import Mnist
+from lockstep.data.samples import Arrays
 
 if TYPE_CHECKING:
     from lockstep.data.folder import Folder

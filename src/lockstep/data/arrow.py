@@ -3,15 +3,14 @@
 # B batch · C channel · H W pixel
 
 import io
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Indices
-from lockstep.data.decoding import to_array
+from lockstep.data.decoding import decoded_all
+from lockstep.data.samples import Indices
 
 
 class Rows:
@@ -48,15 +47,8 @@ class Rows:
 
     def decoded(self, files: list[Mapping[str, Any]]) -> NDArray[np.uint8]:
         """image_BCHW of encoded images, or of files that the table names."""
-        from PIL import Image
-
-        image_BCHW = np.empty((len(files), self.channels, self.size, self.size), np.uint8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-            for place, file in enumerate(files):
-                with Image.open(io.BytesIO(file["bytes"]) if file["bytes"] is not None else file["path"]) as image:
-                    image_BCHW[place] = to_array(image, channels=self.channels, size=self.size)
-        return image_BCHW
+        opened = [io.BytesIO(file["bytes"]) if file["bytes"] is not None else file["path"] for file in files]
+        return decoded_all(opened, channels=self.channels, size=self.size)
 
 
 def readable(table: Any, column: str) -> Any:

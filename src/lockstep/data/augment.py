@@ -43,9 +43,12 @@ class Augment:
     def __init__(self, *, shift: int, flip: bool) -> None:
         self.shift, self.flip = shift, flip
 
-    def __call__(self, image_BCHW: Tensor, index_B: Tensor, seed: int, epoch: int) -> Tensor:
+    def __call__(self, images: Tensor, index_B: Tensor, seed: int, epoch: int) -> Tensor:
+        """Of BCHW, or of masks as BHW."""
         bits_B, s = random_bits(index_B, seed, epoch), self.shift
-        b, c, h, w = image_BCHW.shape
+        b, *_, h, w = images.shape
+        image_BCHW = images.reshape(b, -1, h, w)
+        c = image_BCHW.shape[1]
         down_B, right_B = (shifted_right(bits_B, 16 * i) & 0xFFFF for i in range(2))
         mirrored_B = ((bits_B >> 32) & 1).bool() if self.flip else torch.zeros_like(bits_B, dtype=torch.bool)
         y_H, x_W = torch.arange(h, device=image_BCHW.device), torch.arange(w, device=image_BCHW.device)
@@ -53,4 +56,4 @@ class Augment:
         x_BW = (right_B % (2 * s + 1))[:, None] + torch.where(mirrored_B[:, None], w - 1 - x_W, x_W)
         padded_BCHW = F.pad(image_BCHW, (s, s, s, s))
         rows_BCHW = padded_BCHW.gather(2, y_BH[:, None, :, None].expand(b, c, h, w + 2 * s))
-        return rows_BCHW.gather(3, x_BW[:, None, None, :].expand(b, c, h, w))
+        return rows_BCHW.gather(3, x_BW[:, None, None, :].expand(b, c, h, w)).view(images.shape)

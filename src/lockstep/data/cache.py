@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
+
+from lockstep.machine.files import replacing
 
 FORMAT = 2  # version of the cache; raise it when the arrays change
 
@@ -68,18 +69,14 @@ def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) ->
 
 def write(parts: Parts, extra: dict[str, Any], folder: Path) -> None:
     """Writes arrays and plain values into `folder`, which appears whole or not at all."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with replacing(folder) as part:
+        part.mkdir()
         digest = hashlib.sha256(json.dumps(extra, sort_keys=True).encode())
         for name, values in parts.items():
             array = np.ascontiguousarray(values)
             digest.update(f"{name}{array.dtype}{array.shape}".encode())
             digest.update(array.data)
-            path = temporary / f"{name}.npy"
+            path = part / f"{name}.npy"
             path.parent.mkdir(exist_ok=True)
             np.save(path, array)
-        (temporary / "about.json").write_text(json.dumps({"sha256": digest.hexdigest(), "extra": extra}))
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        (part / "about.json").write_text(json.dumps({"sha256": digest.hexdigest(), "extra": extra}))

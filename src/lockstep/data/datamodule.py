@@ -7,9 +7,10 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from lockstep.data.dataset import Arrays, Batch, DataSet
-from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch, samples_of
+from lockstep.data.dataset import Batch, DataSet
+from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch
 from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, splits
+from lockstep.data.samples import Arrays, samples_of
 from lockstep.errors import UserError
 
 OWN_LOADERS = "own dataloaders"
@@ -122,8 +123,7 @@ class DataModule(pl.LightningDataModule):
         assert trainer is not None
         batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch)
         # half and double precision: Lightning converts batches before this hook
-        if "input" in batch:
-            batch["input"] = trainer.precision_plugin.convert_input(batch["input"])
+        batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
             self.place.waited_s += time.perf_counter() - began_s
         return batch if self.module_of_task else self.for_module(batch, dataloader_idx)
@@ -145,7 +145,8 @@ class DataModule(pl.LightningDataModule):
     def example(self, count: int, device: torch.device | str = "cpu") -> Batch:
         """A training batch of the first samples, repeated if there are fewer than `count`."""
         batch = fetch(samples_of(self.dataset.train), np.arange(count) % len(self.dataset.train))
-        return self.finished({n: v.to(device) if n != "count" else v for n, v in batch.items()}, training=True)
+        moved = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
+        return self.finished(moved, training=True)
 
     @property
     def waited_s(self) -> float:

@@ -6,72 +6,17 @@ which come first).
 """
 
 import hashlib
-import mmap
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
+from lockstep.data.samples import Arrays, content_of
 
-Indices = NDArray[np.int64]
 Batch = dict[str, Any]
 
 
-class Samples(Protocol):
-    """Map-style samples, read several at a time."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
-        """The samples at `indices`, as named arrays or tensors whose first dimension is the sample."""
-        ...
-
-
-class Arrays:
-    """Named arrays of N samples, in memory or mapped from a file that all processes share."""
-
-    def __init__(self, **arrays: NDArray[Any]) -> None:
-        lengths = {name: len(array) for name, array in arrays.items()}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f"the arrays of a data set have one length; these have {lengths}")
-        self.arrays = arrays
-
-    def __len__(self) -> int:
-        return len(next(iter(self.arrays.values())))
-
-    def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
-        # `wrap` replaces a filler, -1, by some sample.
-        return {name: array.take(indices, axis=0, mode="wrap") for name, array in self.arrays.items()}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
-
-    @property
-    def sample_bytes(self) -> int:
-        return self.nbytes // max(1, len(self))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
-        return {name: place_of(array) if is_whole_file(array) else array for name, array in self.arrays.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
-
-
-def is_whole_file(array: NDArray[Any]) -> bool:
-    """Whether an array is a whole mapped file: a slice does not know its offset in the file."""
-    return isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and bool(array.flags.c_contiguous)
-
-
-def place_of(array: Any) -> dict[str, Any]:
-    """The arguments of np.memmap for the same array."""
-    return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
-
-
 class DataSet:
-    """The data of a run. A subclass sets `train` and `test`, and `val` if the data has a validation part.
+    """The data of a run. A subclass sets `train` and `test` (and `val` if the data has a validation part), or overrides `open_part`.
 
     Each is Arrays, a torch Dataset (one sample at a time: a dict, or (input, target)), or your own object with the methods
     of `Samples`. Without `val`, a fixed part of `train` is held out.
@@ -81,9 +26,23 @@ class DataSet:
     source: str = "disk"  # where the data came from, for the report
     notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
 
-    train: Any
-    test: Any
-    val: Any = None
+    def open_part(self, part: str) -> Any:
+        """Called for a part that was not set, when it is first used. Returns None for `val` if the data has none."""
+        if part == "val":
+            return None
+        raise NotImplementedError(f"{type(self).__name__} sets no `{part}` in its __init__")
+
+    @cached_property
+    def train(self) -> Any:
+        return self.open_part("train")
+
+    @cached_property
+    def val(self) -> Any:
+        return self.open_part("val")
+
+    @cached_property
+    def test(self) -> Any:
+        return self.open_part("test")
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
@@ -128,29 +87,3 @@ class DataSet:
     def preprocess(self, batch: Batch) -> Batch:
         """Converts every batch, on its device, to what the network and the loss take."""
         return batch
-
-
-def content_of(samples: Any) -> bytes:
-    """Bytes that identify the data: the whole of Arrays; of anything else its class, length and some samples."""
-    digest = hashlib.sha256()
-    if isinstance(samples, Arrays):
-        for name, array in samples.arrays.items():
-            digest.update(f"{name}{array.dtype}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
-    else:
-        digest.update(f"{type(samples).__qualname__}{len(samples)}".encode())
-        for place in np.linspace(0, len(samples) - 1, num=min(8, len(samples))).astype(int):
-            digest.update(np.asarray(flat_bytes(samples, int(place))).tobytes())
-    return digest.digest()
-
-
-def flat_bytes(samples: Any, place: int) -> bytes:
-    """The numbers and strings of one sample, as bytes."""
-    sample = samples[place] if hasattr(samples, "__getitems__") or is_torch(samples) else samples[np.array([place])]
-    parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple | list) else [sample]
-    return b"".join(str(part).encode() if isinstance(part, str) else np.asarray(part).tobytes() for part in parts)
-
-
-def is_torch(samples: Any) -> bool:
-    """Whether it is a torch Dataset, which returns one sample at a time; found out without importing torch."""
-    return any(base.__module__.startswith("torch.utils.data") for base in type(samples).__mro__)

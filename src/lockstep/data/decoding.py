@@ -10,7 +10,7 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,19 @@ def check(image: "Image") -> None:
     image.load()
 
 
+def decoded_all(files: Sequence[Any], *, channels: int, size: int) -> NDArray[np.uint8]:
+    """image_BCHW of files, by their paths or opened."""
+    from PIL import Image
+
+    image_BCHW = np.empty((len(files), channels, size, size), np.uint8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about odd EXIF data and palettes
+        for place, file in enumerate(files):
+            with Image.open(file) as image:
+                image_BCHW[place] = to_array(image, channels=channels, size=size)
+    return image_BCHW
+
+
 class Files:
     """Image files and their targets, decoded on access, by workers."""
 
@@ -68,14 +81,8 @@ class Files:
         return len(self.paths)
 
     def __getitem__(self, indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        from PIL import Image
-
-        image_BCHW = np.empty((len(indices), self.channels, self.size, self.size), np.uint8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-            for place, index in enumerate(indices):
-                with Image.open(self.base / os.fsdecode(self.paths[index])) as image:
-                    image_BCHW[place] = to_array(image, channels=self.channels, size=self.size)
+        files = [self.base / os.fsdecode(self.paths[index]) for index in indices]
+        image_BCHW = decoded_all(files, channels=self.channels, size=self.size)
         return {"input": image_BCHW, "target": self.target_N[indices]}
 
 

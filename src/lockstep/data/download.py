@@ -2,9 +2,10 @@
 
 import hashlib
 import http.client
-import tempfile
 import urllib.request
 from pathlib import Path
+
+from lockstep.machine.files import write_bytes
 
 TIMEOUT_S = 10
 
@@ -34,9 +35,6 @@ def download(urls: list[str], path: Path, checksum: str) -> None:
             reasons.append(f"{url}: wrong checksum")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as part:
-            part.write(content)
-        Path(part.name).chmod(0o644)
-        Path(part.name).replace(path)  # atomic, so readers and other downloaders see the whole file or none
+        write_bytes(path, content)
         return
     raise ConnectionError("; ".join(reasons))

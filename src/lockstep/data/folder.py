@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from lockstep.config.words import nearest
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
-from lockstep.data.dataset import Arrays
 from lockstep.data.decoding import Files, read_all, scratch, shown
-from lockstep.data.images import AnyImages
+from lockstep.data.images import Images
 from lockstep.data.listing import Listing, class_folders, from_csv
+from lockstep.data.samples import Arrays
 from lockstep.data.splits import PARTS, divided
 from lockstep.data.targets import KINDS, names_of, targets_of
 from lockstep.errors import UserError
@@ -25,7 +25,7 @@ CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
 SHOWN = 10  # broken files that a message lists
 
 
-class Folder(AnyImages):
+class Folder(Images):
     """Images of any size, resized to `image_size` when decoded: once into the cache, or by workers in every epoch.
 
     Raises:
@@ -43,11 +43,9 @@ class Folder(AnyImages):
         test_fraction: float = 0.1,
         val_fraction: float = 0.1,
         cache_dir: str | None = None,
-        channels: int = 3,
-        image_size: int,
         **images: Any,
     ) -> None:
-        super().__init__(channels=channels, image_size=image_size, **images)
+        super().__init__(**images)
         self.root, self.csv, self.kind, self.asked = Path(root).expanduser(), csv, target, decode
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
         self.fractions = {"test": test_fraction, "val": val_fraction}
@@ -174,7 +172,7 @@ class Folder(AnyImages):
 
     # --- parts ---
 
-    def samples(self, part: str) -> Arrays | Files:
+    def open_part(self, part: str) -> Arrays | Files:
         broken = self.cached.extra()["broken"]
         places = [int(i) for i in np.flatnonzero(self.parts == part) if self.listing.paths[i] not in broken]
         if not places:
@@ -183,15 +181,3 @@ class Folder(AnyImages):
             return Arrays(**self.cached.arrays(part))
         paths = [self.listing.paths[place] for place in places]
         return Files(self.listing.base, paths, self.targets[places], channels=self.channels, size=self.image_size)
-
-    @cached_property
-    def train(self) -> Arrays | Files:
-        return self.samples("train")
-
-    @cached_property
-    def val(self) -> Arrays | Files:  # type: ignore[override]
-        return self.samples("val")
-
-    @cached_property
-    def test(self) -> Arrays | Files:
-        return self.samples("test")

@@ -1,4 +1,4 @@
-"""Data held by another library, sample by sample or as rows: images, or anything else that a network takes. Free of torch."""
+"""Data that another library holds, as samples or rows: images, or anything else. Free of torch."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.config.words import shown
 from lockstep.data.dataset import Batch
-from lockstep.data.images import AnyImages
+from lockstep.data.images import Images
+from lockstep.errors import UserError
+
+IMAGE_SIZE = 224
 
 
-class Foreign(AnyImages):
-    """Images are resized to `image_size` when decoded, and normalised on the device.
+class Foreign(Images):
+    """Images get the treatment of images: resized to `image_size` where they are decoded, normalised on the device.
 
     Anything else goes to the network unchanged. The first training sample decides which it is. A subclass sets `train`,
     `val` and `test` to Samples, and `names` to what describes its targets: `classes`, `targets`, ...
@@ -20,13 +24,24 @@ class Foreign(AnyImages):
 
     names: Mapping[str, Sequence[str]]
 
-    def __init__(self, *, image_size: int = 224, **images: Any) -> None:
+    def __init__(self, *, image_size: int = IMAGE_SIZE, **images: Any) -> None:
         super().__init__(image_size=image_size, **images)
 
     @cached_property
     def first(self) -> NDArray[Any]:
         sample: NDArray[Any] = np.asarray(self.train[np.array([0])]["input"])[0]
         return sample
+
+    def prepare(self) -> None:
+        """Raises UserError for image options if the samples are not images."""
+        usual = {"image_size": IMAGE_SIZE, "channels": 3, "random_shift": 0, "random_flip": False}
+        given = [
+            f"data.{name}={shown(getattr(self, name))}" for name, value in usual.items() if getattr(self, name) != value
+        ]
+        if given and not self.holds_images:
+            raise UserError(
+                f"{' and '.join(given)} without effect: `input` is {self.first.dtype} of shape {self.first.shape}, no image of bytes (uint8, CHW). Leave it out."
+            )
 
     @property
     def holds_images(self) -> bool:

@@ -1,21 +1,17 @@
 """Any map-style torch Dataset. Free of torch until samples are read."""
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lockstep.config.instantiate import problems
-from lockstep.data.dataset import Indices
-from lockstep.data.decoding import to_array
 from lockstep.data.foreign import Foreign
+from lockstep.data.samples import Items, bytes_of
 from lockstep.data.splits import PARTS
 
-TARGETS = ("targets", "labels")  # attributes of torchvision's Datasets
-READ = 32  # samples of each part that the fingerprint reads
+TARGETS = ("targets", "labels")  # where torchvision's Datasets keep them
 
 
 class Datasets(Foreign):
@@ -24,20 +20,9 @@ class Datasets(Foreign):
     given: Mapping[str, Any]
     chosen_classes: Sequence[str] | None = None
 
-    def samples(self, part: str) -> "Items":
-        return Items(self.given[part], channels=self.channels, size=self.image_size)
-
-    @cached_property
-    def train(self) -> "Items":
-        return self.samples("train")
-
-    @cached_property
-    def val(self) -> "Items | None":
-        return None if self.given["val"] is None else self.samples("val")
-
-    @cached_property
-    def test(self) -> "Items":
-        return self.samples("test")
+    def open_part(self, part: str) -> Items | None:
+        given = self.given[part]
+        return None if given is None else Items(given, channels=self.channels, size=self.image_size)
 
     @cached_property
     def names(self) -> dict[str, list[str]]:  # type: ignore[override]
@@ -45,20 +30,12 @@ class Datasets(Foreign):
         return {"classes": list(found)} if found else {}
 
     def prepare(self) -> None:
+        super().prepare()
         if bytes_of(self.train) is None:
             self.notice = (
                 "data.train returns different samples when it is read again: its transforms are random. Batches then depend on data.num_workers, "
                 "and a resumed run differs. Augment on the device instead (data.random_flip, data.random_shift, or `augment` of your own data set)."
             )
-
-    @cached_property
-    def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for part in PARTS:
-            samples = getattr(self, part)
-            for content in content_of(samples) if samples is not None else ():
-                digest.update(content)
-        return digest.hexdigest()
 
 
 class TorchDataset(Datasets):
@@ -87,28 +64,6 @@ class TorchDataset(Datasets):
         return found
 
 
-class Items:
-    """Samples of a Dataset, which returns one at a time."""
-
-    def __init__(self, dataset: Any, *, channels: int, size: int) -> None:
-        self.dataset, self.channels, self.size = dataset, channels, size
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
-        from torch.utils.data import default_collate
-
-        samples: Mapping[str, Any] = default_collate([self.named(self.dataset[int(place)]) for place in indices])
-        return samples
-
-    def named(self, sample: Any) -> dict[str, Any]:
-        found = dict(sample) if isinstance(sample, Mapping) else dict(zip(("input", "target"), sample, strict=True))
-        if type(found["input"]).__module__.startswith("PIL."):
-            found["input"] = np.array(to_array(found["input"], channels=self.channels, size=self.size))
-        return {name: np.float32(value) if isinstance(value, float) else value for name, value in found.items()}
-
-
 def classes_of(dataset: Any) -> list[str]:
     """A Dataset's class names, or class numbers; empty if it has neither."""
     if (names := getattr(dataset, "classes", None)) is not None:
@@ -117,31 +72,4 @@ def classes_of(dataset: Any) -> list[str]:
         targets = np.asarray(getattr(dataset, name, ()))
         if targets.size and targets.ndim == 1 and targets.dtype.kind in "iu":
             return [str(number) for number in range(int(targets.max()) + 1)]
-    return classes_of(dataset.dataset) if hasattr(dataset, "dataset") else []  # the Dataset of a Subset
-
-
-def content_of(samples: Items) -> Iterator[bytes]:
-    """Bytes that identify a Dataset."""
-    dataset = samples.dataset
-    yield f"{type(dataset).__qualname__}{len(dataset)}".encode()
-    if isinstance(own := getattr(dataset, "fingerprint", None), str):
-        yield own.encode()
-        return
-    held: list[Any] = [getattr(dataset, name, None) for name in ("data", *TARGETS)]
-    for value in [*held, *getattr(dataset, "tensors", ())]:
-        array: NDArray[Any] | None = np.asarray(value) if hasattr(value, "dtype") or isinstance(value, list) else None
-        if array is not None and array.dtype != object:
-            yield np.ascontiguousarray(array).tobytes()
-    yield bytes_of(samples) or b"random"
-
-
-def bytes_of(samples: Items) -> bytes | None:
-    """Bytes of some samples, whose shapes may differ. None if reading them again returns something else."""
-    found = []
-    for _ in range(2):
-        digest = hashlib.sha256()
-        for place in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
-            for value in samples.named(samples.dataset[int(place)]).values():
-                digest.update(value.encode() if isinstance(value, str) else np.asarray(value).tobytes())
-        found.append(digest.digest())
-    return found[0] if found[0] == found[1] else None
+    return classes_of(dataset.dataset) if hasattr(dataset, "dataset") else []  # of a Subset

@@ -12,9 +12,9 @@ import numpy as np
 from lockstep.config.words import nearest
 from lockstep.data.arrow import Rows, class_numbers
 from lockstep.data.cache import cache_folder, decoded, key_of
-from lockstep.data.dataset import Indices
 from lockstep.data.foreign import Foreign
-from lockstep.data.listing import PART_NAMES
+from lockstep.data.listing import part_names
+from lockstep.data.samples import Indices
 from lockstep.data.splits import PARTS, divided
 from lockstep.errors import UserError
 
@@ -38,11 +38,8 @@ class HuggingFace(Foreign):
         **images: Any,
     ) -> None:
         super().__init__(**images)
-        self.root, self.columns, self.cache = (
-            Path(root).expanduser(),
-            {"input": input, "target": target},
-            cache_folder(cache_dir),
-        )
+        self.root, self.cache = Path(root).expanduser(), cache_folder(cache_dir)
+        self.columns = {"input": input, "target": target}
         self.fractions = {"test": test_fraction, "val": val_fraction}
 
     @classmethod
@@ -69,19 +66,16 @@ class HuggingFace(Foreign):
             raise UserError(
                 f"data.root={self.root} is not a folder written by `save_to_disk`. Type dataset.save_to_disk({str(self.root)!r}) in Python, or data.root=<folder>."
             ) from None
-        given = (
-            {PART_NAMES.get(name): table for name, table in found.items()}
-            if isinstance(found, dict)
-            else {"train": found}
-        )
-        tables = {part: given[part] for part in PARTS if part in given}
+        given = found if isinstance(found, dict) else {"train": found}
+        names = part_names(given, f"data.root={self.root}")
+        tables = {part: given[names[part]] for part in PARTS if part in names}
         if "train" not in tables:
             raise UserError(f"data.root={self.root} has no split `train`; it has {', '.join(found)}.")
         for key, column in self.columns.items():
-            names = tables["train"].column_names
-            if column not in names:
+            there = tables["train"].column_names
+            if column not in there:
                 raise UserError(
-                    f"data.{key}={column}: there is no such column{nearest(column, names)}; data.root={self.root} has {', '.join(names)}."
+                    f"data.{key}={column}: there is no such column{nearest(column, there)}; data.root={self.root} has {', '.join(there)}."
                 )
         return tables
 
@@ -109,6 +103,7 @@ class HuggingFace(Foreign):
                     f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(places)} classes of train. "
                     "Remove these rows; or remove the part, which is then taken from train."
                 )
+        super().prepare()
 
     @cached_property
     def places(self) -> dict[str, tuple[Any, Indices]]:
@@ -121,23 +116,11 @@ class HuggingFace(Foreign):
         own = {part: (table, np.arange(len(table))) for part, table in self.tables.items()}
         return own | {part: (train, np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
 
-    def samples(self, part: str) -> Rows:
+    def open_part(self, part: str) -> Rows:
         table, places = self.places[part]
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
         return Rows(table, places, self.columns, self.names, channels=self.channels, size=self.image_size)
-
-    @cached_property
-    def train(self) -> Rows:
-        return self.samples("train")
-
-    @cached_property
-    def val(self) -> Rows:  # type: ignore[override]
-        return self.samples("val")
-
-    @cached_property
-    def test(self) -> Rows:
-        return self.samples("test")
 
     @cached_property
     def fingerprint(self) -> str:

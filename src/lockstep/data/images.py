@@ -19,7 +19,7 @@ GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three channe
 
 
 class Images(DataSet):
-    """Images as `input`: uint8, BCHW, of any size.
+    """Images as `input`: uint8, BCHW, of any size. `channels`, of classes that decode images: 3 for RGB, 1 for grey.
 
     `mean` and `std` are one number per channel. `build` replaces `model` by the values the network was pretrained with, or
     by those of this class.
@@ -34,6 +34,7 @@ class Images(DataSet):
         self,
         *,
         image_size: int,
+        channels: int | None = None,
         mean: str | Sequence[float] = "model",
         std: str | Sequence[float] = "model",
         channels_last: bool = True,
@@ -41,19 +42,22 @@ class Images(DataSet):
         random_flip: bool = False,
     ) -> None:
         self.image_size, self.channels_last = image_size, channels_last
-        own_mean, own_std = self.normalisation({})
+        own_mean, own_std = self.normalisation({"channels": channels})
         self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
         self.pixel_std = list(own_std if isinstance(std, str) else std)
         self.random_shift, self.random_flip = random_shift, random_flip
 
     @classmethod
     def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
-        """Default mean and std for a `data` node, for a network without pretrained ones."""
-        return cls.mean, cls.std
+        """Mean and std of the images of a `data` node, used if the network was not pretrained with its own."""
+        grey = data.get("channels") == 1 and cls.mean is IMAGENET_MEAN  # of a class that names no other mean
+        return (GREY_MEAN, GREY_STD) if grey else (cls.mean, cls.std)
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
         channels, found = len(cls.normalisation(data)[0]), []
+        if data.get("channels") not in (None, channels):
+            found.append(f"data.channels={data['channels']} has no effect: these images have {channels}. Leave it out.")
         for key in ("mean", "std"):
             value = data.get(key)
             if isinstance(value, list) and len(value) != channels:
@@ -97,9 +101,17 @@ class Images(DataSet):
         return Augment(shift=self.random_shift, flip=self.random_flip)
 
     def augment(self, batch: Batch, *, seed: int, epoch: int) -> Batch:
+        """Masks are mirrored with their images. A shift would uncover pixels without a target."""
         if not (self.random_shift or self.random_flip):
             return batch
-        return {**batch, "input": self.augmentation(batch["input"], batch["index"], seed, epoch)}
+        images, moved = batch["input"], {"input": batch["input"], **spatial(batch)}
+        for name, value in moved.items():
+            if name != "input" and (self.random_shift or value.shape[-2:] != images.shape[-2:]):
+                raise UserError(
+                    f"data.random_{'shift' if self.random_shift else 'flip'} cannot move `{name}` of shape {tuple(value.shape)} with the images. "
+                    "Leave it out, or override `augment` in a data set of your own."
+                )
+        return {**batch, **{n: self.augmentation(v, batch["index"], seed, epoch) for n, v in moved.items()}}
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]
@@ -107,25 +119,14 @@ class Images(DataSet):
             raise UserError(
                 f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
             )
+        if image_BCHW.shape[-2:] != (self.image_size, self.image_size):
+            from lockstep.data.transforms import nearest
+
+            masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == image_BCHW.shape[-2:]}
+            batch = {**batch, **{name: nearest(value, self.image_size) for name, value in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
 
-class AnyImages(Images):
-    """Images from any source, decoded to `channels`: 3 for RGB, 1 for grey."""
-
-    def __init__(
-        self,
-        *,
-        channels: int = 3,
-        mean: str | Sequence[float] = "model",
-        std: str | Sequence[float] = "model",
-        **images: Any,
-    ) -> None:
-        own_mean, own_std = self.normalisation({"channels": channels})
-        super().__init__(
-            mean=own_mean if isinstance(mean, str) else mean, std=own_std if isinstance(std, str) else std, **images
-        )
-
-    @classmethod
-    def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
-        return (GREY_MEAN, GREY_STD) if data.get("channels") == 1 else (IMAGENET_MEAN, IMAGENET_STD)
+def spatial(batch: Batch) -> Batch:
+    """Batch values that may refer to places in the images: masks, boxes, keypoints."""
+    return {name: value for name, value in batch.items() if name != "input" and getattr(value, "ndim", 0) > 2}

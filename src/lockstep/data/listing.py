@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,19 +33,32 @@ def class_folders(root: Path) -> Listing:
         raise UserError(
             f"data.root={root} does not exist. Type data.root=<folder with a folder of images for each class>."
         )
-    given = {name: folder for folder in folders(root) if (name := PART_NAMES.get(folder.name.lower()))}
+    given = part_names((folder.name for folder in folders(root)), f"data.root={root}")
     if given and "train" not in given:
-        others = ", ".join(f"{folder.name}/" for folder in given.values())
+        others = ", ".join(f"{name}/" for name in given.values())
         raise UserError(f"data.root={root} has {others} but no train/. Move the other classes into {root / 'train'}.")
     listing = Listing(root, [], [], [])
     classes: list[str] = []
-    for part, top in sorted(given.items(), key=lambda item: item[0] != "train") or [("train", root)]:
+    for part, name in sorted(given.items(), key=lambda item: item[0] != "train") or [("train", "")]:
+        top = root / name
         found = list(folders(top))
         raise_problems(part_problems(top, [folder.name for folder in found], classes))
         classes = classes or [folder.name for folder in found]
         for folder in found:
             add_images(listing, folder, part, optional=part != "train")
     return listing
+
+
+def part_names(names: Iterable[str], where: str) -> dict[str, str]:
+    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one."""
+    found: dict[str, str] = {}
+    for name in names:
+        part = PART_NAMES.get(name.lower())
+        if part in found:
+            raise UserError(f"{where} has {found[part]} and {name}, which are both the {part} part. Merge them.")
+        if part:
+            found[part] = name
+    return found
 
 
 def part_problems(top: Path, names: list[str], classes: list[str]) -> Iterator[str]:

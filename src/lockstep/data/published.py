@@ -9,8 +9,8 @@ import numpy as np
 from filelock import FileLock
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
-from lockstep.data.dataset import Arrays
 from lockstep.data.images import Images
+from lockstep.data.samples import Arrays
 from lockstep.errors import UserError
 
 
@@ -91,17 +91,9 @@ class Published(Images):
                 )
         return "embedded", self.embedded_files()
 
-    def samples(self, part: str) -> Arrays:
+    def open_part(self, part: str) -> Arrays | None:
         arrays = self.cached.arrays(part)
-        return Arrays(input=arrays["input"], target=arrays["target"].astype(np.int64))
-
-    @cached_property
-    def train(self) -> Arrays:
-        return self.samples("train")
-
-    @cached_property
-    def test(self) -> Arrays:
-        return self.samples("test")
+        return Arrays(input=arrays["input"], target=arrays["target"].astype(np.int64)) if arrays else None
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # decoding has computed it

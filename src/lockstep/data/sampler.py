@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import DataSet, Indices
+from lockstep.data.dataset import DataSet
+from lockstep.data.samples import Indices
 from lockstep.errors import UserError
 
 FILLER = -1  # the index where a rank has no sample left in an evaluation's last batch

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Indices
 from lockstep.data.sampler import SPLIT_SEED, permute
+from lockstep.data.samples import Indices
 
 PARTS = ("train", "val", "test")
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,28 +10,36 @@ from typing import Any
 
 
 @contextmanager
-def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Yields the path of a new file, which replaces `path` when the block ends without an error.
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the path of a new file, which replaces `path` when the block ends without an error; or of a new folder.
 
-    A reader sees the old file or the new one, never a part of it. A kill leaves `<name>.part`, which the next write reuses.
-    With `shared`, several processes may write the same file at once: each part has a name of its own.
+    A reader sees the old file or the new one, never a part of it. A kill leaves `<name>.part`, which the next write removes.
     """
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part" if shared else f"{path.name}.part")
+    part = path.with_name(f"{path.name}.part")
+    remove(part)
     try:
         yield part
         part.replace(path)
     except BaseException:
-        part.unlink(missing_ok=True)
+        remove(part)
         raise
 
 
-def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    with replacing(path, shared=shared) as part:
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def write_bytes(path: Path, content: bytes, *, shared: bool = False) -> None:
-    with replacing(path, shared=shared) as part:
+def write_bytes(path: Path, content: bytes) -> None:
+    with replacing(path) as part:
         part.write_bytes(content)
 
 

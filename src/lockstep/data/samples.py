@@ -1,0 +1,134 @@
+"""The kinds of samples that a data set may have, and their fingerprints. Free of torch."""
+
+import contextlib
+import hashlib
+import mmap
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+HELD = ("data", "targets", "labels")  # where torchvision's Datasets keep their arrays
+READ = 32  # samples of a part that its fingerprint reads
+
+
+class Samples(Protocol):
+    """Map-style samples, read several at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
+        """The samples at `indices`, as named arrays or tensors whose first dimension is the sample."""
+        ...
+
+
+class Arrays:
+    """Named arrays of N samples, in memory or mapped from a file that all processes share."""
+
+    def __init__(self, **arrays: NDArray[Any]) -> None:
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"the arrays of a data set have one length; these have {lengths}")
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
+        # `wrap` lets a filler, -1, be some sample.
+        return {name: array.take(indices, axis=0, mode="wrap") for name, array in self.arrays.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.nbytes // max(1, len(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
+        return {name: place_of(array) if is_whole_file(array) else array for name, array in self.arrays.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
+
+
+def is_whole_file(array: NDArray[Any]) -> bool:
+    """Whether an array is a whole mapped file: a slice does not know its offset in the file."""
+    return isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and bool(array.flags.c_contiguous)
+
+
+def place_of(array: Any) -> dict[str, Any]:
+    """The arguments of np.memmap for the same array."""
+    return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
+
+
+class Items:
+    """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target).
+
+    With `size`, PIL images become bytes of `size` x `size`.
+    """
+
+    def __init__(self, dataset: Any, *, channels: int = 3, size: int | None = None) -> None:
+        self.dataset, self.channels, self.size = dataset, channels, size
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
+        from torch.utils.data import default_collate
+
+        samples: Mapping[str, Any] = default_collate([self.sample(self.dataset[int(place)]) for place in indices])
+        return samples
+
+    def sample(self, given: Any) -> dict[str, Any]:
+        found = dict(given) if isinstance(given, Mapping) else dict(zip(("input", "target"), given, strict=True))
+        if self.size is not None and type(found["input"]).__module__.startswith("PIL."):
+            from lockstep.data.decoding import to_array
+
+            found["input"] = np.array(to_array(found["input"], channels=self.channels, size=self.size))
+        return {name: np.float32(value) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def samples_of(part: Any) -> Samples:
+    """A part of a data set, read several samples at a time."""
+    # A torch Dataset gives one at a time; this asks without importing torch.
+    is_torch = any(base.__module__.startswith("torch.utils.data") for base in type(part).__mro__)
+    samples: Samples = Items(part) if is_torch else part
+    return samples
+
+
+def content_of(part: Any) -> bytes:
+    """Digest of the whole of Arrays; of other samples, of their `fingerprint`, or of the arrays they hold and some samples."""
+    digest, samples = hashlib.sha256(), samples_of(part)
+    if isinstance(samples, Arrays):
+        for name, array in samples.arrays.items():
+            digest.update(f"{name}{array.dtype}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.digest()
+    holder = samples.dataset if isinstance(samples, Items) else samples
+    digest.update(f"{type(holder).__qualname__}{len(holder)}".encode())
+    if isinstance(own := getattr(holder, "fingerprint", None), str):
+        digest.update(own.encode())
+        return digest.digest()
+    for value in [*(getattr(holder, name, None) for name in HELD), *getattr(holder, "tensors", ())]:
+        with contextlib.suppress(ValueError):  # lists of lists of several lengths are no array
+            array = np.asarray(value) if hasattr(value, "dtype") or isinstance(value, list) else np.empty(0, object)
+            digest.update(np.ascontiguousarray(array).tobytes() if array.dtype != object else b"")
+    digest.update(bytes_of(samples) or b"random")
+    return digest.digest()
+
+
+def bytes_of(samples: Samples) -> bytes | None:
+    """The bytes of some samples, read one by one, because shapes may differ. None if a second read gives other bytes."""
+    found = []
+    for _ in range(2):
+        digest = hashlib.sha256()
+        for place in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
+            for value in samples[np.array([place])].values():
+                digest.update(np.asarray(value).tobytes())
+        found.append(digest.digest())
+    return found[0] if found[0] == found[1] else None
