@@ -36,7 +36,7 @@ class ByTurns(pl.Callback):
     ) -> None:
         self.turns.waited_s = getattr(self.data, "waited_s", None)
         if completes_step(trainer, batch_idx):
-            self.turns.stepped(len(batch[1]) * trainer.accumulate_grad_batches)
+            self.turns.stepped(batch["count"] * trainer.accumulate_grad_batches)
 
 
 class UpperBound(pl.Callback):
@@ -46,7 +46,8 @@ class UpperBound(pl.Callback):
         self.turns = turns
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        image_BCHW, label_B = one_batch(trainer)
+        batch = one_batch(trainer)
+        image_BCHW, label_B = batch["input"], batch["target"]
         net, (optimizer,) = pl_module.net, trainer.optimizers
         assert isinstance(net, torch.nn.Module) and net.training
 

@@ -47,7 +47,7 @@ def noting(cfg, world):
     file = Path({folder!r}, f"{{port}}-{{world.rank}}").open("a")
     def note(self, batch, dataloader_idx):
         if self.trainer.training:
-            print(port, world.size, time.time(), self.trainer.global_step + 1, *batch[2].tolist(), file=file, flush=True)
+            print(port, world.size, time.time(), self.trainer.global_step + 1, *batch["index"].tolist(), file=file, flush=True)
         return original(self, batch, dataloader_idx)
     DataModule.on_after_batch_transfer = note
     train.train(cfg, world)

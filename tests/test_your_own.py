@@ -19,6 +19,7 @@ from lockstep.errors import OutOfMemory, RunFailed, UserError
 from lockstep.reporting import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")
+SHARDED = ("strategy=fsdp", "trainer.devices=2")
 QUICK = (
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.max_steps=8",
     "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=2", "optim=sgd", "optim.lr=0.02", "data.batch_size=8", "data.limit_train=48",
@@ -68,7 +69,7 @@ class Runs:
     ],
 )
 def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
-    """The page's command, alone, as two processes, and as two that are killed and go on; and an evaluation."""
+    """The page's command, alone, as two processes, as two that shard the network, and as two that are killed and go on; and an evaluation."""
     page: Page = request.param
     quick = [text.format(mnist=mnist, cache=cache) for text in page.quick]
     common = [*page.commands[page.command], *QUICK, *quick]
@@ -77,6 +78,7 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
         with redirect_stdout(io.StringIO()) as printed:
             reports = {"single": lockstep.train(["run=single", *common])}
         reports["ddp"] = lockstep.train(["run=ddp", *TWO, *common])
+        reports["fsdp"] = lockstep.train(["run=fsdp", *SHARDED, *common])
         with pytest.raises((RunFailed, OutOfMemory)):  # which is what a SIGKILL looks like
             lockstep.train(["run=killed", *TWO, *common, f"+callbacks.witness.kill_at={KILLED_AT}"])
         reports["killed"] = lockstep.train(["run=killed", "resume=auto", *TWO, *common])
@@ -154,13 +156,14 @@ def test_a_run_prints_what_the_page_shows(runs):
 def test_two_processes_see_the_batches_of_one(runs):
     seen = runs.samples("single")
     assert (len(seen), {len(samples) for samples in seen.values()}) == (8, {8})
-    assert runs.samples("ddp") == seen
+    assert runs.samples("ddp") == runs.samples("fsdp") == seen
 
 
 def test_two_processes_find_the_weights_of_one(runs):
-    single, ddp = runs.weights("single"), runs.weights("ddp")
-    assert float((ddp - single).norm() / single.norm()) < 1e-6
-    assert runs.reports["ddp"]["test/loss"] == pytest.approx(runs.reports["single"]["test/loss"], rel=1e-5)
+    single = runs.weights("single")
+    for pair in ("ddp", "fsdp"):
+        assert float((runs.weights(pair) - single).norm() / single.norm()) < 1e-6
+        assert runs.reports[pair]["test/loss"] == pytest.approx(runs.reports["single"]["test/loss"], rel=1e-5)
 
 
 def test_a_killed_run_that_is_typed_again_ends_bit_identical(runs):

@@ -26,14 +26,17 @@ SIZE, BATCH, TEST = 12, 6, 21  # 21 test samples: neither two processes nor the 
 @dataclass(frozen=True)
 class Source:
     overrides: list[str]
-    change: Callable[[], None]  # of one training image
+    change: Callable[
+        [], None
+    ]  # of the first training image: of a torch Dataset some samples are compared, the first among them
 
 
 def folder(root: Path, *more: str) -> Source:
     write_classes(root / "train", 20)
     write_classes(root / "test", 7)
     return Source(
-        ["data=folder", f"data.root={root}", *more], lambda: picture((9, 9, 9), 1).save(root / "train/red/0.png")
+        ["data=folder", f"data.root={root}", *more],
+        lambda: picture((9, 9, 9), 1).save(root / "train" / min(COLOURS) / "0.png"),
     )
 
 
