@@ -262,7 +262,7 @@ def test_a_module_of_the_template_gets_its_network_optimizer_and_schedule(train,
         "checkpoints omit net, optimizer, scheduler from hyper_parameters: only plain values" in capsys.readouterr().err
     )
     module = lockstep.load_model("template")
-    assert torch.equal(module.layers.state_dict()["conv1.weight"], saved["state_dict"]["layers.conv1.weight"])
+    assert torch.equal(module.layers.state_dict()["features.0.weight"], saved["state_dict"]["layers.features.0.weight"])
     assert lockstep.evaluate(["run=template", "trainer.accelerator=cpu"])["test_loss"] == report["test_loss"]
     with pytest.raises(UserError, match=r"holds the LightningModule odd\.Template"):
         export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
