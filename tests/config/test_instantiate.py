@@ -108,8 +108,8 @@ def test_all_problems_of_a_node_are_told_at_once():
 @pytest.mark.parametrize(
     ("target", "parts"),
     [
-        ("mine.Nte", ["model._target_=mine.Nte is not there", "did you mean Net?"]),
-        ("mine.nets.Net", ["model._target_=mine.nets.Net is not there", "mine has no nets"]),
+        ("mine.Nte", ["model._target_=mine.Nte does not exist", "did you mean Net?"]),
+        ("mine.nets.Net", ["model._target_=mine.nets.Net does not exist", "mine has no nets"]),
         ("os.system", ["model._target_=os.system may not be named", "lockstep, torch.nn", "mine"]),
         ("???", ["model._target_ is missing; it names the class"]),
     ],

@@ -113,7 +113,7 @@ def test_images_are_found_at_any_depth_and_what_is_no_image_is_ignored(root):
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (lambda root: (root / "empty").mkdir(), r"photos/empty holds no images .*Remove the folder"),
+    (lambda root: (root / "empty").mkdir(), r"photos/empty holds no images .*Remove it"),
     (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"has only the folder green/"),
     (lambda root: [(root / name).rename(root.parent / name) for name in COLOURS], r"photos has no folders"),
     (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Type data.root="),

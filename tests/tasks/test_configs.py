@@ -49,7 +49,7 @@ def test_the_headline_is_a_figure_that_people_know(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_data_that_does_not_say_what_a_task_needs_is_refused(name):
     task: Task = create(compose_config("train", [f"task={name}"]).task, "task")
-    with pytest.raises(UserError, match=f"needs {task.needs[0]} in the `about`"):
+    with pytest.raises(UserError, match=f"needs {', '.join(task.needs)} in the `about`"):
         task.bind({"channels": 3})
 
 
