@@ -110,7 +110,7 @@ def runs(request, project, forked, mnist, cache) -> Iterator[Runs]:
         reports = {"single": train("single"), "ddp": train("ddp", *case.two)}
         with pytest.raises((RunFailed, OutOfMemory)):  # which is what a SIGKILL looks like
             train("killed", *case.two, f"+callbacks.witness.kill_at={case.kill_at}")
-        reports["killed"] = train("killed", "resume=auto", *case.two)
+        reports["killed"] = train("killed", "resume=auto", *case.two, "+callbacks.witness.kill_at=null")
         evaluation = lockstep.evaluate([f"run={case.name}-ddp"])
         yield Runs(case, project, reports, evaluation)
     for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:

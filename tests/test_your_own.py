@@ -81,7 +81,9 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
         reports["fsdp"] = lockstep.train(["run=fsdp", *SHARDED, *common])
         with pytest.raises((RunFailed, OutOfMemory)):  # which is what a SIGKILL looks like
             lockstep.train(["run=killed", *TWO, *common, f"+callbacks.witness.kill_at={KILLED_AT}"])
-        reports["killed"] = lockstep.train(["run=killed", "resume=auto", *TWO, *common])
+        reports["killed"] = lockstep.train(
+            ["run=killed", "resume=auto", *TWO, *common, "+callbacks.witness.kill_at=null"]
+        )
         evaluation = lockstep.evaluate(["run=ddp", "trainer.accelerator=cpu"])
         yield Runs(page, reports, evaluation, printed.getvalue())
     forget()

@@ -104,9 +104,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         UserError: network, task and data do not fit together.
     """
     if foreign.is_foreign(cfg):
-        made = foreign.create_module(
-            cfg, plain(foreign.offered_by(data), "about"), partial(optimizer, cfg), with_weights=weights is None
-        )
+        made = foreign.create_module(cfg)
         raise_problems(foreign.problems(cfg, made, data))
         if weights:
             load_module_weights(made, Path(weights))
@@ -153,8 +151,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
 def load_module(path: Path) -> pl.LightningModule:
     """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError if they do not fit."""
     content = read(path)
-    cfg = OmegaConf.create(content["config"])
-    made = foreign.create_module(cfg, content["module_arguments"], partial(optimizer, cfg), with_weights=False)
+    made = foreign.create_module(OmegaConf.create(content["config"]))
     load_module_weights(made, path)
     return made.eval()
 

@@ -59,7 +59,7 @@ def assert_same_result(project: Project) -> None:
 class KillAt(pl.Callback):
     """Ends its process with SIGKILL after a step, once there is a checkpoint."""
 
-    def __init__(self, *, step: int) -> None:
+    def __init__(self, *, step: int | None) -> None:
         self.step = step
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -75,11 +75,11 @@ def assert_survives_a_kill(project: Project) -> None:
 
     more = ["checkpoint.every_n_steps=2", "resume=auto"]
     lockstep.train(project.command("whole", *more))
-    kill = ["+callbacks.kill._target_=lockstep.testing.KillAt", f"+callbacks.kill.step={STEPS - 3}"]
-    command = [sys.executable, str(jobs.script("train")), *project.command("killed", *more, *kill)]
+    killed = project.command("killed", *more, "+callbacks.kill._target_=lockstep.testing.KillAt")
+    command = [sys.executable, str(jobs.script("train")), *killed, f"+callbacks.kill.step={STEPS - 3}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    assert lockstep.train(project.command("killed", *more))["resumed_from"]
+    assert lockstep.train([*killed, "+callbacks.kill.step=null"])["resumed_from"]
     runs = [comparison.find(name, project.runs_dir) for name in ("whole", "killed")]
     found = comparison.compare(*runs, exact=True, tolerance=0)
     assert {name: found[name] for name in ("log", "figures", "weights") if found[name]} == {}

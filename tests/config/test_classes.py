@@ -180,7 +180,7 @@ def test_data_without_the_engines_keys_trains_with_an_optimizer_that_says_nothin
     assert (report["status"], report["train/steps"], report["evaluated"]) == (
         "done",
         4,
-        ["test/loss", "test/count", "test/acc"],
+        "test/loss | test/count | test/acc",
     )
 
 

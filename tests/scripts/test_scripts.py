@@ -136,7 +136,9 @@ def test_what_does_not_classify_images_is_not_exported(task, tmp_path):
     about = {"classes": ["a"]} if task == "Classification" else {"classes": [], "targets": ["a"], **images}
     content = {"config": {"task": {"_target_": f"lockstep.tasks.{task}"}}, "DataModule": {"about": about}}
     torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=rf"is of lockstep.tasks.{task}, and only classifiers of images are exported"):
+    with pytest.raises(
+        UserError, match=rf"was trained on lockstep.tasks.{task}; only classifiers of images can be exported"
+    ):
         export(tmp_path / "a.ckpt", tmp_path / "export")
     assert not (tmp_path / "export").exists()
 

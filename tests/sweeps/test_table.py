@@ -39,8 +39,14 @@ def test_plain_overrides_are_recorded_as_they_are_typed(tmp_path):
 
 
 def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():
-    module = {"monitor": "val_loss", "val_loss": 0.5, "test_loss": 0.25, "evaluated": ["test_loss", "test_count"]}
-    task = {"monitor": "val/acc", "test/acc": 0.9, "test/count": 9, "evaluated": ["test/acc", "test/count"]}
+    module = {
+        "monitor": "val_loss",
+        "val_loss": 0.5,
+        "test_loss": 0.25,
+        "test_count": 9,
+        "evaluated": "test_loss | test_count",
+    }
+    task = {"monitor": "val/acc", "test/acc": 0.9, "test/count": 9, "evaluated": "test/acc | test/count"}
     assert table.columns([module, task, {"status": "failed"}]) == [
         "status", "test/acc", "test_count", "test_loss", "val_loss", "val/acc", "train/steps", "wall_s",
     ]  # fmt: skip

@@ -51,7 +51,7 @@ class Validated(Small):
 class Template(pl.LightningModule):
     '''As in the Lightning-Hydra template.'''
 
-    def __init__(self, net, optimizer, scheduler, interval: str = "step"):
+    def __init__(self, net, optimizer, scheduler):
         super().__init__()
         self.save_hyperparameters(logger=False)
         self.layers = net
@@ -64,7 +64,7 @@ class Template(pl.LightningModule):
     def configure_optimizers(self):
         optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
         scheduler = self.hparams.scheduler(optimizer=optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.hparams.interval}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
 class Named(Small):
@@ -150,7 +150,18 @@ class Stop(pl.Callback):
 class Other:
     pass
 """
-FILES = {"src/odd/__init__.py": MODULES, "configs/data/odd.yaml": "_target_: odd.Data\nnum_workers: 0\n"}
+TEMPLATE = """defaults: [lightning_module]
+_target_: odd.Template
+net: {_target_: lockstep.models.BasicNet}
+optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.01, momentum: 0.9}
+scheduler: {_target_: torch.optim.lr_scheduler.CosineAnnealingLR, _partial_: true, T_max: 4}
+monitor: valid_loss
+"""
+FILES = {
+    "src/odd/__init__.py": MODULES,
+    "configs/data/odd.yaml": "_target_: odd.Data\nnum_workers: 0\n",
+    "configs/task/template.yaml": TEMPLATE,
+}
 OWN = ["task=lightning_module", "trainer.accelerator=cpu", "trainer.precision=32-true"]
 
 
@@ -200,8 +211,7 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small takes no argument net, optimizer. Type model=none optim=none."),
-        (["task._target_=odd.Template", "model=basic_net"], "odd.Template needs optimizer. Choose it with optim=<name>."),
+        (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small has its own. Type model=none optim=none, or begin its config with"),
         (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, but small makes its own"),
         (["task._target_=odd.Small", "strategy=dp"], "strategy=dp changes how a task's network is called"),
         (["task._target_=odd.Small", "strategy=fsdp", "trainer.devices=2"], "Type strategy=ddp."),
@@ -231,7 +241,6 @@ def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
         ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Type task.monitor=null."),
         ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist provides the batches"),
         ("Other", ["model=basic_net", "optim=sgd", "schedule=constant"], "odd.Other is neither a lockstep.tasks.Task nor a lightning.pytorch.LightningModule"),
-        ("Template", ["model=basic_net", "optim=sgd", "schedule=cosine", "+task.interval=epoch"], "schedule=cosine counts optimizer steps, but Template steps it once per epoch"),
         ("Small", ["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"),
         ("Small", ["data=odd", "+data.val_fraction=0.2"], "data.val_fraction is not an argument of odd.Data"),
     ],
@@ -260,22 +269,21 @@ def test_keys_that_divide_locksteps_batches_are_refused_for_dataloaders_of_ones_
 # --- what it gets ---
 
 
-def test_a_module_of_the_template_gets_its_network_optimizer_and_schedule(train, capsys):
-    report = train(
-        "Template", "run=template", "model=basic_net", "optim=sgd", "schedule=cosine", "task.monitor=valid_loss"
-    )
+def test_a_module_of_the_template_keeps_its_config(train, capsys):
+    """Its network is a node of its config; optimizer and schedule are partials that it calls."""
+    report = train("Template", "run=template", "task=template")
     saved = checkpoint("template", "best-step-4.ckpt")
     assert report["checkpoint"] == "checkpoints/best-step-4.ckpt"
     assert saved["optimizer_states"][0]["param_groups"][0]["momentum"] == 0.9
     assert saved["lr_schedulers"][0]["_last_lr"][0] == pytest.approx(0.0, abs=1e-9)  # cosine to the end of 4 steps
-    assert saved["hyper_parameters"] == {"interval": "step"}
+    assert saved["hyper_parameters"] == {}
     assert (
         "checkpoints omit net, optimizer, scheduler from hyper_parameters: only plain values" in capsys.readouterr().err
     )
     module = lockstep.load_model("template")
     assert torch.equal(module.layers.state_dict()["features.0.weight"], saved["state_dict"]["layers.features.0.weight"])
     assert lockstep.evaluate(["run=template", "trainer.accelerator=cpu"])["test_loss"] == report["test_loss"]
-    with pytest.raises(UserError, match=r"is of odd\.Template, and only classifiers of images"):
+    with pytest.raises(UserError, match=r"was trained on odd\.Template; only classifiers of images"):
         export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
 
 

@@ -13,11 +13,9 @@ from omegaconf import DictConfig
 from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.checkpoints.plain import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
-from lockstep.config.identity import title
 from lockstep.config.instantiate import has_own_loaders, to_plain
 from lockstep.config.words import nearest
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.training.foreign import given_to
 
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
@@ -34,19 +32,13 @@ class Foreign(pl.Callback):
         self.told: set[str] = set()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """`compile` and `channels_last` change the network of the model group only, not a module's own."""
+        """Synchronises batch norms if asked to; the network is otherwise left as the module made it."""
         if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if not self.own_loaders:  # Lockstep's datamodule calls the module's hook
             warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
-        net, cfg = given_to(pl_module).net, self.cfg
-        self.parallelize(
-            pl_module if net is None else net,
-            trainer,
-            sync_batchnorm=cfg.trainer.sync_batchnorm,
-            channels_last=cfg.channels_last and net is not None,
-            compile=cfg.compile,
-        )
+        sync = self.cfg.trainer.sync_batchnorm
+        self.parallelize(pl_module, trainer, sync_batchnorm=sync, channels_last=False, compile=False)
         data = trainer.datamodule  # type: ignore[attr-defined]
         for split in () if self.own_loaders else (data.val_split, data.test_split):
             if split.count < trainer.world_size:
@@ -59,14 +51,6 @@ class Foreign(pl.Callback):
         for index, figure in self.due.items():
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
         self.due = {}
-        schedule = given_to(pl_module).scheduler
-        by_epoch = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "epoch"]
-        changes = title(self.cfg.schedule) != "constant" or self.cfg.schedule.get("warmup_steps")
-        if schedule and schedule.counts_steps and changes and schedule.made in by_epoch:
-            raise UserError(
-                f"schedule={title(self.cfg.schedule)} counts optimizer steps, but {type(pl_module).__name__} steps it once per epoch. Type schedule=none, "
-                'or let configure_optimizers return {"scheduler": ..., "interval": "step"}.'
-            )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
@@ -91,7 +75,6 @@ class Foreign(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
-        checkpoint["module_arguments"] = given_to(pl_module).network_arguments
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
             values = to_plain(checkpoint[key])

@@ -46,4 +46,4 @@ def load_module_weights(module: Any, path: Path) -> None:
 
 def holds_module(path: Path) -> bool:
     """Whether it is a checkpoint of a user's LightningModule, which defines its own network."""
-    return "module_arguments" in read(path)
+    return "network" not in read(path)

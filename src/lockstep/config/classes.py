@@ -64,8 +64,8 @@ def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterato
 
 
 def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
-    """Of a LightningDataModule, whose batches Lockstep cannot divide."""
+    """Keys that have no effect with a LightningDataModule."""
     if cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches; those of {title(cfg.data)} are its own. Type a number."
+        yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={title(cfg.data)} makes its own. Type a number."
     if cfg.data.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's loaders; those of {title(cfg.data)} are its own. Type a number."
+        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={title(cfg.data)} has its own. Type a number."

@@ -42,10 +42,10 @@ def prepare_data(cfg: DictConfig) -> "DataSet | None":
 
 
 def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
-    """Raises UserError for keys that no class takes. Imports torch where this process trains or something is the user's own."""
+    """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for added keys."""
     from lockstep.config.classes import component_problems, data_problems
 
-    everything = runs_here(world) or any(override.startswith("+") for override in overrides)
+    everything = any(override.startswith("+") for override in overrides)
     components = () if evaluating else component_problems(cfg, everything=everything)  # what has trained is right
     raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating)])
 

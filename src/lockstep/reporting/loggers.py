@@ -104,7 +104,15 @@ def has_wandb_key() -> bool:
 
 
 def wandb(
-    *, run_dir: Path, run: str, project: str, entity: str | None, group: str | None, tags: list[str], id: str, mode: str
+    *,
+    run_dir: Path,
+    run: str,
+    project: str,
+    entity: str | None,
+    group: str | None,
+    tags: list[str],
+    id: str | None,
+    mode: str,
 ) -> WandbLogger:
     """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides it."""
     import wandb as client

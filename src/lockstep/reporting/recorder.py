@@ -23,6 +23,13 @@ from lockstep.training.micro_batches import batches
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+SEPARATOR = " | "  # of names in `evaluated`: values of report.json are neither lists nor dicts
+
+
+def evaluated(report: dict[str, Any]) -> list[str]:
+    """The names of the test figures, which a LightningModule may call as it likes."""
+    return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
+
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of metrics.csv, without empty cells."""
@@ -142,7 +149,7 @@ class Recorder:
     def add(self, **figures: Any) -> None:
         """Adds figures of an evaluation to the report and the loggers. The last evaluation is the test."""
         assert self.trainer is not None
-        self.report |= {**figures, "evaluated": list(figures)}
+        self.report |= {**figures, "evaluated": SEPARATOR.join(figures)}
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.report["train/steps"])
 

@@ -8,7 +8,7 @@ from lockstep.config.identity import evaluation_file, run_dir
 from lockstep.config.project import command
 from lockstep.machine.files import write_json
 from lockstep.machine.world import World
-from lockstep.reporting.recorder import read_metrics
+from lockstep.reporting.recorder import evaluated, read_metrics
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,7 +44,7 @@ def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModul
 
 def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
     """The headline without a task or without a test: the first test figure, else the monitored one."""
-    names = [*report.get("evaluated", ()), *(name for name in report if name == report.get("monitor"))]
+    names = [*evaluated(report), *(name for name in report if name == report.get("monitor"))]
     found = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 

@@ -11,6 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lockstep.machine.files import write_json
+from lockstep.reporting.recorder import evaluated
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
 FIRST, LAST = ("status",), ("train/steps", "wall_s")
@@ -27,7 +28,7 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Status, test figures, the monitored figure, speed and time."""
-    tested = [key for row in rows for key in row.get("evaluated", ()) if not key.endswith("/count")]
+    tested = [key for row in rows for key in evaluated(row) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
     return list(dict.fromkeys([*FIRST, *sorted(tested), *monitored, LAST[0], *rates, LAST[1]]))

@@ -4,7 +4,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -12,14 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from lockstep.errors import UserError
 
 
-def asks_for_steps(make: Callable[..., Any]) -> bool:
-    """Whether a schedule has an argument `total_steps`, which the config leaves to the engine."""
-    return "total_steps" in inspect.signature(make).parameters and "total_steps" not in getattr(make, "keywords", ())
-
-
 def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_steps: float) -> LRScheduler:
-    """The schedule of an optimizer. torch's own, such as StepLR, may not ask how long the run is."""
-    return make(optimizer, **({"total_steps": total_steps} if asks_for_steps(make) else {}))
+    """The schedule of an optimizer. It gets `total_steps` if its signature names it and the config does not set it."""
+    asks = "total_steps" in inspect.signature(make).parameters and "total_steps" not in getattr(make, "keywords", ())
+    return make(optimizer, **({"total_steps": total_steps} if asks else {}))
 
 
 def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float]) -> LambdaLR:
