@@ -117,7 +117,6 @@ def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_ro
     ("setup", "rank", "kinds"),
     [
         ("single", 0, slice(0, None, 6)),
-        ("shards", 0, slice(3, None, 9)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
@@ -125,6 +124,7 @@ def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_ro
                 ("plain", 0, slice(0)),
                 ("ddp3", 1, slice(0)),
                 ("ddp", 0, slice(0, None, 8)),
+                ("shards", 0, slice(3, None, 9)),
                 ("norms", 0, slice(1)),
                 ("fsdp", 0, slice(1, None, 8)),
                 ("shards", 1, slice(1, 2)),

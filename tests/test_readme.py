@@ -40,6 +40,7 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "args"), commands(), ids=lambda value: " ".join(value) if isinstance(value, list) else value
 )

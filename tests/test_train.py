@@ -39,7 +39,10 @@ def test_an_average_is_what_is_validated_tested_and_saved(train):
     assert again["test/loss"] == pytest.approx(averaged["test/loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16-true", pytest.param("bf16-mixed", marks=pytest.mark.slow), pytest.param("64-true", marks=pytest.mark.slow)],
+)
 def test_precisions_train(train, precision):
     found = train(f"trainer.precision={precision}", "trainer.max_epochs=3", "optim.lr=3e-3")
     assert (found["precision"], found["test/count"]) == (precision, 103)
@@ -52,6 +55,7 @@ def test_a_run_without_an_end_is_ended_by_time(train):
     assert found["train/steps"] > 0
 
 
+@pytest.mark.slow
 def test_weights_to_start_from_are_not_needed_again(train, forked, tmp_path):
     import timm
 
@@ -75,6 +79,7 @@ def test_seed_0_is_a_seed_and_null_draws_one(train):
     assert isinstance(c["seed"], int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["one_batch", "limit", "profiler"])
 def test_debug_presets(train, preset):
     found = train("run=a", f"debug={preset}")

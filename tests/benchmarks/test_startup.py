@@ -1,16 +1,11 @@
 """What a command imports: nothing that it has no use for, and how benchmarks/startup.py finds that out."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import startup
 from startup import Import
 
-from lockstep import ROOT
-
-ALSO_HEAVY = {"torch", "lightning", "torchvision", "torchmetrics", "numba", "sympy"}
 OF_TORCHVISION = {"PIL"}  # not ours to leave out: it has the types of its annotations
 TRACE = """import time: self [us] | cumulative | imported package
 import time:       100 |        100 |     deep.inside
@@ -41,16 +36,6 @@ def test_a_default_run_imports_nothing_heavy_that_it_does_not_use(traced):
     assert {"torch", "lightning", "hydra", "lockstep"} <= packages(before)
     assert not packages(before) & (set(startup.HEAVY) - OF_TORCHVISION)
     assert not packages(after) & (set(startup.HEAVY) - OF_TORCHVISION)
-
-
-@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("optim.lrr=3", 2), ("data.batch_size=-1", 2)])
-def test_an_answer_without_a_run_imports_no_framework(tmp_path, argument, code):
-    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), argument]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code
-    imported = startup.parse(done.stderr)
-    assert "hydra" in packages(imported)
-    assert not packages(imported) & (set(startup.HEAVY) | ALSO_HEAVY)
 
 
 def test_a_trace_is_read_with_who_imported_what():

@@ -250,7 +250,13 @@ def test_what_is_not_there_cannot_be_continued(overrides, told, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["--cfg", "job"], ["optim.lrr=1", "data.image_size=0"], ["-m", "modle=a,b"]]
+    "args",
+    [
+        ["--help"],
+        ["optim.lrr=1", "data.image_size=0"],
+        pytest.param(["--cfg", "job"], marks=pytest.mark.slow),
+        pytest.param(["-m", "modle=a,b"], marks=pytest.mark.slow),
+    ],
 )
 def test_help_and_mistakes_answer_without_torch_and_leave_nothing(command, args):
     done = command("train.py", *args, env={"PYTHONPROFILEIMPORTTIME": "1"})
@@ -269,7 +275,8 @@ def test_help_and_mistakes_answer_without_torch_and_leave_nothing(command, args)
     (["resume=lost.ckpt"], ["lost.ckpt does not exist"]),
     (["trainer.precision=fp17", "optim.lrr=1"], ["fp17", "optim.lrr"]),
 ])  # fmt: skip
-def test_bad_input_is_one_message_exit_code_2_and_nothing_written(command, args, parts):
+def test_bad_input_is_one_message_exit_code_2_and_nothing_written(forked_command, args, parts):
+    command = forked_command
     done = command("train.py", *args)
     assert done.code == 2, done
     assert "Traceback" not in done.err
@@ -279,7 +286,8 @@ def test_bad_input_is_one_message_exit_code_2_and_nothing_written(command, args,
     assert command.files() == []
 
 
-def test_an_evaluation_needs_a_run_or_a_checkpoint(command):
+def test_an_evaluation_needs_a_run_or_a_checkpoint(forked_command):
+    command = forked_command
     for args, told in (
         ([], "run=<name>"),
         (["run=none"], "neither a checkpoint nor a run"),

@@ -96,6 +96,8 @@ SOURCES = {
     "huggingface": huggingface,
 }
 
+SLOW = ("torch", "huggingface", "torchvision")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -119,7 +121,7 @@ class Case:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.xdist_group(f"source-{name}"), *[pytest.mark.slow] * (name == "torch")])
+        pytest.param(name, marks=[pytest.mark.xdist_group(f"source-{name}"), *[pytest.mark.slow] * (name in SLOW)])
         for name in SOURCES
     ],
 )

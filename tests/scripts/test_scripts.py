@@ -101,7 +101,8 @@ def test_a_checkpoint_cannot_name_code_to_run(runs, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("run", ["a", pytest.param("timm", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("run", ["a", "timm"])
 def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
     """As a module, and as a script that classifies files."""
     folder = export(finding.tested_checkpoint(str(runs / run), "export"), tmp_path / "exports" / run)

@@ -352,8 +352,8 @@ def test_what_would_not_load_again_is_not_saved(train):
         train("Unplain", "run=unplain")
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", ["Small", "Reads"])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("name", [pytest.param("Small", marks=pytest.mark.slow), "Reads"])
 def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly_from_an_epochs_end(train, name, workers):
     options = ["data=odd", f"data.num_workers={workers}", "trainer.max_epochs=3"]
     run = f"{name}{workers}"
