@@ -5,13 +5,14 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import lockstep
-from lockstep.callbacks import FiniteLoss
+
+if TYPE_CHECKING:
+    import torch  # 10 s, which the process that deals out the tests need not spend
 
 # For runs whose network does not matter: a step of BasicNet takes a tenth, a checkpoint 1 MB instead of 14.
 SMALL = ["data.image_size=12", "trainer.accelerator=cpu"]
@@ -53,8 +54,10 @@ def run_a(train: Train, trained: Path) -> dict[str, Any]:
 def crash_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Makes training raise Crash at the end of a step."""
 
+    from lockstep.callbacks import FiniteLoss
+
     def set_up(step: int) -> None:
-        def crash(self: FiniteLoss, trainer: Any, *_: Any) -> None:
+        def crash(self: Any, trainer: Any, *_: Any) -> None:
             if trainer.global_step == step:
                 raise Crash
 
@@ -80,9 +83,13 @@ def logged_steps(run: str) -> list[int]:
 
 def state(path: str | Path) -> dict[str, Any]:
     """A checkpoint, by its path below runs/."""
+    import torch
+
     found: dict[str, Any] = torch.load(Path("runs", path), weights_only=True)
     return found
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def same(a: dict[str, "torch.Tensor"], b: dict[str, "torch.Tensor"]) -> bool:
+    import torch
+
     return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)

@@ -101,6 +101,7 @@ def test_a_multirun_is_as_many_runs_as_jobs_and_a_table(any_command):
     )
 
 
+@pytest.mark.slow
 def test_a_multirun_of_two_processes_each_goes_on_after_a_job_that_cannot_run(forked_command):
     done = forked_command("train.py", "-m", "data.batch_size=64,63", "run=sweep", *TWO, *SHORT)
     assert done.code == 2, done

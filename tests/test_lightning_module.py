@@ -94,7 +94,14 @@ def project(tmp_path_factory, mnist) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(f"module-{case.name}")) for case in CASES],
+    params=[
+        pytest.param(
+            case,
+            id=case.name,
+            marks=[pytest.mark.xdist_group(f"module-{case.name}"), *[pytest.mark.slow] * (case.name == "own_data")],
+        )
+        for case in CASES
+    ],
 )
 def runs(request, project, forked, mnist, cache) -> Iterator[Runs]:
     """The command alone, as two processes, and as two that are killed and go on; and an evaluation."""

@@ -63,6 +63,7 @@ def test_a_group_of_several_may_be_empty():
     assert (cfg.callbacks, cfg.logger) == ({}, {})
 
 
+@pytest.mark.slow
 def test_all_models_combine_with_all_strategies_and_with_data_in_memory_or_in_files():
     models, strategies = [o for o in options("model") if o not in OPEN], options("strategy")
     combinations = list(itertools.product(models, ("mnist", "folder"), strategies))

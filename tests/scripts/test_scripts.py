@@ -74,6 +74,7 @@ def test_a_model_is_loaded_as_it_was_tested(runs, run):
     assert all(torch.equal(value, tested[f"net.{key}"]) for key, value in net.state_dict().items())
 
 
+@pytest.mark.slow
 def test_loading_a_model_imports_no_lightning(runs):
     code = "import lockstep; print(type(lockstep.load_model('runs/a')).__name__)"
     assert run_python(code, {"lightning", "wandb", "matplotlib"}, runs.parent) == "BasicNet\n"

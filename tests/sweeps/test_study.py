@@ -33,6 +33,7 @@ def test_the_best_config_has_groups_and_values_of_the_trial(tmp_path):
     assert (cfg.trainer.max_epochs, "ema" in cfg.callbacks) == (3, True)
 
 
+@pytest.mark.slow
 def test_the_best_config_of_a_search_within_a_recipe_is_that_recipe_s(tmp_path):
     cfg = composed_best(
         tmp_path, {"experiment": "cifar10_resnet50d", "seed": "5"}, {"optim.lr": 0.02}, {"optim.lr": FloatDistribution(0.01, 0.1)}
