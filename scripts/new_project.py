@@ -66,7 +66,11 @@ def replaced(text: str, words: dict[str, str]) -> str:
 def thin(folder: Path, package: str, data: str, requirement: str | None) -> None:
     """Copies the template, then the files for the kind of data."""
     words = {NAME: package, NAME.replace("_", "-"): package.replace("_", "-")}
-    words |= {"DATA_LINE": FIRST_LINE[data], "LOCKSTEP_ADDRESS": address(folder, requirement)}
+    link = address(folder, requirement)
+    words |= {
+        "DATA_LINE": FIRST_LINE[data],
+        "[Lockstep](LOCKSTEP_ADDRESS)": f"[Lockstep]({link})" if link else "Lockstep",
+    }
     for source in (TEMPLATES / "project", TEMPLATES / f"data-{data}"):
         for path in sorted(path for path in source.rglob("*") if path.is_file()):
             place = path.relative_to(source)

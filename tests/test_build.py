@@ -69,11 +69,14 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
         trainer = build.trainer(cfg, world_of(cfg), data)
         module = build.module(cfg, data)
         assert len(trainer.loggers) == (2 if option in ("wandb", "tensorboard") else 1)
+        assert type(trainer.strategy).__name__ == cfg.strategy._target_.split(".")[-1]
         optimizer = module.new_optimizer()
         schedule = scheduler(module.make_schedule, optimizer, 100)
-        optimizer.step()
-        schedule.step()
-        assert optimizer.param_groups[0]["lr"] >= 0
+        for _ in range(100):
+            optimizer.step()
+            schedule.step()
+        falls = group == "schedule" and option in ("cosine", "linear", "step")
+        assert (optimizer.param_groups[0]["lr"] < cfg.optim.lr) is falls
     assert not (tmp_path / "runs").exists()
 
 

@@ -53,6 +53,12 @@ def test_a_thin_project_may_depend_on_an_address(tmp_path, monkeypatch):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", address) == 0
     text = texts(tmp_path / "a")["pyproject.toml"]
     assert (f'    "{address}",\n' in text, "tool.uv.sources" in text) == (True, False)
+    assert "(git+https://example.org/lockstep.git)" in texts(tmp_path / "a")["README.md"]
+
+
+def test_a_thin_project_may_depend_on_a_release(tmp_path, monkeypatch):
+    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", "lockstep>=0.2") == 0
+    assert "Trains with Lockstep: " in texts(tmp_path / "a")["README.md"]
 
 
 @pytest.mark.parametrize(
