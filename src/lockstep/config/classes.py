@@ -1,4 +1,4 @@
-"""Checks that need the classes of a config: their signatures, and what kind of data it is. Imports them, and torch with some."""
+"""Checks that need the classes a config names: their signatures, and the kind of data. Some of these import torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,13 +14,13 @@ from lockstep.machine.world import World
 
 
 def optimizer_node(cfg: DictConfig) -> dict[str, Any]:
-    """`fused: auto` is decided for the strategy of this process."""
+    """The `optim` node, with `fused: auto` decided for the strategy of this process."""
     node = to_plain(cfg.optim)
     return {**node, "fused": fused_problem(cfg) is None} if node.get("fused") == "auto" else node
 
 
 def components(cfg: DictConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The nodes that name a class, by where they stand; without `data`."""
+    """The nodes that name a class, by key, without `data`."""
     nodes: dict[str, Any] = {
         key: cfg[key] for key in ("task", "model", "strategy", "optim", "schedule") if "_target_" in cfg[key]
     }
@@ -32,7 +32,7 @@ def components(cfg: DictConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def component_problems(cfg: DictConfig, *, everything: bool) -> Iterator[str]:
-    """Keys that a class does not take. Shipped classes import torch for seconds: only with `everything`."""
+    """Keys that a class does not accept. Shipped classes take seconds to import, so they are checked only with `everything`."""
     for key, node in components(cfg):
         if everything or not is_shipped(node):
             from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
@@ -41,7 +41,7 @@ def component_problems(cfg: DictConfig, *, everything: bool) -> Iterator[str]:
 
 
 def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterator[str]:
-    """What the engine asks of batches: of Lockstep's data sets and of own ones; other dataloaders have none of its keys."""
+    """Checks the `data` node. The engine's keys are checked for every DataSet; a LightningDataModule has none of them."""
     try:
         if has_own_loaders(cfg):
             yield from own_loader_problems(cfg)
@@ -54,7 +54,7 @@ def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterato
     if "batch_size" not in cfg.data:
         yield "data.batch_size is missing: it is the global batch of one optimizer step. Type +data.batch_size=64."
         return
-    if is_shipped(cfg.data):  # all of it is checked already, without its class
+    if is_shipped(cfg.data):  # config/checks.py has checked it without importing its class
         return
     if wrong := list(wrong_values(cfg, [f"data.{key}" for key in ENGINE_DATA])):
         yield from wrong
