@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.machine.files import write_text
 from lockstep.reporting.chart import chart
 from lockstep.reporting.console import number
 
@@ -59,4 +60,4 @@ def write_html(
         rows=rows,
         config=html.escape(OmegaConf.to_yaml(cfg, resolve=True)),
     )
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    write_text(folder / "report.html", page)
