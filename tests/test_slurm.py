@@ -19,6 +19,7 @@ from lockstep.reporting import comparison
 
 pytestmark = [
     pytest.mark.xdist_group("slurm"),
+    pytest.mark.full,
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
 OPTIONS = [

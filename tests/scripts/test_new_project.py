@@ -84,7 +84,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param("folder", marks=pytest.mark.slow),
+        pytest.param("folder", marks=pytest.mark.full),
         pytest.param("arrays", marks=pytest.mark.full),
         pytest.param("none", marks=pytest.mark.full),
     ],
