@@ -8,13 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-
 from lockstep.config.components import is_shipped
 from lockstep.config.schema import KEYS
 from lockstep.config.words import nearest, shown
-
-ANY_TYPE = ConfigDict(arbitrary_types_allowed=True)
 
 
 def locate(path: str) -> Any:
@@ -79,9 +75,13 @@ def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any
         return
     if key in KEYS and is_shipped({"_target_": target}):
         return  # config/checks.py has better words
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not wait for
+
     try:
         annotation = hints(target).get(parameter.name, parameter.annotation)
-        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=None if is_model(annotation) else ANY_TYPE)
+        adapter: TypeAdapter[Any] = TypeAdapter(
+            annotation, config=None if is_model(annotation) else {"arbitrary_types_allowed": True}
+        )
     except Exception:  # annotations that only a type checker understands
         return
     try:
