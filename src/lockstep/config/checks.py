@@ -1,4 +1,4 @@
-"""Every check of a config, across its groups, without torch: reports all mistakes together, in half a second."""
+"""Every check of a config, across its groups, without torch: reports all mistakes together."""
 
 import importlib
 from collections.abc import Iterable, Iterator
@@ -184,12 +184,11 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         )
     if good := wrong_mode(cfg):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst checkpoint. Type checkpoint.mode={good}."
-    for name in [
-        name for name, node in cfg.callbacks.items() if "monitor" in node and str(node._target_).startswith("lockstep.")
-    ]:
+    watching = {k: node for k, node in cfg.callbacks.items() if "monitor" in node and is_shipped(node)}
+    for name, node in watching.items():
         if trainer.limit_val_batches == 0:
             yield f"callbacks=[{name}] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
-        if cfg.callbacks[name].monitor is None:
+        if node.monitor is None:
             yield f"callbacks=[{name}] needs a figure to watch, and callbacks.{name}.monitor is null. Type checkpoint.monitor=<a figure of the validation>."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."

@@ -58,7 +58,8 @@ def runs_here(world: World) -> bool:
 def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """Runs `job` in as many processes as the config asks for; returns the result that it wrote.
 
-    Before the config and the data are checked, nothing is written to the run directory and torch is not imported.
+    Before the config and the data are checked, nothing is written to the run directory, and torch is imported only to check
+    the user's own classes and added keys.
 
     Raises:
         UserError: the config or the input is wrong.
