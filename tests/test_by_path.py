@@ -54,13 +54,13 @@ class Odd(Mnist):
 CONFIGS = {
     "schedule/drops.yaml": "_target_: torch.optim.lr_scheduler.StepLR\n_partial_: true\nstep_size: 5\n",
     "schedule/plateau.yaml": "_target_: torch.optim.lr_scheduler.ReduceLROnPlateau\n_partial_: true\n",
-    "optim/named.yaml": "_target_: flowers.own.without_decay\n_partial_: true\nlr: 0.1\nweight_decay: 0.2\n",
+    "optim/named.yaml": "_target_: bouquet.own.without_decay\n_partial_: true\nlr: 0.1\nweight_decay: 0.2\n",
     "optim/muon.yaml": "_target_: torch.optim.Muon\n_partial_: true\nlr: 0.01\n",
     "optim/muon_and_adamw.yaml": "_target_: timm.optim.Muon\n_partial_: true\nlr: 0.01\n",
-    "logger/plain.yaml": "plain:\n  _target_: flowers.own.Plain\n  prefix: a\n",
-    "task/temperature.yaml": "defaults: [classification]\n_target_: flowers.own.Temperature\n",
-    "data/numpy.yaml": "defaults: [mnist]\n_target_: flowers.own.NumPy\n",
-    "data/odd.yaml": "defaults: [mnist]\n_target_: flowers.own.Odd\n",
+    "logger/plain.yaml": "plain:\n  _target_: bouquet.own.Plain\n  prefix: a\n",
+    "task/temperature.yaml": "defaults: [classification]\n_target_: bouquet.own.Temperature\n",
+    "data/numpy.yaml": "defaults: [mnist]\n_target_: bouquet.own.NumPy\n",
+    "data/odd.yaml": "defaults: [mnist]\n_target_: bouquet.own.Odd\n",
 }
 
 
@@ -68,9 +68,9 @@ CONFIGS = {
 def own(train, tmp_path):
     """`train` in a project with the classes and configs above."""
     files = {f"configs/{name}": text for name, text in CONFIGS.items()}
-    thin_project.write(tmp_path, **{"src/flowers/own.py": OWN, **files})
+    thin_project.write(tmp_path, **{"src/bouquet/own.py": OWN, **files})
     yield lambda *options: train("model=basic_net", "run=a", "trainer.log_every_n_steps=1", *options)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flowers"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bouquet"]:
         del sys.modules[name]
 
 

@@ -17,15 +17,15 @@ class Tulip(nn.Sequential):
         self(__import__("torch").zeros(1, in_channels, image_size, image_size))
 """
 FILES = {
-    "pyproject.toml": "[project]\nname = 'flowers'\n\n[tool.lockstep]\n",
+    "pyproject.toml": "[project]\nname = 'bouquet'\n\n[tool.lockstep]\n",
     "train.py": TRAIN,
-    "configs/model/tulip.yaml": "_target_: flowers.net.Tulip\nname: tulip\nwidth: 3\n",
+    "configs/model/tulip.yaml": "_target_: bouquet.net.Tulip\nname: tulip\nwidth: 3\n",
     "configs/experiment/garden.yaml": "# @package _global_\ndefaults:\n  - override /model: basic_net\nseed: 8\n",
     "configs/project.yaml": (
         "defaults:\n  - lockstep\n  - override model: tulip\n  - _self_\nseed: 7\noptim:\n  lr: 5e-3\n"
         "trainer:\n  accelerator: cpu\n"
     ),
-    "src/flowers/net.py": NET,
+    "src/bouquet/net.py": NET,
 }
 
 

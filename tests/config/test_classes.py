@@ -203,10 +203,10 @@ def raised(file: Path, module: str) -> ValueError:
         (PACKAGE / "data/images.py", "lockstep.data.images", False),
         (PACKAGE.with_name("lockstep_flowers") / "net.py", "lockstep_flowers.net", True),
         (Path(sysconfig.get_path("purelib"), "torch/nn/modules/linear.py"), "torch.nn.modules.linear", False),
-        (Path(sysconfig.get_path("purelib"), "flowers/net.py"), "flowers.net", True),  # the project's, installed
+        (Path(sysconfig.get_path("purelib"), "bouquet/net.py"), "bouquet.net", True),  # the project's, installed
         (Path(sysconfig.get_path("purelib"), "monai/nets.py"), "monai.nets", True),
-        (Path(sysconfig.get_path("purelib"), "flowers_of_others/net.py"), "flowers_of_others.net", False),
-        (Path("src/flowers/train.py"), "flowers.train", True),
+        (Path(sysconfig.get_path("purelib"), "bouquet_of_others/net.py"), "bouquet_of_others.net", False),
+        (Path("src/bouquet/train.py"), "bouquet.train", True),
         (Path("train.py"), "__main__", True),
     ],
 )

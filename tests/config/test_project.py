@@ -33,20 +33,20 @@ def table(tmp_path: Path, text: str) -> None:
 
 
 def test_the_nearest_table_above_a_folder_is_the_project(flowers):
-    (flowers / "src/flowers/data").mkdir()
-    (flowers / "src/flowers/pyproject.toml").write_text("[tool.ruff]\n# lockstep has no table here\n")
-    assert project.find(flowers / "src/flowers/data") == project.Project(flowers)
-    assert project.find(flowers / "src/flowers/data").packages == ("flowers",)
+    (flowers / "src/bouquet/data").mkdir()
+    (flowers / "src/bouquet/pyproject.toml").write_text("[tool.ruff]\n# lockstep has no table here\n")
+    assert project.find(flowers / "src/bouquet/data") == project.Project(flowers)
+    assert project.find(flowers / "src/bouquet/data").packages == ("bouquet",)
     assert project.find(flowers.parent) == project.Project()
     assert project.find(ROOT / "tests") == project.Project(ROOT)
 
 
 def test_packages_are_those_in_src_and_those_that_are_listed(flowers):
     (flowers / "src/petals").mkdir()
-    (flowers / "src/flowers.egg-info").mkdir()
+    (flowers / "src/bouquet.egg-info").mkdir()
     (flowers / "src/__pycache__").mkdir()
     table(flowers, "[tool.lockstep]\npackages = ['monai', 'sklearn.linear_model']\n")
-    assert project.trusted() == ["flowers.*", "petals.*", "monai.*", "sklearn.linear_model.*"]
+    assert project.trusted() == ["bouquet.*", "petals.*", "monai.*", "sklearn.linear_model.*"]
 
 
 def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
@@ -174,9 +174,9 @@ def test_a_thin_project_trains_its_own_model_in_this_process(flowers, mnist, cac
     data = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.limit_train_batches=2"]
     try:
         report = lockstep.train(["run=one", *data])  # the working directory is the project's
-        assert (report["model"], report["seed"], "flowers.net" in sys.modules) == ("tulip", 7, True)
+        assert (report["model"], report["seed"], "bouquet.net" in sys.modules) == ("tulip", 7, True)
         assert str(flowers / "src") not in sys.path
         assert type(lockstep.load_model("one")).__name__ == "Tulip"
     finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "flowers"]:
+        for name in [name for name in sys.modules if name.split(".")[0] == "bouquet"]:
             del sys.modules[name]
