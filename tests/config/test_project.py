@@ -19,8 +19,8 @@ from lockstep.launch import jobs
 
 
 @pytest.fixture
-def flowers(tmp_path, monkeypatch) -> Path:
-    root = thin_project.write(tmp_path / "flowers")
+def bouquet(tmp_path, monkeypatch) -> Path:
+    root = thin_project.write(tmp_path / "bouquet")
     monkeypatch.chdir(root)
     return root
 
@@ -32,20 +32,20 @@ def table(tmp_path: Path, text: str) -> None:
 # --- which project -------------------------------------------------------------------------------------------------
 
 
-def test_the_nearest_table_above_a_folder_is_the_project(flowers):
-    (flowers / "src/bouquet/data").mkdir()
-    (flowers / "src/bouquet/pyproject.toml").write_text("[tool.ruff]\n# lockstep has no table here\n")
-    assert project.find(flowers / "src/bouquet/data") == project.Project(flowers)
-    assert project.find(flowers / "src/bouquet/data").packages == ("bouquet",)
-    assert project.find(flowers.parent) == project.Project()
+def test_the_nearest_table_above_a_folder_is_the_project(bouquet):
+    (bouquet / "src/bouquet/data").mkdir()
+    (bouquet / "src/bouquet/pyproject.toml").write_text("[tool.ruff]\n# lockstep has no table here\n")
+    assert project.find(bouquet / "src/bouquet/data") == project.Project(bouquet)
+    assert project.find(bouquet / "src/bouquet/data").packages == ("bouquet",)
+    assert project.find(bouquet.parent) == project.Project()
     assert project.find(ROOT / "tests") == project.Project(ROOT)
 
 
-def test_packages_are_those_in_src_and_those_that_are_listed(flowers):
-    (flowers / "src/petals").mkdir()
-    (flowers / "src/bouquet.egg-info").mkdir()
-    (flowers / "src/__pycache__").mkdir()
-    table(flowers, "[tool.lockstep]\npackages = ['monai', 'sklearn.linear_model']\n")
+def test_packages_are_those_in_src_and_those_that_are_listed(bouquet):
+    (bouquet / "src/petals").mkdir()
+    (bouquet / "src/bouquet.egg-info").mkdir()
+    (bouquet / "src/__pycache__").mkdir()
+    table(bouquet, "[tool.lockstep]\npackages = ['monai', 'sklearn.linear_model']\n")
     assert project.trusted() == ["bouquet.*", "petals.*", "monai.*", "sklearn.linear_model.*"]
 
 
@@ -71,14 +71,14 @@ def test_a_mistake_in_the_table_is_said(text, said, tmp_path):
         project.find(tmp_path)
 
 
-def test_the_environment_names_the_project_of_a_process(flowers, tmp_path, monkeypatch):
+def test_the_environment_names_the_project_of_a_process(bouquet, tmp_path, monkeypatch):
     told = project.environment()
     monkeypatch.chdir(tmp_path)
     assert project.current() == project.Project()
     monkeypatch.setenv(*next(iter(told.items())))
-    assert project.current() == project.Project(flowers)
+    assert project.current() == project.Project(bouquet)
     monkeypatch.setenv(project.VARIABLE, "")
-    monkeypatch.chdir(flowers)
+    monkeypatch.chdir(bouquet)
     assert project.current() == project.Project()
     monkeypatch.setenv(project.VARIABLE, str(tmp_path))
     with pytest.raises(UserError, match=r"no table \[tool.lockstep\]"):
@@ -99,16 +99,16 @@ def test_the_environment_names_the_project_of_a_process(flowers, tmp_path, monke
         ("train", ["experiment=mnist_basic_net"], ("basic_net", 7, 5e-3)),
     ],
 )
-def test_typed_wins_over_a_recipe_and_a_recipe_over_the_project(flowers, name, overrides, expected):
+def test_typed_wins_over_a_recipe_and_a_recipe_over_the_project(bouquet, name, overrides, expected):
     cfg = compose.compose_config(name, overrides)
     assert (model_title(cfg), cfg.seed, cfg.optim.lr) == expected
     assert cfg.runs_dir == "runs"  # of Lockstep's defaults
 
 
-def test_a_project_may_replace_any_config(flowers):
-    (flowers / "configs/optim").mkdir()
-    (flowers / "configs/optim/sgd.yaml").write_text("_target_: torch.optim.SGD\nlr: 1\nmomentum: 0.5\n")
-    (flowers / "configs/train.yaml").write_text("defaults: [project]\n")
+def test_a_project_may_replace_any_config(bouquet):
+    (bouquet / "configs/optim").mkdir()
+    (bouquet / "configs/optim/sgd.yaml").write_text("_target_: torch.optim.SGD\nlr: 1\nmomentum: 0.5\n")
+    (bouquet / "configs/train.yaml").write_text("defaults: [project]\n")
     assert compose.compose_config("train", ["optim=sgd"]).optim == {
         "_target_": "torch.optim.SGD",
         "lr": 5e-3,
@@ -118,7 +118,7 @@ def test_a_project_may_replace_any_config(flowers):
         compose.compose_config("train", ["experiment=garden"])
 
 
-def test_mistakes_name_the_projects_options_too(flowers):
+def test_mistakes_name_the_projects_options_too(bouquet):
     problems, good = compose.tried_alone("train", ["model=tulp", "data=mnist", "experiment=gardn"])
     assert "model has no tulp; use one of basic_net, " in problems[0]
     assert "(did you mean tulip?)" in problems[0]
@@ -139,10 +139,10 @@ def test_the_callers_hydra_is_left_alone(tmp_path, monkeypatch):
         assert GlobalHydra.instance().hydra is theirs is not None
 
 
-def test_other_programs_that_use_hydra_do_not_find_our_configs(flowers):
+def test_other_programs_that_use_hydra_do_not_find_our_configs(bouquet):
     from hydra import initialize_config_dir
 
-    with initialize_config_dir(str(flowers / "configs")):
+    with initialize_config_dir(str(bouquet / "configs")):
         assert GlobalHydra.instance().config_loader().list_groups("") == ["experiment", "hydra", "model"]
 
 
@@ -153,8 +153,8 @@ def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=300)
 
 
-def test_help_lists_the_projects_options_without_torch(flowers, tmp_path):
-    done = run(sys.executable, "flowers/train.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
+def test_help_lists_the_projects_options_without_torch(bouquet, tmp_path):
+    done = run(sys.executable, "bouquet/train.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0, done.stderr
     assert "model: basic_net, " in done.stdout
     assert "timm, tulip" in done.stdout
@@ -162,20 +162,20 @@ def test_help_lists_the_projects_options_without_torch(flowers, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_of_a_thin_project_trains_in_two_processes_from_any_folder(flowers, tmp_path, mnist, cache):
+def test_the_command_of_a_thin_project_trains_in_two_processes_from_any_folder(bouquet, tmp_path, mnist, cache):
     data = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.limit_train_batches=2"]
-    done = run(sys.executable, "flowers/train.py", "run=two", "strategy=ddp", "trainer.devices=2", *data, cwd=tmp_path)
+    done = run(sys.executable, "bouquet/train.py", "run=two", "strategy=ddp", "trainer.devices=2", *data, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "runs/two/report.json").read_text())
     assert (report["model"], report["world_size"], report["seed"], report["train/steps"]) == ("tulip", 2, 7, 2)
 
 
-def test_a_thin_project_trains_its_own_model_in_this_process(flowers, mnist, cache):
+def test_a_thin_project_trains_its_own_model_in_this_process(bouquet, mnist, cache):
     data = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.limit_train_batches=2"]
     try:
         report = lockstep.train(["run=one", *data])  # the working directory is the project's
         assert (report["model"], report["seed"], "bouquet.net" in sys.modules) == ("tulip", 7, True)
-        assert str(flowers / "src") not in sys.path
+        assert str(bouquet / "src") not in sys.path
         assert type(lockstep.load_model("one")).__name__ == "Tulip"
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "bouquet"]:
