@@ -3,22 +3,27 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lockstep.data.cifar10 import Cifar10
-from lockstep.data.dataset import Batch, DataSet
-from lockstep.data.images import Images
-from lockstep.data.mnist import Mnist
-from lockstep.data.samples import Arrays
-
 if TYPE_CHECKING:
+    from lockstep.data.cifar10 import Cifar10
+    from lockstep.data.dataset import Batch, DataSet
     from lockstep.data.folder import Folder
     from lockstep.data.from_torch import TorchDataset
     from lockstep.data.from_torchvision import Torchvision
     from lockstep.data.huggingface import HuggingFace
+    from lockstep.data.images import Images
+    from lockstep.data.mnist import Mnist
+    from lockstep.data.samples import Arrays
 
-# Imported when first used: a run on MNIST does not need them.
-LAZY = {
+# The module of each name, imported when the name is first used: a run on MNIST needs no other data set.
+MODULES = {
+    "Arrays": "samples",
+    "Batch": "dataset",
+    "Cifar10": "cifar10",
+    "DataSet": "dataset",
     "Folder": "folder",
     "HuggingFace": "huggingface",
+    "Images": "images",
+    "Mnist": "mnist",
     "TorchDataset": "from_torch",
     "Torchvision": "from_torchvision",
 }
@@ -38,6 +43,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in LAZY:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(importlib.import_module(f"{__name__}.{LAZY[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)

@@ -1,4 +1,7 @@
-"""Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch."""
+"""Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch.
+
+NumPy and filelock (0.3 s) are imported where data is read: the config check imports this module.
+"""
 
 import hashlib
 import json
@@ -7,17 +10,16 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from filelock import FileLock
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from lockstep.machine.files import replacing
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 FORMAT = 2  # version of the cache; raise it when the arrays change
 
-Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
+Parts = dict[str, "NDArray[Any]"]  # `train/input`, `train/target`, `test/input`, ...
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,10 @@ class Cached:
     folder: Path
     sha256: str  # of the decoded arrays, so equal for compressed and plain files
 
-    def arrays(self, part: str) -> dict[str, NDArray[Any]]:
+    def arrays(self, part: str) -> "Parts":
         """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
+        import numpy as np
+
         found = sorted((self.folder / part).glob("*.npy"))
         return {path.stem: np.load(path, mmap_mode="r") for path in found}
 
@@ -60,6 +64,8 @@ def key_of(name: str, files: list[Path], *more: object) -> str:
 def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) -> Cached:
     """The arrays in `folder`. One process writes what `decode` returns; others wait for it."""
     if not folder.is_dir():
+        from filelock import FileLock
+
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
@@ -69,6 +75,8 @@ def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) ->
 
 def write(parts: Parts, extra: dict[str, Any], folder: Path) -> None:
     """Writes arrays and plain values into `folder`, which appears whole or not at all."""
+    import numpy as np
+
     with replacing(folder) as part:
         part.mkdir()
         digest = hashlib.sha256(json.dumps(extra, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""The base class of data sets. A data set knows nothing about processes, devices or checkpoints. Free of torch.
+"""The base class of data sets. A data set knows nothing about processes, devices or checkpoints. Free of torch and NumPy.
 
 A batch is a dict of named tensors of B samples. The data set provides `input`, `target` and whatever else its task reads. The
 engine adds `index` (int64, each sample's index in its part, -1 for a filler) and `count` (the number of real samples,
@@ -9,8 +9,6 @@ import hashlib
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
-
-from lockstep.data.samples import Arrays, content_of
 
 Batch = dict[str, Any]
 
@@ -69,12 +67,16 @@ class DataSet:
     @property
     def bytes_in_memory(self) -> int | None:
         """Size of in-memory data; None if workers read the samples one by one."""
+        from lockstep.data.samples import Arrays
+
         parts = [part for part in (self.train, self.val, self.test) if part is not None]
         return sum(part.nbytes for part in parts) if all(isinstance(part, Arrays) for part in parts) else None
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content. A run resumes only on the same data."""
+        from lockstep.data.samples import content_of
+
         digest = hashlib.sha256()
         for part in (self.train, self.val, self.test):
             digest.update(content_of(part) if part is not None else b"none")

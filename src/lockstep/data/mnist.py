@@ -8,14 +8,16 @@ import importlib.util
 import math
 import zlib
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from lockstep.data.cache import Parts
 from lockstep.data.download import download
 from lockstep.data.published import Published
 from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MNIST_MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
 MNIST_MD5 = {
@@ -26,12 +28,14 @@ MNIST_MD5 = {
 }
 
 
-def read_idx(path: Path) -> NDArray[np.uint8]:
+def read_idx(path: Path) -> "NDArray[np.uint8]":
     """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
 
     Raises:
         UserError: the file is cut off, or not an idx file.
     """
+    import numpy as np
+
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, OSError, zlib.error) as e:
@@ -108,6 +112,8 @@ def embedded_file() -> Path:
 
 def read_embedded(path: Path) -> Parts:
     """Every fifth image, 1,000 in total, is for testing, 4,000 are for training and validation; equally many of each digit."""
+    import numpy as np
+
     with gzip.open(path) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images, labels = np.ascontiguousarray(table[:, :-1]).reshape(-1, 1, 28, 28), np.ascontiguousarray(table[:, -1])

@@ -3,15 +3,14 @@
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
-
-import numpy as np
-from filelock import FileLock
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
 from lockstep.data.images import Images
-from lockstep.data.samples import Arrays
 from lockstep.errors import UserError
+
+if TYPE_CHECKING:
+    from lockstep.data.samples import Arrays
 
 
 class Published(Images):
@@ -75,6 +74,8 @@ class Published(Images):
             state = "does not contain" if root.is_dir() else "does not exist; it should contain"
             raise UserError(f"data.root={root} {state} {self.needs}. Type data.root=<folder>, or data.source=download.")
         if source in ("auto", "download"):
+            from filelock import FileLock
+
             try:
                 self.cache.mkdir(parents=True, exist_ok=True)
                 with FileLock(
@@ -91,9 +92,11 @@ class Published(Images):
                 )
         return "embedded", self.embedded_files()
 
-    def open_part(self, part: str) -> Arrays | None:
+    def open_part(self, part: str) -> "Arrays | None":
+        from lockstep.data.samples import Arrays
+
         arrays = self.cached.arrays(part)
-        return Arrays(input=arrays["input"], target=arrays["target"].astype(np.int64)) if arrays else None
+        return Arrays(input=arrays["input"], target=arrays["target"].astype("int64")) if arrays else None
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # decoding has computed it
