@@ -3,10 +3,12 @@
 python benchmarks/startup.py [--rounds 5] [--only times,imports] [--data-root <folder>] [--out docs/startup.md]
 
 The commands alternate in rounds, because machines are shared: read the ratios. A first round fills the caches of files and
-of decoded data, and does not count. The moment of the first step is when metrics.csv, looked at every 5 ms, has its first row.
+of decoded data, and does not count. Python caches the
+bytecode of modules in __pycache__, unless PYTHONDONTWRITEBYTECODE is set, as in many containers. The moment of the first step is when metrics.csv, looked at every 5 ms, has its first row.
 """
 
 import argparse
+import os
 import resource
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ POLL_S = 0.005
 TIME_LIMIT_S = 300
 BARE = "import torch, lightning, torchvision"
 HELP, MISTAKE, STEP = "train.py --help", "train.py with a wrong key, exit code 2", "train.py, its first optimizer step"
+UNCACHED = f"{STEP}, without cached bytecode"
 BASE = f'python -c "{BARE}"'
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 PROBES: dict[str, tuple[list[str], int]] = {
@@ -35,6 +38,8 @@ PROBES: dict[str, tuple[list[str], int]] = {
     MISTAKE: ([*TRAIN, "optim.lrr=3e-4"], 2),
     BASE: ([sys.executable, "-c", BARE], 0),
 }
+CACHED = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+NOT_CACHED = CACHED | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": os.devnull}
 # Packages that a run with BasicNet, metrics.csv and no sweep has no use for before its report.
 HEAVY = (
     "timm", "wandb", "tensorboard", "matplotlib", "transformers", "pandas", "plotly", "optuna", "sklearn", "scipy", "PIL", "submitit",
@@ -96,7 +101,7 @@ def clocks() -> tuple[float, float]:
 
 def took(command: list[str], expected: int, folder: Path) -> Taken:
     began = clocks()
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S, env=CACHED)
     ended = clocks()
     if done.returncode != expected:
         raise RuntimeError(f"{command} ended with {done.returncode} instead of {expected}: {done.stderr}")
@@ -107,7 +112,9 @@ def has_row(path: Path) -> bool:
     return path.is_file() and path.read_bytes().count(b"\n") >= 2
 
 
-def run(options: list[str], folder: Path, *, to_the_end: bool, tracing: bool = False) -> tuple[Taken, str, str]:
+def run(
+    options: list[str], folder: Path, *, to_the_end: bool, tracing: bool = False, cached: bool = True
+) -> tuple[Taken, str, str]:
     """Time from the command to its first row of metrics.csv, and what it wrote on standard error by then and after."""
     name = f"run-{time.monotonic_ns()}"
     command = [*TRAIN, f"run={name}", "runs_dir=runs", "trainer.log_every_n_steps=1", *options]
@@ -115,7 +122,8 @@ def run(options: list[str], folder: Path, *, to_the_end: bool, tracing: bool = F
     metrics, errors = folder / "runs" / name / "metrics.csv", folder / f"{name}.err"
     with errors.open("wb") as file:
         began = clocks()
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=file)
+        env = CACHED if cached else NOT_CACHED
+        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=file, env=env)
         try:
             while not has_row(metrics) and process.poll() is None:
                 time.sleep(POLL_S)
@@ -131,10 +139,11 @@ def run(options: list[str], folder: Path, *, to_the_end: bool, tracing: bool = F
 
 
 def measure(rounds: int, options: list[str], folder: Path) -> dict[str, list[Taken]]:
-    figures: dict[str, list[Taken]] = {name: [] for name in (*PROBES, STEP)}
+    figures: dict[str, list[Taken]] = {name: [] for name in (*PROBES, STEP, UNCACHED)}
     for number in range(rounds + 1):
         taken = {name: took(*probe, folder) for name, probe in PROBES.items()}
         taken[STEP] = run(options, folder, to_the_end=False)[0]
+        taken[UNCACHED] = run(options, folder, to_the_end=False, cached=False)[0]
         for name in figures if number else ():
             figures[name].append(taken[name])
         print(f"round {number}: " + ", ".join(f"{n} {t.elapsed_s:.2f} s" for n, t in taken.items()), file=sys.stderr)

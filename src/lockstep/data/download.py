@@ -1,8 +1,6 @@
 """Downloads files from mirrors and keeps them only with the right checksum."""
 
 import hashlib
-import http.client
-import urllib.request
 from pathlib import Path
 
 from lockstep.machine.files import write_bytes
@@ -23,6 +21,9 @@ def download(urls: list[str], path: Path, checksum: str) -> None:
     """
     if path.is_file() and md5(path) == checksum:
         return
+    import http.client  # here, because they take 0.05 s of the config check, which imports this module
+    import urllib.request
+
     reasons = []
     for url in urls:
         try:
