@@ -17,7 +17,6 @@ from lockstep.checkpoints.trees import mapped
 from lockstep.checkpoints.weights import load_into, sharded_like
 from lockstep.errors import UserError
 
-
 # An optimizer's options for how this process computes its step. SGD has no fused kernel for shards, and one that is fused unscales
 # the gradients of 16-mixed itself: a checkpoint must not bring them along.
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
