@@ -170,6 +170,7 @@ KEYS: dict[str, Kind] = {
     "strategy.find_unused_parameters": FLAG,
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
     "strategy.reshard_after_forward": FLAG,
+    "strategy.reduce_each_micro_batch": FLAG,
     "strategy.timeout_s": number(0, 1800, above=True),
     "strategy.blocks": Kind(
         lambda v: v == "auto" or (isinstance(v, list) and all(isinstance(b, str) for b in v)),
