@@ -12,7 +12,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from lockstep.checkpoints import shards
@@ -51,6 +51,15 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     return found
 
 
+def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
+    """Norms, layer scales and their like in the blocks, whose parameters autocast leaves in fp32: none has more than a dimension."""
+    once = dict.fromkeys(module for block in blocks for module in block.modules() if module is not block)
+    for module in once:
+        own = list(module.parameters(recurse=False))
+        if own and all(p.dim() <= 1 for p in module.parameters()):
+            yield module
+
+
 class FullySharded(OneFormat, WholeMeshStrategy):
     """Lightning's strategy for FSDP2, which also shards the network, so the network needs no code for it."""
 
@@ -86,8 +95,15 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         """
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         blocks = list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
+        policy = MixedPrecisionPolicy()
+        if self.precision_plugin.precision == "bf16-mixed":
+            # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays
+            # with autocast: a position embedding in bf16 would turn all that is added to it into bf16.
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            if vectors := list(modules_of_vectors(blocks)):
+                fully_shard(vectors, mesh=self.mesh, reshard_after_forward=False)  # one small group, in fp32
         for block in reversed(blocks):
-            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         self.root = fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
         return net
 
