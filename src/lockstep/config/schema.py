@@ -156,6 +156,7 @@ KEYS: dict[str, Kind] = {
     "callbacks.early_stopping.min_delta": number(0, 0.001),
     "callbacks.ema.decay": number(0, 0.999, below=1),
     "callbacks.ema.update_every_n_steps": whole(1, 1),
+    "callbacks.ema.warmup": FLAG,
     "schedule.final_fraction": number(0, 0.01),
     "schedule.gamma": number(0, 0.1, above=True),
     "model.name": TEXT,
