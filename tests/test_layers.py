@@ -17,8 +17,8 @@ FILES = sorted(SRC.rglob("*.py"))
 # one of which reports to a study. `build` joins all of these, and `launch` runs the scripts that call `build`.
 ORDER = (
     "errors",
-    "machine",
     "compat",
+    "machine",
     "config",
     "models",
     "data",

@@ -68,6 +68,8 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         own.append(last := saving.last_checkpoint(cfg, folder))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
+    if cfg.trainer.max_time:
+        own.append(callbacks.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     return lightning_trainer(cfg, world, callbacks=[*foreign_callbacks(cfg, save), *chosen, *own], logger=loggers(cfg))
 
@@ -86,7 +88,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     given |= parts
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
-    given |= {"sync_batchnorm": False, "enable_progress_bar": False}  # strategies/parallelize.py, callbacks/progress.py
+    # strategies/parallelize.py, callbacks/progress.py, callbacks/timer.py
+    given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
     # For processes that Lockstep started, LOCAL_RANK and its like count, not the rest of the environment.
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which lies elsewhere.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None

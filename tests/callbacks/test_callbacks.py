@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import time
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep.callbacks import EMA, Plan, Throughput, progress
+from lockstep.callbacks import EMA, Plan, Throughput, Timer, progress
 from lockstep.callbacks.ema import tensors as ema_tensors
 from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.errors import TrainingFailed
@@ -82,17 +83,23 @@ class Weights(pl.LightningModule):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
 
-def test_the_average_follows_its_definition():
-    module, ema = Weights(), EMA(decay=0.9, update_every_n_steps=2)
-    module_of = SimpleNamespace(automatic_optimization=True)
-    trainer = SimpleNamespace(
-        global_step=0,
+def trainer_at(step: int, **more: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        global_step=step,
         accumulate_grad_batches=1,
-        num_training_batches=100,
+        num_training_batches=1000,
         is_last_batch=False,
-        lightning_module=module_of,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
+        **more,
     )
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_the_average_follows_its_definition(warmup):
+    module, ema = Weights(), EMA(decay=0.4, update_every_n_steps=2, warmup=warmup)
+    trainer = trainer_at(0)
     expected = None
+    decays = [2 / 11, 3 / 12, 4 / 13, 5 / 14] if warmup else [0.4] * 4
     for step in range(1, 10):
         trainer.global_step = step
         with torch.no_grad():
@@ -102,13 +109,51 @@ def test_the_average_follows_its_definition():
         ema.on_train_batch_end(trainer, module, None, None, step - 1)
         if step % 2:  # the first step, the third, ...
             now = torch.cat([module.weight.detach(), module.mean]).double()
-            expected = now if expected is None else 0.9 * expected + 0.1 * now
+            decay = decays.pop(0) if expected is not None else 0.0
+            expected = decay * expected + (1 - decay) * now if decay else now
     before = module.weight.clone()
     ema.swap(module)
     assert torch.cat([module.weight.detach(), module.mean]).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
     assert int(module.count) == 9
     ema.swap(module)
     assert torch.equal(module.weight, before)
+
+
+def test_a_short_run_does_not_average_its_first_weights():
+    """Without a warm-up, 0.999 would leave 85 % of them after 168 steps."""
+    module, ema = Weights(), EMA()
+    for step in range(1, 169):
+        torch.nn.init.constant_(module.weight, float(step > 1))
+        ema.on_train_batch_end(trainer_at(step), module, None, None, step - 1)
+    assert ema.average[0].min() > 0.999
+
+
+def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(monkeypatch):
+    """Rank 1's clock is an hour ahead: rank 0 decides."""
+    now_s, asked, answers = [0.0], [], []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    def run(rank: int) -> list[int]:
+        def broadcast(value: object) -> object:
+            asked.append(trainer.global_step)
+            answers.extend([value] if rank == 0 else [])
+            return value if rank == 0 else answers.pop(0)
+
+        trainer = trainer_at(0, strategy=SimpleNamespace(broadcast=broadcast), should_stop=False)
+        timer = Timer({"minutes": 1})
+        now_s[0] = 0.0
+        asked.clear()
+        timer.on_train_start(trainer, None)
+        while not trainer.should_stop:
+            now_s[0] += 0.1 + rank
+            trainer.global_step += 1
+            timer.on_train_batch_end(trainer, None, None, None, trainer.global_step - 1)
+        return [*asked]
+
+    first = run(0)
+    assert first[-1] in range(600, 605)
+    assert len(first) < 70
+    assert run(1) == first
 
 
 def test_tied_weights_come_back_after_a_validation():

@@ -1,12 +1,15 @@
 """What `auto` becomes, on machines of all kinds."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.config import auto
+from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
+from lockstep.launch import start
 from lockstep.machine import hardware
 from lockstep.machine.world import World, threads, world_of
 
@@ -44,29 +47,81 @@ def test_bf16_is_used_where_there_are_units_for_it(bf16, has, expected):
 def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
-    hardware.multiplies_bf16.cache_clear()
     assert hardware.multiplies_bf16("cpu") is expected
-    hardware.multiplies_bf16.cache_clear()
 
 
-class Driver:
-    def __init__(self, major: int) -> None:
-        self.major = major
+@pytest.fixture
+def gpus(monkeypatch):
+    """Makes the driver show GPUs of these compute capabilities, with an installed torch of that build."""
 
-    def cuDeviceGetAttribute(self, value, attribute: int, device: int) -> int:  # the driver's name
-        assert (attribute, device) == (75, 0)
-        value._obj.value = self.major
-        return 0
+    def show(
+        *capabilities: int,
+        driver: int = 13000,
+        built: str | None = "13.0",
+        kernels: str = "sm_75 sm_80 sm_90 compute_120",
+    ) -> None:
+        answers = {"cuDeviceGetCount": lambda: len(capabilities), "cuDriverGetVersion": lambda: driver}
+        digits = {hardware.CUDA_MAJOR: 0, hardware.CUDA_MINOR: 1}
+        answers["cuDeviceGetAttribute"] = lambda attribute, gpu: divmod(capabilities[gpu], 10)[digits[attribute]]
+        monkeypatch.setattr(hardware, "asked", lambda name, *given: answers[name](*given))
+        monkeypatch.setattr(hardware.torch_build, "cuda_version", lambda: built)
+        monkeypatch.setattr(hardware.torch_build, "architectures", lambda: kernels.split() or None)
+        hardware.capabilities.cache_clear()
+        hardware.why_no_gpu.cache_clear()
+
+    yield show
+    hardware.capabilities.cache_clear()
+    hardware.why_no_gpu.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("driver", "expected"), [(Driver(7), False), (Driver(8), True), (Driver(9), True), (None, False)]
+    ("capabilities", "strategy", "expected"),
+    [
+        ([80, 90], "ddp", "bf16-mixed"),
+        ([75], "single", "16-mixed"),  # a T4
+        ([90, 75], "ddp", "16-mixed"),  # all processes compute alike
+        ([75], "fsdp", "32-true"),  # which has no loss scaling
+        ([61], "single", "32-true"),
+    ],
 )
-def test_a_gpu_is_asked_for_its_generation(monkeypatch, driver, expected):
-    monkeypatch.setattr(hardware, "cuda", lambda: driver)
-    hardware.multiplies_bf16.cache_clear()
-    assert hardware.multiplies_bf16("cuda") is expected
-    hardware.multiplies_bf16.cache_clear()
+def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expected):
+    gpus(*capabilities, kernels="sm_61 sm_75 sm_80 sm_90")
+    cfg = compose_config("train", [f"strategy={strategy}"])
+    assert world_of(cfg, {}).accelerator == "cuda"
+    assert auto.decided(cfg, world_of(cfg, {}), DATA).trainer.precision == expected
+
+
+@pytest.mark.parametrize(
+    ("shown", "why"),
+    [
+        ({"built": ""}, "a build without CUDA"),
+        ({"driver": 12040}, r"needs a driver for CUDA 13.0, and this one is for 12.4"),
+        ({"kernels": "sm_75 sm_80 sm_100"}, "no kernels for a GPU of compute capability 9.0, only sm_75 sm_80 sm_100"),
+        ({"kernels": "sm_75 compute_120"}, "no kernels"),
+        ({"kernels": "sm_75 compute_80"}, None),
+        ({"built": None, "kernels": ""}, None),  # unknown: the driver is believed
+        ({"driver": 13020}, None),
+    ],
+)
+def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus, shown, why):
+    gpus(90, **shown)
+    assert world_of(compose_config("train", []), {}).accelerator == ("cpu" if why else "cuda")
+    told = check(compose_config("train", ["trainer.accelerator=gpu"]))
+    if why:
+        assert re.search(f"trainer.accelerator=gpu needs a GPU, but the installed torch .*{why}", told[0])
+    else:
+        assert (told, hardware.why_no_gpu()) == ([], None)
+
+
+def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypatch):
+    gpus(70)
+    monkeypatch.setattr(start, "decided", lambda *_: 1 / 0)  # far enough
+    with pytest.raises(ZeroDivisionError):
+        train("trainer.accelerator=auto")
+    assert (
+        "WARNING: running on the CPU: the installed torch has no kernels for a GPU of compute capability 7.0"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

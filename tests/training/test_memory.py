@@ -222,6 +222,8 @@ def test_the_message_names_what_fits(most, options, accumulate, parts, train):
         (MemoryError(), True),
         (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), True),
         (RuntimeError("could not create a primitive"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), True),
         (RuntimeError("could not create a primitive descriptor for a convolution"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("out of memory"), False),

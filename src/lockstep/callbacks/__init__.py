@@ -10,6 +10,7 @@ from lockstep.callbacks.progress import Progress
 from lockstep.callbacks.pruning import Pruning
 from lockstep.callbacks.step_seed import StepSeed
 from lockstep.callbacks.throughput import Throughput
+from lockstep.callbacks.timer import Timer
 
 __all__ = [
     "EMA",
@@ -22,4 +23,5 @@ __all__ = [
     "Pruning",
     "StepSeed",
     "Throughput",
+    "Timer",
 ]

@@ -15,14 +15,17 @@ from lockstep.training.steps import completes_step, steps_done
 class EMA(pl.Callback):
     """average = decay * average + (1 - decay) * weights, after every `update_every_n_steps`-th step from the first on.
 
+    With `warmup`, update t (from 0) uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with `num_updates`. Without,
+    the first weights dominate a short run: 168 steps at 0.999 still have 85 % of them.
+
     Lightning's EMAWeightAveraging copies the whole module, which FSDP2 does not allow. Here the average has the same
     form as the weights under the strategy: whole, or this process's shards. Checkpoints have Lightning's layout: the average
     is in `state_dict`, the weights that training continues with are in `current_model_state`. Running statistics of batch
     normalisation are averaged too; counters are taken as they are.
     """
 
-    def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1) -> None:
-        self.decay, self.update_every_n_steps = decay, update_every_n_steps
+    def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1, *, warmup: bool = True) -> None:
+        self.decay, self.update_every_n_steps, self.warmup = decay, update_every_n_steps, warmup
         self.average: list[Tensor] | None = None
 
     @torch.no_grad()
@@ -36,8 +39,10 @@ class EMA(pl.Callback):
         if self.average is None:
             self.average = [tensor.clone() for tensor in now]
             return
+        t = (step - 1) // self.update_every_n_steps  # of the steps, so there is nothing to save
+        decay = min(self.decay, (1 + t) / (10 + t)) if self.warmup else self.decay
         moving = [(old, new) for old, new in zip(self.average, now, strict=True) if new.is_floating_point()]
-        torch._foreach_lerp_([old for old, _ in moving], [new for _, new in moving], 1 - self.decay)
+        torch._foreach_lerp_([old for old, _ in moving], [new for _, new in moving], 1 - decay)
         for old, new in zip(self.average, now, strict=True):
             if not new.is_floating_point():
                 old.copy_(new)

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from lockstep.config.words import plain, shown
+from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, available
 
 
 def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     given, there = shown(plain(cfg.trainer.devices)), available(world.accelerator)
     if world.accelerator == "cuda" and not there:
-        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but this machine shows none. Type trainer.accelerator=cpu."
+        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'this machine shows none'}. Type trainer.accelerator=cpu."
     elif there is not None and world.devices > there and not world.external:
         yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
     if world.external and there is not None and there < world.devices:

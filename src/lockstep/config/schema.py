@@ -156,6 +156,7 @@ KEYS: dict[str, Kind] = {
     "callbacks.early_stopping.min_delta": number(0, 0.001),
     "callbacks.ema.decay": number(0, 0.999, below=1),
     "callbacks.ema.update_every_n_steps": whole(1, 1),
+    "callbacks.ema.warmup": FLAG,
     "schedule.final_fraction": number(0, 0.01),
     "schedule.gamma": number(0, 0.1, above=True),
     "model.name": TEXT,
@@ -170,6 +171,7 @@ KEYS: dict[str, Kind] = {
     "strategy.find_unused_parameters": FLAG,
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
     "strategy.reshard_after_forward": FLAG,
+    "strategy.reduce_each_micro_batch": FLAG,
     "strategy.timeout_s": number(0, 1800, above=True),
     "strategy.blocks": Kind(
         lambda v: v == "auto" or (isinstance(v, list) and all(isinstance(b, str) for b in v)),

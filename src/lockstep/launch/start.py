@@ -16,6 +16,7 @@ from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
 from lockstep.launch.jobs import Job
 from lockstep.machine import signals
+from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
 from lockstep.reporting.recorder import mark_ended, record_failure
 
@@ -81,6 +82,8 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         if not evaluating and project.of_users_code(e):
             record_failure(identify(cfg, None), world, e)
         raise
+    if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
+        print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
     cfg = identify(decided(cfg, world, data), data.source if data else None)
     if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
         out_of_memory.begin_anew(cfg)

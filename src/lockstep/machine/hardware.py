@@ -6,12 +6,14 @@ import platform
 from functools import cache
 from pathlib import Path
 
+from lockstep.compat import torch_build
 from lockstep.machine import process
 
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # Intel and AMD; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
-CUDA_MAJOR, CUDA_BF16 = 75, 8  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; Ampere and later have bf16 units
+CUDA_MAJOR, CUDA_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+VOLTA, AMPERE = 70, 80  # the first compute capabilities with fp16 and with bf16 units
 
 
 @cache
@@ -24,21 +26,66 @@ def cuda() -> ctypes.CDLL | None:
     return driver if driver.cuInit(0) == 0 else None
 
 
+def asked(function: str, *arguments: int) -> int:
+    """The driver's answer; 0 without one."""
+    driver, answer = cuda(), ctypes.c_int(0)
+    return answer.value if driver and getattr(driver, function)(ctypes.byref(answer), *arguments) == 0 else 0
+
+
+@cache
+def capabilities() -> list[int]:
+    """The compute capability of each GPU that the driver shows to this process: 90 for an H100."""
+    major, minor = (
+        [asked("cuDeviceGetAttribute", attribute, gpu) for gpu in range(asked("cuDeviceGetCount"))]
+        for attribute in (CUDA_MAJOR, CUDA_MINOR)
+    )
+    return [10 * a + b for a, b in zip(major, minor, strict=True)]
+
+
+def has_kernels(capability: int, architectures: list[str]) -> bool:
+    """Kernels of `sm_80` run on 8.0 to 8.9; those of `compute_80` are compiled for any newer GPU."""
+    built = [(name.partition("_")[0], int("".join(filter(str.isdigit, name)))) for name in architectures]
+    return any(n <= capability and (kind == "compute" or n // 10 == capability // 10) for kind, n in built)
+
+
+@cache
+def why_no_gpu() -> str | None:
+    """Why torch cannot use the GPUs that the driver shows; None if it can, or if there are none."""
+    built, architectures, driver = torch_build.cuda_version(), torch_build.architectures(), asked("cuDriverGetVersion")
+    old = {f"{c // 10}.{c % 10}" for c in capabilities() if architectures and not has_kernels(c, architectures)}
+    if not capabilities():
+        return None
+    if built == "":
+        return "the installed torch is a build without CUDA; https://pytorch.org/get-started has one with it"
+    if built and driver // 1000 < int(built.partition(".")[0]):
+        return (
+            f"the installed torch needs a driver for CUDA {built}, and this one is for {driver // 1000}.{driver % 1000 // 10}; "
+            "update the driver, or install a torch for an older CUDA"
+        )
+    if old:
+        return (
+            f"the installed torch has no kernels for a GPU of compute capability {', '.join(sorted(old))}, only {' '.join(architectures or ())}; "
+            "install a torch for an older CUDA, or hide that GPU with CUDA_VISIBLE_DEVICES"
+        )
+    return None
+
+
 def cpu_flags() -> set[str]:
     """The feature flags of an x86 processor on Linux; elsewhere none."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
     return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
 
 
-@cache
 def multiplies_bf16(accelerator: str) -> bool:
     """Whether this machine's devices of that kind have bf16 units. Emulated bf16 is slower than float32."""
     if accelerator == "cpu":
         return bool(BF16_CPU_FLAGS & cpu_flags())
-    driver, major = cuda(), ctypes.c_int(0)
-    if accelerator != "cuda" or driver is None:
-        return False
-    return driver.cuDeviceGetAttribute(ctypes.byref(major), CUDA_MAJOR, 0) == 0 and major.value >= CUDA_BF16
+    return accelerator == "cuda" and min(capabilities(), default=0) >= AMPERE
+
+
+def multiplies_fp16(accelerator: str) -> bool:
+    """Whether these devices have fp16 units, as NVIDIA's GPUs have since Volta."""
+    return accelerator == "cuda" and min(capabilities(), default=0) >= VOLTA
 
 
 def memory_bytes() -> int:

@@ -1,15 +1,13 @@
 """The processes and devices of a run. Free of torch."""
 
-import ctypes
 import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 from omegaconf import DictConfig
 
-from lockstep.machine.hardware import cuda
+from lockstep.machine.hardware import capabilities, why_no_gpu
 
 
 @dataclass(frozen=True)
@@ -30,11 +28,9 @@ class World:
         return 1 if self.one_process else self.devices * self.nodes
 
 
-@cache
 def gpu_count() -> int:
-    """CUDA GPUs that this process may use."""
-    driver, count = cuda(), ctypes.c_int(0)
-    return count.value if driver and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+    """CUDA GPUs that this process may use, and that the installed torch can use."""
+    return 0 if why_no_gpu() else len(capabilities())
 
 
 def cores() -> int:

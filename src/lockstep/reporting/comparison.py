@@ -16,6 +16,14 @@ from lockstep.config.keys import dotted
 RATE = "_per_s"  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
 FORGOTTEN = ".current_score"  # of the last validation; ModelCheckpoint saves it for information and does not load it
+# Rounding starts small and grows step by step; another batch or another formula shows at once.
+BEGINS, LEAP, ENDS = (
+    1e-6,
+    10.0,
+    1e-2,
+)  # a relative difference at the first row, its growth from row to row, and at the end
+FEWEST_ROWS = 10
+LOSS, FULL_PRECISIONS = "train/loss", ("32-true", "32", "64-true", "64")
 DATA = ("data/name", "data/source", "data/sha256", "data/train", "data/val", "data/test")
 
 
@@ -90,6 +98,29 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
             step, x, y = differing[0]
             worst = max(relative(x, y) for _, x, y in differing)
             yield f"{name}: {len(differing)} of {len(pairs)} rows differ, the first at step {step} ({x} | {y}), by at most {worst:.2g}"
+
+
+def drift(a: Run, b: Run) -> list[tuple[str, float]]:
+    """The steps that both logged, each with the relative difference of the loss."""
+    ours, theirs = (dict(series(run).get(LOSS, [])) for run in (a, b))
+    return [(step, relative(float(x), float(theirs[step]))) for step, x in ours.items() if step in theirs]
+
+
+def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
+    """Whether the losses of two runs drift apart as rounding does, and how that is seen."""
+    rows = drift(a, b)
+    if any(str(run.config.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
+        return False, "in trainer.precision=32-true, rounding could be told from a real difference"
+    if len(rows) < FEWEST_ROWS:
+        return False, "with trainer.log_every_n_steps=1, rounding could be told from a real difference"
+    (first, apart), most = rows[0], BEGINS
+    if apart > BEGINS:
+        return False, f"{LOSS} differs by {apart:.2g} at step {first} already, which is more than rounding"
+    for step, apart in rows:
+        if apart > LEAP * most:
+            return False, f"{LOSS} leaps apart at step {step}, from {most:.2g} to {apart:.2g}: this is no rounding"
+        most = max(most, apart)
+    return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {most:.2g} later, and never leaps"
 
 
 def figures(*runs: Run) -> list[str]:

@@ -1,10 +1,33 @@
 """One process, several GPUs: torch.nn.DataParallel, which Lightning 2 removed."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.strategies.single import Single
+
+
+class Replicas(nn.DataParallel):
+    """torch's, with the caller's precision in the threads of the replicas.
+
+    The dtype of autocast belongs to a thread. torch 2.13 opens autocast in each replica's thread without a dtype, so bf16-mixed
+    computed in float16, without loss scaling.
+    """
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        device = self.src_device_obj.type
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+        def in_precision(replica: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with torch.autocast(device, dtype=dtype, enabled=enabled):
+                    return replica(*args, **kwargs)
+
+            return call
+
+        return super().parallel_apply([in_precision(replica) for replica in replicas], inputs, kwargs)
 
 
 class DataParallel(Single):
@@ -18,4 +41,4 @@ class DataParallel(Single):
 
     def parallelize(self, net: nn.Module) -> nn.Module:
         devices: list[Any] = [device for device in self.parallel_devices or [] if device.type == "cuda"]
-        return nn.DataParallel(net, device_ids=devices) if len(devices) > 1 else net
+        return Replicas(net, device_ids=devices) if len(devices) > 1 else net

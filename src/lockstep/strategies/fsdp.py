@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
 from lockstep.checkpoints import shards
@@ -50,6 +51,15 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     return found
 
 
+def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
+    """Norms, layer scales and their like in the blocks, whose parameters autocast leaves in fp32: none has more than a dimension."""
+    once = dict.fromkeys(module for block in blocks for module in block.modules() if module is not block)
+    for module in once:
+        own = list(module.parameters(recurse=False))
+        if own and all(p.dim() <= 1 for p in module.parameters()):
+            yield module
+
+
 class FullySharded(OneFormat, WholeMeshStrategy):
     """Lightning's strategy for FSDP2, which also shards the network, so the network needs no code for it."""
 
@@ -61,6 +71,7 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         environment: ClusterEnvironment | None,
         blocks: str | list[str],
         reshard_after_forward: bool,
+        reduce_each_micro_batch: bool = False,
         sharded_checkpoints: bool,
         timeout_s: float,
     ) -> None:
@@ -68,6 +79,8 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints, timeout=self.timeout)
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
+        self.reduce_each_micro_batch = reduce_each_micro_batch
+        self.root: FSDPModule | None = None
         self.writers: Any = None  # the process group of the threads that write shards
 
     @property
@@ -77,14 +90,34 @@ class FullySharded(OneFormat, WholeMeshStrategy):
     def parallelize(self, net: nn.Module) -> nn.Module:
         """Shards the blocks, inner ones first, and the remaining parameters with the network itself.
 
-        FSDP2 (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
+        fully_shard moves to the device what it shards, so a network larger than one GPU arrives there block by block. FSDP2
+        (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
         """
-        net.to(device=self.root_device, memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         blocks = list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
+        policy = MixedPrecisionPolicy()
+        if self.precision_plugin.precision == "bf16-mixed":
+            # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays
+            # with autocast: a position embedding in bf16 would turn all that is added to it into bf16.
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            if vectors := list(modules_of_vectors(blocks)):
+                fully_shard(vectors, mesh=self.mesh, reshard_after_forward=False)  # one small group, in fp32
         for block in reversed(blocks):
-            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
-        fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        self.root = fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
         return net
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning's, around micro-batches before the last: they add up whole gradients instead of communicating."""
+        if self.reduce_each_micro_batch or self.root is None:
+            yield
+            return
+        self.root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.root.set_requires_gradient_sync(True)
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
         """Sharded, or whole on rank 0."""
@@ -164,5 +197,6 @@ class FullySharded(OneFormat, WholeMeshStrategy):
             raise OSError("another process could not write its part")
 
     def teardown(self) -> None:
-        super().teardown()
-        self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy does not call it
+        """As Lightning's other strategies: optimizer and shards leave the GPU, which the test needs for its own. Its
+        ModelParallelStrategy keeps them there, and does not end the CheckpointIO."""
+        super(ModelParallelStrategy, self).teardown()

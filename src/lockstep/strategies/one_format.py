@@ -17,6 +17,10 @@ from lockstep.checkpoints.trees import mapped
 from lockstep.checkpoints.weights import load_into, sharded_like
 from lockstep.errors import UserError
 
+# An optimizer's options for how this process computes its step. SGD has no fused kernel for shards, and one that is fused unscales
+# the gradients of 16-mixed itself: a checkpoint must not bring them along.
+OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
+
 
 def gathered(tree: Any, keep: bool) -> Any:
     """`tree` with whole tensors on the CPU. Every process must call it; those without `keep` get None for each tensor."""
@@ -88,7 +92,8 @@ def by_index(optimizer: Optimizer, names: list[list[str]], saved: dict[str, Any]
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     for group, own, values in zip(optimizer.param_groups, names, saved["param_groups"], strict=True):
         of_group = [next(indices) for _ in own]
-        result["param_groups"].append({**values, "params": of_group})
+        kept = {key: group[key] for key in OF_THIS_PROCESS if key in group}
+        result["param_groups"].append({**values, **kept, "params": of_group})
         for i, name, p in zip(of_group, own, group["params"], strict=True):
             if name in saved["state"]:  # plain SGD has no state
                 of_p = saved["state"][name]

@@ -26,7 +26,9 @@ SIGNS = (
     "not enough memory",
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "unable to find an engine",
 )
 ONEDNN = "could not create a primitive"  # its whole message; for an unsupported layer it says "a primitive descriptor"
 OTHERWISE = "Try trainer.precision=bf16-mixed, a smaller data.image_size or model, or strategy=fsdp on several GPUs."

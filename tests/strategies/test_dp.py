@@ -1,0 +1,33 @@
+"""The replicas of dp, with torch's threads for them, on a CPU that stands in for two GPUs."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.strategies.dp import Replicas
+
+
+@pytest.fixture
+def replicas(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "device_index", lambda _: nullcontext())
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.parallel_apply"], "_get_device_index", lambda *_: 0)
+    enabled = torch.is_autocast_enabled  # without an argument it is CUDA's
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
+    made = Replicas(nn.Linear(4, 3))  # on a CPU without device_ids
+    made.device_ids, made.src_device_obj = [0, 0], torch.device("cpu")
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_replicas_compute_in_the_precision_of_the_run(replicas, dtype):
+    """A thread's own dtype for autocast on a CPU is bfloat16; on a GPU it is float16, even under bf16-mixed."""
+    halves = [(half,) for half in torch.randn(6, 4).chunk(2)]
+    with torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext():
+        found = replicas.parallel_apply([replicas.module] * 2, halves, [{}, {}])
+    assert [(y.dtype, y.shape) for y in found] == [(dtype, (3, 3))] * 2

@@ -1,0 +1,124 @@
+"""What fsdp communicates and when, on two processes of which the second is torch's fake one."""
+
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.strategies import FullySharded
+
+
+class Block(nn.Sequential):
+    pass
+
+
+class Net(nn.Module):
+    """Two blocks and a rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(2)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+    def to(self, *args, **kwargs):
+        """Sharding moves one block after the other: the whole network may not fit on a GPU."""
+        assert not args and set(kwargs) <= {"memory_format"}
+        return super().to(*args, **kwargs)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A strategy and its network of two linear blocks."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+
+    def made(*, precision: str = "32-true", **options: object) -> tuple[FullySharded, nn.Module]:
+        strategy = FullySharded(
+            environment=LightningEnvironment(), blocks=["Block"], reshard_after_forward=True,
+            sharded_checkpoints=False, timeout_s=60, **options,
+        )  # fmt: skip
+        monkeypatch.setattr(strategy, "_device_mesh", mesh)
+        strategy.precision_plugin = MagicMock(precision=precision)
+        strategy.parallel_devices = [torch.device("cpu")] * 2
+        return strategy, strategy.parallelize(Net())
+
+    yield made
+    torch.distributed.destroy_process_group()
+
+
+class Seen(TorchDispatchMode):
+    """The names of all operations. (CommDebugMode's hooks make FSDP2 warn of views.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def reduced(strategy: FullySharded, net: nn.Module, *, last: bool) -> int:
+    """The collectives that average gradients in one micro-batch, run as Lightning runs it."""
+    with Seen() as seen, _block_parallel_sync_behavior(strategy, block=not last):
+        net(torch.ones(2, 8)).sum().backward()
+    return sum("reduce_scatter" in name for name in seen.names if name.startswith("c10d"))
+
+
+def test_gradients_are_communicated_once_a_step(make):
+    strategy, net = make()
+    for _ in range(2):
+        counts = [reduced(strategy, net, last=last) for last in (False, False, True)]
+        assert counts[:2] == [0, 0]
+        assert counts[2] == reduced(strategy, net, last=True) > 0
+        assert all(isinstance(p.grad, DTensor) for p in net.parameters())
+        net.zero_grad()
+
+
+def test_gradients_are_communicated_in_each_micro_batch_where_memory_is_short(make):
+    strategy, net = make(reduce_each_micro_batch=True)
+    counts = [reduced(strategy, net, last=last) for last in (False, True)]
+    assert counts[0] == counts[1] > 0
+
+
+def test_no_weight_stays_in_bf16_after_its_block(make):
+    """Autocast keeps a copy of each weight for backward. What the norms and the head compute with stays in fp32."""
+    kept, dtypes = {}, {}
+    for precision in ("bf16-mixed", "32-true"):  # in 32-true, with autocast around it
+        _, net = make(precision=precision)
+        for name in ("blocks.0.0", "blocks.0.1", "head"):
+            module = net.get_submodule(name)
+            module.register_forward_pre_hook(lambda m, _, name=name: dtypes.update({name: m.weight.dtype}))
+        kept[precision] = []
+        saved = torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept[precision]: kept.append(t) or t, lambda t: t
+        )
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saved:
+            y = net(torch.ones(2, 8))
+        if precision == "bf16-mixed":
+            assert dtypes == {"blocks.0.0": torch.bfloat16, "blocks.0.1": torch.float32, "head": torch.float32}
+        kept[precision] = sum(
+            t.untyped_storage().nbytes() for t in kept[precision] if t.dtype == torch.bfloat16 and t.shape == (8, 8)
+        )
+        y.float().sum().backward()
+        assert {(p.dtype, p.grad.dtype) for p in net.parameters()} == {(torch.float32, torch.float32)}
+    assert (kept["bf16-mixed"], kept["32-true"]) == (0, 8 * 8 * 2)  # of the second block
+
+
+def test_shards_and_optimizer_leave_the_gpu_when_training_ends(make):
+    strategy, _ = make()
+    strategy._lightning_module = MagicMock()
+    strategy.accelerator, strategy.checkpoint_io = MagicMock(), MagicMock()
+    strategy.teardown()
+    strategy._lightning_module.cpu.assert_called_once()
+    strategy.checkpoint_io.teardown.assert_called_once()
