@@ -74,6 +74,6 @@ def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
     needed = {"resume": True, "run": key in ("model", "task", "data"), "checkpoint": key in ("model", "task", "data")}
     needed |= {"load_model": key == "model", "export": key in ("model", "task")}
     for name in [name for name, needs in needed.items() if needs]:
-        with pytest.raises(UserError, match=f"may not be named|cannot be changed"):
+        with pytest.raises(UserError, match="may not be named|cannot be changed"):
             uses[name]()
     assert not Path("harmed").exists()
