@@ -1,6 +1,7 @@
 """Runs and checkpoints of strangers are data: using one runs no code, and writes nothing but what the command says."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ from in_process import SMALL
 from omegaconf import OmegaConf
 
 import lockstep
+from lockstep.checkpoints.finding import is_checkpoint
+from lockstep.checkpoints.saving import last_checkpoint
 from lockstep.errors import UserError
 from lockstep.export.folder import export
+from lockstep.strategies.one_format import shape_problems
 
 pytestmark = pytest.mark.xdist_group("strangers")
 
@@ -74,6 +78,70 @@ def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
     needed = {"resume": True, "run": key in ("model", "task", "data"), "checkpoint": key in ("model", "task", "data")}
     needed |= {"load_model": key == "model", "export": key in ("model", "task")}
     for name in [name for name, needs in needed.items() if needs]:
-        with pytest.raises(UserError, match="may not be named|cannot be changed"):
+        with pytest.raises(UserError, match=r"may not be named|cannot be changed"):
             uses[name]()
     assert not Path("harmed").exists()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def changed(path: str, change) -> None:
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("name", ["/x/..", "../..", ".", "/x/last.ckpt", "config.yaml"])
+def test_a_checkpoint_names_no_file_to_remove_but_a_checkpoint(name, run_a):
+    def point(content: dict) -> None:
+        for state in content["callbacks"].values():
+            if "best_k_models" in state:
+                state |= {"best_k_models": {name: -1.0}, "kth_best_model_path": name, "best_model_path": name}
+
+    for path in ("best-step-12.ckpt", "last.ckpt"):
+        changed(f"runs/a/checkpoints/{path}", point)
+    callback = last_checkpoint(OmegaConf.load("runs/a/config.yaml"), Path("runs/a/checkpoints"))
+    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    for resumed, place in (
+        (Path("runs/a/checkpoints/last.ckpt").resolve(), str(Path("runs/a/checkpoints").resolve())),
+        (None, ""),
+    ):
+        callback.resumed = resumed
+        callback.on_load_checkpoint(None, None, content)
+        (state,) = [state for state in content["callbacks"].values() if "best_k_models" in state]
+        assert (state["best_k_models"], state["kth_best_model_path"], state["dirpath"]) == ({}, "", place)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(run_a):
+    before = {path: path.read_bytes() for path in Path("runs/a").iterdir() if path.is_file()}
+    for path in Path("runs/a/checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"no checkpoint .* is complete: best-step-12\.ckpt, last\.ckpt are damaged"):
+        lockstep.train(["run=a", "resume=auto", *SMALL[1:]])
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_only_regular_files_are_checkpoints(tmp_path):
+    os.mkfifo(tmp_path / "fifo.ckpt")
+    (tmp_path / "zero.ckpt").symlink_to("/dev/zero")
+    with zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1_000_000))
+    (tmp_path / "shards.ckpt").mkdir()
+    for name in ("shard-00000-of-00001.pt", "rest.pt"):
+        os.mkfifo(tmp_path / "shards.ckpt" / name)
+    assert not any(is_checkpoint(path) for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shape", [(3,), (1000, 7), ()])
+def test_an_optimizer_state_of_another_shape_is_refused(shape):
+    p = torch.nn.Parameter(torch.zeros(4, 5))
+    for optimizer in (torch.optim.AdamW([p], fused=True), torch.optim.AdamW([p])):
+        p.grad = torch.ones(4, 5)
+        optimizer.step()
+        saved = {"state": {"p": {**optimizer.state[p], "exp_avg": torch.zeros(shape)}}}
+        found = list(shape_problems(optimizer, [["p"]], saved))
+        assert [str(shape) in problem and "(4, 5)" in problem for problem in found] == [True]
+        assert list(shape_problems(optimizer, [["p"]], {"state": {"p": optimizer.state[p]}})) == []
+        saved = {"state": {"p": {**optimizer.state[p], "step": torch.zeros(0)}}}
+        assert "step of (0,)" in next(shape_problems(optimizer, [["p"]], saved))
