@@ -14,7 +14,10 @@ from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.checkpoints.saving import last_checkpoint
 from lockstep.errors import UserError
 from lockstep.export.folder import export
+from lockstep.launch.exits import exit_code
+from lockstep.reporting import console
 from lockstep.strategies.one_format import shape_problems
+from lockstep.sweeps import study_files
 
 pytestmark = pytest.mark.xdist_group("strangers")
 
@@ -117,7 +120,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(run_a):
     before = {path: path.read_bytes() for path in Path("runs/a").iterdir() if path.is_file()}
     for path in Path("runs/a/checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"no checkpoint .* is complete: best-step-12\.ckpt, last\.ckpt are damaged"):
+    with pytest.raises(UserError, match=r"no checkpoint .* damaged, or something else: best-step-12\.ckpt, last\.ckpt"):
         lockstep.train(["run=a", "resume=auto", *SMALL[1:]])
     assert {path: path.read_bytes() for path in before} == before
 
@@ -145,3 +148,42 @@ def test_an_optimizer_state_of_another_shape_is_refused(shape):
         assert list(shape_problems(optimizer, [["p"]], {"state": {"p": optimizer.state[p]}})) == []
         saved = {"state": {"p": {**optimizer.state[p], "step": torch.zeros(0)}}}
         assert "step of (0,)" in next(shape_problems(optimizer, [["p"]], saved))
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+NAMES = ["[/b]x", "a[red]b", "\x1b[31mred\x1b]0;title\x07", ":smile:", "\u202eright to left"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
+    monkeypatch.setattr(console.out, "width", 200)
+    console.say(name)
+    console.figures_table(name, [("report", name)])
+    console.sweep_table([{"run": name, "test/acc": 0.5}], ["test/acc"], Path("sweep.csv"))
+
+    def refuse() -> None:
+        raise UserError(f"model.name={name} is unknown")
+
+    assert exit_code(refuse) == 2
+    out, err = capsys.readouterr()
+    text = ascii(name)[1:-1]
+    assert (out.count(text), err) == (4, f"error: model.name={text} is unknown\n")
+
+
+def test_the_page_of_a_study_escapes_its_name(tmp_path, monkeypatch):
+    study = pytest.importorskip("optuna").create_study(study_name="<script>alert(1)</script>")
+    monkeypatch.setattr(study_files, "plotted", lambda *_, **__: None)
+    study_files.write_plots(study, ["val/loss"], tmp_path)
+    page = (tmp_path / "study.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_what_is_written_follows_the_umask(run_a):
+    before = os.umask(0o077)
+    try:
+        folder = export(Path("runs/a/checkpoints/last.ckpt"), Path("exports/a"))
+    finally:
+        os.umask(before)
+    assert not [path for path in (folder.parent, folder, *folder.iterdir()) if path.stat().st_mode & 0o077]

@@ -101,8 +101,8 @@ def checkpoint_if_any(run_dir: Path) -> Path | None:
     newest, found = next(checkpoints(run_dir), None), found_in(run_dir)
     if newest is None and found:
         raise UserError(
-            f"no checkpoint in {run_dir}/checkpoints is complete: {', '.join(sorted(path.name for path in found))} are damaged, or are "
-            "something else. Bring them back from a copy, or type run=<another name> to start over."
+            f"no checkpoint in {run_dir}/checkpoints is complete; damaged, or something else: "
+            f"{', '.join(sorted(path.name for path in found))}. Bring them back from a copy, or type run=<another name> to start over."
         )
     return newest
 
