@@ -44,7 +44,7 @@ from lockstep.config.identity import title
 from lockstep.config.keys import dotted
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
-from lockstep.config.words import nearest, plain, shown
+from lockstep.config.words import nearest, plain, readable, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.reporting.console import number, out
@@ -195,7 +195,7 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
         table.columns[0].overflow = "fold"  # do not wrap names: people copy them
         for run in runs:
             # The requested keys keep all digits, because learning rates need them.
-            table.add_row(*(cell(run, key, digits=key not in headings) for key in keys), age(run.began_s()))
+            table.add_row(*(readable(cell(run, key, digits=key not in headings)) for key in keys), age(run.began_s()))
         # Whole rows in a pipe too, where rich assumes 80 columns.
         Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 10_000).print(table)
 
@@ -242,9 +242,10 @@ def as_overrides(config: DictConfig) -> list[str]:
 
 def show(run: Run) -> None:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
-    print(f"{run.name}:", *(f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"), sep="\n  ")
-    print("config, besides the defaults:", *(as_overrides(run.config) if run.config else ["unknown"]), sep="\n  ")
-    print("files:", *files, sep="\n  ")
+    figures = [f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"]
+    changed = as_overrides(run.config) if run.config else ["unknown"]
+    for heading, lines in ((f"{run.name}:", figures), ("config, besides the defaults:", changed), ("files:", files)):
+        print(*map(readable, (heading, *lines)), sep="\n  ")
 
 
 def has_failed(run: Run, stale_min: float) -> bool:

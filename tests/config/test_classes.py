@@ -40,12 +40,14 @@ class Cells(DataSet):
         return {"in_features": 3}
 
 
-class Loaders:
+def base(module, name):
+    # of a library by its name, which is what tells a kind without importing it
+    return type(name, (), {"__module__": module})
+
+
+class Loaders(base("lightning.pytorch.core.datamodule", "LightningDataModule")):
     def __init__(self, batch_size=1, num_workers=0, persistent_workers=False):
         pass
-
-
-Loaders.__mro__[0].__module__ = "lightning.pytorch.core.datamodule"  # what tells a LightningDataModule without importing it
 
 
 def net(width: int, pretrained: str | None = None, checkpoint_path=None):
@@ -60,12 +62,12 @@ def schedule(optimizer, gamma=1.0):
     pass
 
 
-class Module:
+class Module(base("lightning.pytorch.core.module", "LightningModule")):
     def __init__(self, mode="train", monitor=None):
         pass
 
 
-class Bell:
+class Bell(base("lightning.pytorch.callbacks.callback", "Callback"), base("torchmetrics.metric", "Metric")):
     def __init__(self, sound="ding"):
         pass
 """

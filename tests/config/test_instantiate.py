@@ -8,7 +8,6 @@ import pytest
 import thin_project
 
 import lockstep
-from lockstep.config import instantiate
 from lockstep.config.instantiate import create
 from lockstep.errors import UserError
 
@@ -51,11 +50,10 @@ OFFERED = {"in_channels": 1, "num_classes": 10}
 
 @pytest.fixture(autouse=True)
 def package(tmp_path, monkeypatch) -> Iterator[None]:
-    """A package `mine` that configs may name."""
-    (tmp_path / "packages" / "mine").mkdir(parents=True)
-    (tmp_path / "packages" / "mine" / "__init__.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path / "packages")
-    monkeypatch.setattr(instantiate, "TRUSTED", (*instantiate.TRUSTED, "mine.*"))
+    """A project with a package `mine`, which configs may name."""
+    root = thin_project.write(tmp_path / "mine_alone", **{"src/mine/__init__.py": OWN})
+    monkeypatch.syspath_prepend(root / "src")
+    monkeypatch.chdir(root)
     yield
     sys.modules.pop("mine", None)
 

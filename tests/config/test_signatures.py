@@ -9,8 +9,11 @@ from lockstep.config.signatures import accepted, parameters
 from lockstep.errors import UserError
 
 CLASSES = """
-class Base:
+from torch import nn
+
+class Base(nn.Module):
     def __init__(self, *, width: int, depth: int = 1) -> None:
+        super().__init__()
         self.width, self.depth = width, depth
 
 class Middle(Base):
@@ -25,8 +28,9 @@ class Narrow(Base):
     def __init__(self, **given: object) -> None:
         super().__init__(width=1, **given)
 
-class Open:
+class Open(nn.Module):
     def __init__(self, *, width: int, **rest: object) -> None:
+        super().__init__()
         self.rest = rest
 """
 

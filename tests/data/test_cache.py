@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import write_idx, write_mnist
+from filelock import FileLock
 from shipped_data import arrays, die_while_writing, prepare_at_once, prepared, raw
 
 from lockstep.data import Mnist, mnist
+from lockstep.data import cache as cache_module
 from lockstep.data.cache import Parts, default_cache
 from lockstep.errors import UserError
 
@@ -163,6 +165,61 @@ def test_processes_that_prepare_at_once_get_the_same_arrays_of_one_folder(root, 
     assert not [error for error in got if isinstance(error, Exception)]
     assert folders(cache) == [got[0][0].folder]
     assert all(cached == got[0][0] and same(found, decoded(root)) for cached, found in got)
+
+
+@pytest.mark.parametrize("read_at_once", [2**30, 0])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / "train" / "input.npy", -100),
+        lambda folder: zero(folder / "train" / "target.npy"),
+        lambda folder: (folder / "test" / "target.npy").unlink(),
+        lambda folder: (folder / "test" / "input.npy").write_bytes(b"\x93NUMPY"),
+        lambda folder: (folder / "about.json").write_text("{"),
+        lambda folder: (folder / "about.json").write_text('{"sha256": "", "extra": {}, "stats": {}}'),
+    ],
+    ids=["bit", "labels", "file", "cut off", "about", "empty"],
+)
+def test_a_damaged_cache_is_made_anew_with_a_warning(root, cache, damage, read_at_once, monkeypatch, capsys):
+    monkeypatch.setattr(cache_module, "READ_AT_ONCE", read_at_once)
+    first = prepared(root, cache).cached
+    damage(first.folder)
+    second = prepared(root, cache).cached
+    assert second == first
+    assert same(arrays(second), decoded(root))
+    assert capsys.readouterr().err == f"WARNING: the decoded data in {first.folder} is damaged and is made anew.\n"
+
+
+def test_a_large_cache_is_read_only_if_its_files_were_touched(root, cache, monkeypatch):
+    monkeypatch.setattr(cache_module, "READ_AT_ONCE", 0)
+    first = prepared(root, cache).cached
+    monkeypatch.setattr(mnist, "read_mnist", unwanted)
+    os.utime(first.folder / "train" / "input.npy")  # a copy of the cache
+    assert prepared(root, cache).cached == first
+    monkeypatch.setattr(cache_module, "digest_of", unwanted)
+    with pytest.raises(AssertionError):
+        prepared(root, cache)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def zero(path: Path) -> None:
+    labels = np.load(path, mmap_mode="r+")
+    labels[:] = 0
+    labels.flush()
+
+
+def test_what_killed_processes_left_is_removed_unless_one_still_writes(root, cache):
+    for name in ("mnist-left", "mnist-busy"):
+        (cache / f"{name}.part").mkdir(parents=True)
+    with FileLock(cache / "mnist-busy.lock"):
+        prepared(root, cache)
+    assert not (cache / "mnist-left.part").exists()
+    assert (cache / "mnist-busy.part").exists()
 
 
 @pytest.fixture

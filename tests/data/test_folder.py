@@ -166,6 +166,8 @@ def test_a_csv_gives_a_number_and_says_the_part(root):
 
 @pytest.mark.parametrize(("rows", "header", "target", "told"), [
     (["red/0.png,red"], "image,label", "class", r"has no column path and no column target; it has image, label"),
+    (["red/0.png,red", "../x.png,red"], "path,target", "class", r"line 3: path=../x.png leads out of"),
+    (["/etc/passwd,red"], "path,target", "class", r"line 2: path=/etc/passwd leads out of"),
     (["red/0.png,red,tset"], "path,target,split", "class", r"line 2: split=tset is unknown; use one of train, val"),
     (["red/0.png,red,test"], "path,target,split", "class", r"no row with split=train"),
     (["red/0.png,1", "red/1.jpg,one"], "path,target", "number", r"line 3: target=one is not a number"),

@@ -370,7 +370,6 @@ def test_a_run_with_a_checkpoint_needs_nothing_else(runs, call):
 def test_a_run_without_a_checkpoint_begins_anew_with_its_own_config(runs, call, overrides):
     checkpoint(runs / "old")
     folder = write(runs / "early", report("failed", 0), *overrides)
-    checkpoint(folder, whole=False)
     command = commands(call)["early"]
     assert command[:2] == ["run=early", "resume=auto"]
     cfg = started(command)

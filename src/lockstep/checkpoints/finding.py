@@ -17,10 +17,14 @@ BEST = re.compile(r"best-step-(\d+)\.ckpt")
 
 
 def is_complete_file(path: Path) -> bool:
-    """Whether the zip checksums of a file of torch.save are right."""
+    """Whether the zip checksums of a file of torch.save are right. Reads no device or pipe, and no more bytes than the file has."""
     try:
+        if not path.is_file():
+            return False
         with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
+            entries = archive.infolist()  # torch.save compresses nothing
+            plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            return plain and sum(e.file_size for e in entries) <= path.stat().st_size and archive.testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError):
         return False
 
@@ -45,15 +49,20 @@ def step_of(path: Path) -> int:
         return next((int(next(values, -1)) for value in values if value == "global_step"), -1)
 
 
+def found_in(run_dir: Path) -> list[Path]:
+    """The checkpoints of a run, complete or not."""
+    folder = run_dir / "checkpoints"
+    last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
+    found = [next((path for path in last if path.exists()), last[0])]
+    return [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
+
+
 def checkpoints(run_dir: Path) -> Iterator[Path]:
     """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning.
 
     The newest is the one with the most steps: file times change when a folder is copied.
     """
-    folder = run_dir / "checkpoints"
-    last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
-    found = [next((path for path in last if path.exists()), last[0])]
-    found = [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
+    found = found_in(run_dir)
     complete = [path for path in found if is_checkpoint(path)]
     if rank_of() == 0:
         for path in sorted(set(found) - set(complete)):
@@ -81,6 +90,21 @@ def find_run(runs_dir: str, name: str, key: str) -> Path:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
     there = f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
     raise UserError(f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {there}")
+
+
+def checkpoint_if_any(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint; None if there is no checkpoint at all.
+
+    Raises:
+        UserError: all are damaged. A kill cannot do that, as checkpoints are written whole or not at all.
+    """
+    newest, found = next(checkpoints(run_dir), None), found_in(run_dir)
+    if newest is None and found:
+        raise UserError(
+            f"no checkpoint in {run_dir}/checkpoints is complete; damaged, or something else: "
+            f"{', '.join(sorted(path.name for path in found))}. Bring them back from a copy, or type run=<another name> to start over."
+        )
+    return newest
 
 
 def newest_checkpoint(run_dir: Path, key: str) -> Path:

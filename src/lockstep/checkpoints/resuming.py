@@ -6,8 +6,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.checkpoints.changes import refuse_changes
 from lockstep.checkpoints.finding import (
+    checkpoint_if_any,
     checkpoint_of_report,
-    checkpoints,
     complete_checkpoint,
     find_run,
     newest_checkpoint,
@@ -110,7 +110,7 @@ def resume_point(cfg: DictConfig) -> tuple[Path, Path | None]:
         if not cfg.run:
             raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
         run_dir = Path(cfg.runs_dir) / str(cfg.run)
-        return run_dir, next(checkpoints(run_dir), None)
+        return run_dir, checkpoint_if_any(run_dir)
     given = Path(cfg.resume)
     if has_config(given):
         return given, newest_checkpoint(given, "resume")

@@ -122,16 +122,18 @@ class LastCheckpoint(Checkpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Updates the absolute paths that ModelCheckpoint saves: the run's folder may have been moved."""
-        here = self.path.parent.resolve()
+        """Updates the absolute paths that ModelCheckpoint saves: the run's folder may have been moved.
+
+        ModelCheckpoint removes these files later, so only checkpoints in that folder are kept; none of another run.
+        """
+        here = self.path.parent.resolve() if self.continues_here else None
         for state in checkpoint["callbacks"].values():
-            if "dirpath" in state and self.continues_here:
-                state["best_k_models"] = {moved(path, here): score for path, score in state["best_k_models"].items()}
+            if "dirpath" in state:
+                best = {moved(path, here): score for path, score in state["best_k_models"].items()}
+                state["best_k_models"] = {path: score for path, score in best.items() if path}
                 for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
                     state[key] = moved(state[key], here)
-                state["dirpath"] = str(here)
-            elif "dirpath" in state:
-                state["best_model_path"] = ""  # another run's
+                state["dirpath"] = str(here or "")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = steps_done(trainer)
@@ -167,8 +169,10 @@ class LastCheckpoint(Checkpoint):
                 shards.remove(path)
 
 
-def moved(path: str, folder: Path) -> str:
-    return str(folder / Path(path).name) if path else path
+def moved(path: str, folder: Path | None) -> str:
+    """The checkpoint of that name in `folder`; empty if the name is none of a best checkpoint, or without a folder."""
+    name = Path(path).name
+    return str(folder / name) if folder and name.endswith(".ckpt") and not name.startswith("last.") else ""
 
 
 def best_checkpoints(cfg: DictConfig, folder: Path) -> ModelCheckpoint:

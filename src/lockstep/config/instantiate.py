@@ -1,6 +1,6 @@
 """Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them.
 
-Only listed packages may be named, so a config or a checkpoint cannot run arbitrary code.
+Only classes of a key's kind may be named (config/kinds.py), so a config or a checkpoint cannot run arbitrary code.
 """
 
 import inspect
@@ -12,22 +12,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config import project
+from lockstep.config import kinds
 from lockstep.config.signatures import locate, parameters, takes_one, type_problem
-from lockstep.config.words import nearest
+from lockstep.config.words import nearest, shown
 from lockstep.errors import UserError, raise_problems
 
-# What configs may name, besides the packages of the project (config/project.py).
-TRUSTED = (
-    "lockstep.*",
-    "torch.nn.*",
-    "torch.optim.*",
-    "torchvision.*",
-    "torchmetrics.*",
-    "timm.*",
-    "lightning.pytorch.*",
-    "optuna.pruners.*",
-)
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
 # Keys of a node that the engine reads itself. They are passed on only if the signature names them.
 ENGINE = {
@@ -49,10 +38,14 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     """
     plain = {**to_plain(node), **({"_partial_": True} if key in PARTIAL else {})}
     raise_problems(problems(plain, key, given=given))
+    if "${" in str(plain):  # Hydra would resolve it, and find nodes that were not checked
+        raise UserError(f"{key} holds an interpolation in an escaped form: {shown(plain)}. Write its value.")
     named = parameters(plain["_target_"])
     kept = {k: v for k, v in plain.items() if k not in ENGINE.get(key, ()) or (named is not None and k in named)}
     try:
-        return instantiate(kept, **given, _execution_whitelist_=list(trusted()), _convert_="all")
+        return instantiate(
+            kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in kinds.trusted()], _convert_="all"
+        )
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
     except TypeError as e:
@@ -105,11 +98,6 @@ def create_data(cfg: DictConfig) -> Any:
     return create(data_set_node(cfg), "data")
 
 
-def trusted() -> tuple[str, ...]:
-    project.make_importable()
-    return (*TRUSTED, *project.trusted())
-
-
 def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(node, DictConfig):
         content: Any = OmegaConf.to_container(node, resolve=True)
@@ -119,8 +107,8 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
-    if not any(path.startswith(pattern.removesuffix("*")) for pattern in trusted()):
-        allowed = ", ".join(pattern.removesuffix(".*") for pattern in trusted())
+    if not path.startswith(kinds.trusted()):
+        allowed = ", ".join(prefix.removesuffix(".") for prefix in kinds.trusted())
         raise UserError(
             f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
             "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
@@ -129,6 +117,8 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         found: Callable[..., Any] = locate(path)
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
+    if refusal := kinds.refusal(found, path, key):
+        raise UserError(refusal)
     return found
 
 
@@ -149,17 +139,20 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
     if wrong := list(target_problems(node, key)):
         yield from wrong
         return
+    if wrong := [problem for place, inner in kinds.nested(node, key) for problem in target_problems(inner, place)]:
+        yield from wrong
+        return
     target: str = node["_target_"]
     named = parameters(target)
     if named is None:
         return
-    kinds = {parameter.kind for parameter in named.values()}
+    forms = {parameter.kind for parameter in named.values()}
     own = [name for name in node if name not in (*SPECIAL, *ENGINE.get(key, ()))]
     known = [name for name, parameter in named.items() if takes_one(parameter)]
     for name in own:
         if name in known:
             yield from type_problem(target, named[name], f"{key}.{name}", node[name])
-        elif inspect.Parameter.VAR_KEYWORD not in kinds:
+        elif inspect.Parameter.VAR_KEYWORD not in forms:
             yield f"{key}.{name} is not an argument of {target}{nearest(name, known)}; it takes {', '.join(known) or 'none'}."
     if given is not None and not node.get("_partial_"):
         for name in known:

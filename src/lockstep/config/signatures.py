@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from lockstep.config import kinds
 from lockstep.config.components import is_shipped
 from lockstep.config.schema import KEYS
 from lockstep.config.words import nearest, shown
@@ -16,8 +17,11 @@ from lockstep.config.words import nearest, shown
 def locate(path: str) -> Any:
     """The object of a dotted path. Raises LookupError if there is none; lets errors of the modules themselves through.
 
+    Imports only what a config may name, as importing a module runs it.
     As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.parallelize` is a function.
     """
+    if not path.startswith(kinds.trusted()):
+        raise LookupError(f"a config may not name {path}")
     found, parts = None, path.split(".")
     for place, part in enumerate(parts):
         if found is not None and hasattr(found, part):
@@ -36,19 +40,20 @@ def locate(path: str) -> Any:
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The arguments of a target by name, with those that `**kwargs` passes on to base classes; None if unknown.
+    """The arguments of a target by name, with those that `**kwargs` passes on to base classes; None if unknown, or if there is no such target.
 
     Inherited arguments are optional: the class may set them itself.
     """
-    target, bases = locate(path), iter(constructors(locate(path))[1:])
     try:
+        target = locate(path)
+        bases = iter(constructors(target)[1:])
         found = dict(inspect.signature(target).parameters)
         while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
             _, *inherited = inspect.signature(base).parameters.values()  # without `self`
             found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | {
                 k: p for k, p in found.items() if k not in rest
             }
-    except (TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         return None
     return found
 

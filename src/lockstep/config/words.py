@@ -1,6 +1,7 @@
 """How messages show values and names."""
 
 import difflib
+import unicodedata
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -17,3 +18,8 @@ def plain(value: Any) -> Any:
 
 def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def readable(text: str) -> str:
+    """`text` with control characters spelt out, except line ends and tabs: a terminal would obey its escape sequences."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else ascii(c)[1:-1] for c in text)

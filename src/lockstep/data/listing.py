@@ -126,4 +126,9 @@ def from_csv(path: Path) -> Listing:
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")
     paths, targets = [row["path"] for row in rows], [(row["target"] or "").strip() for row in rows]
+    for line, name in enumerate(paths):
+        if not (path.parent / name).absolute().is_relative_to(path.parent.absolute()) or ".." in Path(name).parts:
+            raise UserError(
+                f"{path}, line {line + 2}: path={name} leads out of {path.parent}. Paths are relative to the CSV's folder."
+            )
     return Listing(path.parent, paths, targets, parts)

@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MNIST_MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
+MNIST_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+)
 MNIST_MD5 = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
     "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
     "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
+
+MOST_DEFLATED = 1032  # a byte of a gzip file gives at most so many
 
 
 def read_idx(path: Path) -> "NDArray[np.uint8]":
@@ -36,19 +41,24 @@ def read_idx(path: Path) -> "NDArray[np.uint8]":
     """
     import numpy as np
 
+    packed = path.suffix == ".gz"
+    most = path.stat().st_size * (MOST_DEFLATED if packed else 1)
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if packed else path.open("rb") as file:
+            start = file.read(4)
+            lengths = file.read(4 * start[3] if len(start) == 4 else 0)
+            shape = [int.from_bytes(lengths[i : i + 4], "big") for i in range(0, len(lengths), 4)]
+            count = math.prod(shape) if shape else 0
+            content = file.read(min(count, most) + 1)  # no more than the header says, whatever a compressed file holds
     except (EOFError, OSError, zlib.error) as e:
         raise UserError(f"{path} is cut off or damaged ({e}). Replace it, or type data.source=download.") from None
-    dimensions = content[3] if len(content) > 3 else 0
-    header = 4 + 4 * dimensions
-    shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
-    if content[:3] != b"\0\0\x08" or not shape or len(content) != header + math.prod(shape):
-        expected = f"{header + math.prod(shape)} bytes by its header" if shape else "an idx header"
+    if start[:3] != b"\0\0\x08" or not shape or 4 * start[3] != len(lengths) or len(content) != count:
+        held = f"{'more than ' * (len(content) > count)}{4 + len(lengths) + min(len(content), count)} bytes"
+        expected = f"{4 + len(lengths) + count} bytes by its header" if shape else "an idx header"
         raise UserError(
-            f"{path} is cut off or not an idx file: {len(content)} bytes, expected {expected}. Replace it, or type data.source=download."
+            f"{path} is cut off or not an idx file: {held}, expected {expected}. Replace it, or type data.source=download."
         )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def mnist_files(root: Path) -> list[Path] | None:

@@ -5,7 +5,6 @@ import inspect
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from lockstep.config.signatures import accepted
 from lockstep.data import transforms
 from lockstep.errors import UserError
 from lockstep.export import exported
+from lockstep.machine.files import replacing
 from lockstep.models.network import network
 from lockstep.tasks import Classification
 
@@ -47,13 +47,9 @@ def export(path: Path, folder: Path) -> Path:
     net = network(model, content["network"], with_weights=False)
     load_into(net.state_dict(), weights, path)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with replacing(folder) as part:
+        part.mkdir()
         write_all(part, content, about, net, weights)
-        part.chmod(0o755)
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return folder
 
 

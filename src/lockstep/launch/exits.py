@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from lockstep.config.words import readable
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError
 from lockstep.machine import signals
 
@@ -31,11 +32,11 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
         call()
     except UserError as e:
         if rank == 0:  # all ranks found the same mistakes
-            print("\n".join(f"error: {problem}" for problem in e.problems), file=sys.stderr)
+            print(readable("\n".join(f"error: {problem}" for problem in e.problems)), file=sys.stderr)
         return 2
     except TrainingFailed as e:
         if rank == 0 or not isinstance(e, Preempted | Pruned):
-            print(f"error: {e}", file=sys.stderr)
+            print(readable(f"error: {e}"), file=sys.stderr)
         return 1
     except RunFailed as e:  # the failed process printed the reason
         return e.exit_code
@@ -47,6 +48,7 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
         raise
     except Exception:
         prefix = f"[rank {rank}] " if rank else ""
-        print("".join(prefix + line + "\n" for line in traceback.format_exc().splitlines()), end="", file=sys.stderr)
+        lines = readable(traceback.format_exc()).splitlines()
+        print("".join(prefix + line + "\n" for line in lines), end="", file=sys.stderr)
         return 1
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from lockstep.checkpoints.finding import checkpoints
+from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import OutOfMemory
@@ -49,7 +49,7 @@ def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, wor
                 raise
             before = batches(cfg, world)["micro_batch"]
             cfg.trainer.accumulate_grad_batches = e.accumulate
-        newest = next(checkpoints(run_dir(cfg)), None)
+        newest = checkpoint_if_any(run_dir(cfg))
         cfg.resume = str(newest) if newest else cfg.resume
         if not cfg.resume:
             begin_anew(cfg)

@@ -12,6 +12,7 @@ from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
+from lockstep.config.words import readable
 from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
 from lockstep.launch.jobs import Job
@@ -38,7 +39,7 @@ def prepare_data(cfg: DictConfig) -> "DataSet | None":
     data.prepare()
     splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train") if key in cfg.data})
     if data.notice and rank_of() == 0:
-        print(f"WARNING: {data.notice}", file=sys.stderr)
+        print(readable(f"WARNING: {data.notice}"), file=sys.stderr)
     return data
 
 

@@ -10,8 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.config.words import readable
+
 log = logging.getLogger("lockstep")
-out = Console(highlight=False)
+out = Console(
+    highlight=False, markup=False, emoji=False
+)  # names are shown as they are: a[red]b, callbacks=[default,ema]
 
 # Beginnings of messages that say nothing about a run. Only these are silenced.
 CHATTER = (
@@ -61,8 +65,8 @@ def say(text: str) -> None:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     if getattr(rank_zero_only, "rank", 0) == 0:
-        out.print(text, markup=False, soft_wrap=True)
-        log.info(text)
+        out.print(readable(text), soft_wrap=True)
+        log.info(readable(text))
 
 
 def number(value: Any) -> str:
@@ -106,9 +110,9 @@ def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     table.add_column()
     table.add_column(overflow="fold")  # do not wrap paths: people copy them
     for row in rows:
-        table.add_row(*row)
-        log.info("%s: %s", *row)
-    out.print(title, markup=False, soft_wrap=True)
+        table.add_row(*map(readable, row))
+        log.info("%s: %s", *map(readable, row))
+    out.print(readable(title), soft_wrap=True)
     out.print(table)
 
 
@@ -122,8 +126,7 @@ def sweep_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Pa
     """Prints a multirun's jobs, one per line."""
     table = Table("run", "with", *columns)
     for row, own in zip(rows, differences(rows), strict=True):
-        table.add_row(str(row["run"]), own, *(number(row.get(column)) for column in columns))
-    # No markup, which would read the brackets of callbacks=[default,ema] as a style.
+        table.add_row(*map(readable, [str(row["run"]), own, *(number(row.get(column)) for column in columns)]))
     wide = Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 160)
     wide.print(f"{len(rows)} runs, also in {path}")
     wide.print(table)

@@ -3,7 +3,7 @@
 Lightning saves optimizer states by index under ddp and by name under fsdp, and neither loads the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.trees import mapped
 from lockstep.checkpoints.weights import load_into, sharded_like
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 
 # An optimizer's options for how this process computes its step. SGD has no fused kernel for shards, and one that is fused unscales
 # the gradients of 16-mixed itself: a checkpoint must not bring them along.
@@ -83,7 +83,24 @@ class OneFormat(Strategy):
                 raise UserError(
                     "the checkpoint's optimizer has other parameters than this network. Type init_from=<checkpoint> to start a new run from its weights."
                 )
+            raise_problems(shape_problems(optimizer, names, saved))
             optimizer.load_state_dict(by_index(optimizer, names, saved))
+
+
+def shape_problems(optimizer: Optimizer, names: list[list[str]], saved: dict[str, Any]) -> Iterator[str]:
+    """Values of another shape than their parameter's, except the step, if the optimizer computes element by element.
+
+    Those optimizers are the ones with fused kernels, which would read and write past the end of such a value.
+    """
+    for group, own in zip(optimizer.param_groups, names, strict=True):
+        for name, p in zip(own, group["params"], strict=True) if "fused" in optimizer.defaults else ():
+            for key, value in saved["state"].get(name, {}).items():
+                right = () if key == "step" else p.shape
+                if isinstance(value, Tensor) and value.shape != right:
+                    yield (
+                        f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(right)}. "
+                        "Type init_from=<checkpoint> to start a new run from its weights."
+                    )
 
 
 def by_index(optimizer: Optimizer, names: list[list[str]], saved: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The files of an Optuna sweep: a table, the best config, and Optuna's plots."""
 
 import csv
+import html
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,7 @@ def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> Non
             if plotted(getattr(drawn, f"plot_{kind}"), study, **options) is not None:
                 pyplot.savefig(folder / "plots" / f"{kind}.png", dpi=120, bbox_inches="tight")
             pyplot.close("all")
-    title = f"{study.study_name}: {len(study.trials)} trials"
+    title = html.escape(f"{study.study_name}: {len(study.trials)} trials")
     page = f"<!doctype html><html><head><meta charset='utf-8'><title>{title}</title></head><body><h1>{title}</h1>{''.join(pages)}</body></html>"
     (folder / "study.html").write_text(page)
 

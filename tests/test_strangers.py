@@ -1,0 +1,189 @@
+"""Runs and checkpoints of strangers are data: using one runs no code, and writes nothing but what the command says."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import SMALL
+from omegaconf import OmegaConf
+
+import lockstep
+from lockstep.checkpoints.finding import is_checkpoint
+from lockstep.checkpoints.saving import last_checkpoint
+from lockstep.errors import UserError
+from lockstep.export.folder import export
+from lockstep.launch.exits import exit_code
+from lockstep.reporting import console
+from lockstep.strategies.one_format import shape_problems
+from lockstep.sweeps import study_files
+
+pytestmark = pytest.mark.xdist_group("strangers")
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+@pytest.fixture
+def evil(run_a, mnist, cache) -> dict[str, dict]:
+    """Nodes that would do harm, in a folder with the run `a`."""
+    torch.save(Evil(), "evil.pth")
+    folder = Path("exported")
+    folder.mkdir()
+    (folder / "network.py").write_text("import os\nos.mkdir('harmed')\n")
+    (folder / "model.json").write_text('{"timm": null, "class": "Net", "arguments": {}}')
+    return {
+        "pickle": {"_target_": "timm.models.load_state_dict", "checkpoint_path": "evil.pth", "weights_only": False},
+        "module": {"_target_": "lockstep.export.exported.load", "folder": "exported"},
+        "import": {"_target_": "stranger.Net"},
+        "nested": {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "lockstep.export.exported.load", "folder": "exported"}]},
+    }  # fmt: skip
+
+
+def change(key: str, node: dict) -> None:
+    """Names `node` in the run's config.yaml, and in the config of a checkpoint outside of it."""
+    cfg = OmegaConf.load("runs/a/config.yaml")
+    if key in ("callbacks", "logger"):
+        node = {"x": node}
+    OmegaConf.update(cfg, key, node, merge=False)
+    OmegaConf.save(cfg, "runs/a/config.yaml")
+    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    torch.save({**content, "config": OmegaConf.to_container(cfg)}, "moved.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("key", "way"),
+    [
+        ("model", "nested"),
+        ("callbacks", "pickle"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("model", "import"), ("task", "module"), ("data", "pickle"))
+        ),
+    ],
+)
+def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
+    monkeypatch.syspath_prepend(".")
+    Path("stranger.py").write_text("import os\nos.mkdir('harmed')\n")
+    node = evil[way]
+    own = {"task": {"monitor": "val/loss", "mode": "min", "metrics": {}}, "data": {"batch_size": 48}}
+    change(key, {**node, **own.get(key, {})})
+    uses = {
+        "resume": lambda: lockstep.train(["run=a", "resume=auto", "trainer.max_epochs=2", *SMALL[1:]]),
+        "run": lambda: lockstep.evaluate(["run=a", *SMALL[1:]]),
+        "checkpoint": lambda: lockstep.evaluate(["checkpoint=moved.ckpt", *SMALL[1:]]),
+        "load_model": lambda: lockstep.load_model("moved.ckpt"),
+        "export": lambda: export(Path("moved.ckpt"), Path("out")),
+    }
+    needed = {"resume": True, "run": key in ("model", "task", "data"), "checkpoint": key in ("model", "task", "data")}
+    needed |= {"load_model": key == "model", "export": key in ("model", "task")}
+    for name in [name for name, needs in needed.items() if needs]:
+        with pytest.raises(UserError, match=r"may not be named|cannot be changed"):
+            uses[name]()
+    assert not Path("harmed").exists()
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def changed(path: str, change) -> None:
+    content = torch.load(path, weights_only=True)
+    change(content)
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("name", ["/x/..", "../..", ".", "/x/last.ckpt", "config.yaml"])
+def test_a_checkpoint_names_no_file_to_remove_but_a_checkpoint(name, run_a):
+    def point(content: dict) -> None:
+        for state in content["callbacks"].values():
+            if "best_k_models" in state:
+                state |= {"best_k_models": {name: -1.0}, "kth_best_model_path": name, "best_model_path": name}
+
+    for path in ("best-step-12.ckpt", "last.ckpt"):
+        changed(f"runs/a/checkpoints/{path}", point)
+    callback = last_checkpoint(OmegaConf.load("runs/a/config.yaml"), Path("runs/a/checkpoints"))
+    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    for resumed, place in (
+        (Path("runs/a/checkpoints/last.ckpt").resolve(), str(Path("runs/a/checkpoints").resolve())),
+        (None, ""),
+    ):
+        callback.resumed = resumed
+        callback.on_load_checkpoint(None, None, content)
+        (state,) = [state for state in content["callbacks"].values() if "best_k_models" in state]
+        assert (state["best_k_models"], state["kth_best_model_path"], state["dirpath"]) == ({}, "", place)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(run_a):
+    before = {path: path.read_bytes() for path in Path("runs/a").iterdir() if path.is_file()}
+    for path in Path("runs/a/checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"no checkpoint .* damaged, or something else: best-step-12\.ckpt, last\.ckpt"):
+        lockstep.train(["run=a", "resume=auto", *SMALL[1:]])
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_only_regular_files_are_checkpoints(tmp_path):
+    os.mkfifo(tmp_path / "fifo.ckpt")
+    (tmp_path / "zero.ckpt").symlink_to("/dev/zero")
+    with zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1_000_000))
+    (tmp_path / "shards.ckpt").mkdir()
+    for name in ("shard-00000-of-00001.pt", "rest.pt"):
+        os.mkfifo(tmp_path / "shards.ckpt" / name)
+    assert not any(is_checkpoint(path) for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shape", [(3,), (1000, 7), ()])
+def test_an_optimizer_state_of_another_shape_is_refused(shape):
+    p = torch.nn.Parameter(torch.zeros(4, 5))
+    for optimizer in (torch.optim.AdamW([p], fused=True), torch.optim.AdamW([p])):
+        p.grad = torch.ones(4, 5)
+        optimizer.step()
+        saved = {"state": {"p": {**optimizer.state[p], "exp_avg": torch.zeros(shape)}}}
+        found = list(shape_problems(optimizer, [["p"]], saved))
+        assert [str(shape) in problem and "(4, 5)" in problem for problem in found] == [True]
+        assert list(shape_problems(optimizer, [["p"]], {"state": {"p": optimizer.state[p]}})) == []
+        saved = {"state": {"p": {**optimizer.state[p], "step": torch.zeros(0)}}}
+        assert "step of (0,)" in next(shape_problems(optimizer, [["p"]], saved))
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+NAMES = ["[/b]x", "a[red]b", "\x1b[31mred\x1b]0;title\x07", ":smile:", "\u202eright to left"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
+    monkeypatch.setattr(console.out, "width", 200)
+    console.say(name)
+    console.figures_table(name, [("report", name)])
+    console.sweep_table([{"run": name, "test/acc": 0.5}], ["test/acc"], Path("sweep.csv"))
+
+    def refuse() -> None:
+        raise UserError(f"model.name={name} is unknown")
+
+    assert exit_code(refuse) == 2
+    out, err = capsys.readouterr()
+    text = ascii(name)[1:-1]
+    assert (out.count(text), err) == (4, f"error: model.name={text} is unknown\n")
+
+
+def test_the_page_of_a_study_escapes_its_name(tmp_path, monkeypatch):
+    study = pytest.importorskip("optuna").create_study(study_name="<script>alert(1)</script>")
+    monkeypatch.setattr(study_files, "plotted", lambda *_, **__: None)
+    study_files.write_plots(study, ["val/loss"], tmp_path)
+    page = (tmp_path / "study.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_what_is_written_follows_the_umask(run_a):
+    before = os.umask(0o077)
+    try:
+        folder = export(Path("runs/a/checkpoints/last.ckpt"), Path("exports/a"))
+    finally:
+        os.umask(before)
+    assert not [path for path in (folder.parent, folder, *folder.iterdir()) if path.stat().st_mode & 0o077]
