@@ -25,6 +25,7 @@ from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process
 from lockstep.launch.jobs import Job, Run
 from lockstep.launch.start import start
 from lockstep.machine import process, signals
+from lockstep.machine.launchers import launcher_problems
 from lockstep.machine.world import rank_of
 from lockstep.sweeps import table
 
@@ -48,7 +49,8 @@ def main(run: Run, name: str) -> None:
     elif given is not None:
         todo, rank = partial(start, job, *given), 0
     else:
-        todo, rank = partial(command, job, sys.argv[1:]), rank_of()
+        alone = launcher_problems(os.environ)  # its rank is not to be believed, so it reports what is wrong
+        todo, rank = partial(command, job, sys.argv[1:]), 0 if alone else rank_of()
     with signals.noted() if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
     if received and ended[0]:
@@ -74,6 +76,7 @@ def in_project(folder: Path, call: Callable[[], Any]) -> None:
 
 def command(job: Job, argv: list[str]) -> None:
     """Lets Hydra read the command line and run a single run or the jobs of a multirun."""
+    raise_problems(launcher_problems(os.environ))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of Hydra's own report and exit code
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = search_path(argv)
