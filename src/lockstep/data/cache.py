@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.machine.files import replacing
+from lockstep.machine.files import refuse_unwritable, replacing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,9 +63,10 @@ def key_of(name: str, files: list[Path], *more: object) -> str:
 
 def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) -> Cached:
     """The arrays in `folder`. One process writes what `decode` returns; others wait for it."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # noqa: PTH112  # False for a name that is too long
         from filelock import FileLock
 
+        refuse_unwritable(folder.parent, "data.cache_dir")
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():

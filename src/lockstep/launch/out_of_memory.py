@@ -1,6 +1,5 @@
 """Restarts a run with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from omegaconf import DictConfig
 from lockstep.checkpoints.finding import checkpoints
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
+from lockstep.config.run_files import read_report
 from lockstep.errors import OutOfMemory
 from lockstep.machine import signals
 from lockstep.machine.world import World
@@ -21,8 +21,7 @@ VMSTAT = Path("/proc/vmstat")
 
 def first(cfg: DictConfig, world: World) -> int:
     """The fewest micro-batches; for a resumed run, the number that gives the micro-batch it had."""
-    path, batch = run_dir(cfg) / "report.json", cfg.data.batch_size
-    had = json.loads(path.read_text()).get("micro_batch") if path.is_file() else None
+    had, batch = read_report(run_dir(cfg)).get("micro_batch"), cfg.data.batch_size
     return next(k for k in accumulations(batch, world.size) if had is None or batch // (world.size * k) <= had)
 
 
