@@ -12,13 +12,22 @@ class UserError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """Training cannot continue, for a reason that needs no traceback; exit code 1."""
+    """Training cannot continue, for a reason that needs no traceback."""
+
+    exit_code = 1
 
 
 class Preempted(TrainingFailed):
     """The system warned that it will end the run; everything is saved."""
 
     status = "preempted"  # in report.json
+
+
+class Interrupted(Preempted):
+    """Ctrl-C; everything is saved."""
+
+    status = "interrupted"
+    exit_code = 130
 
 
 class NotSaved(TrainingFailed):

@@ -1,5 +1,6 @@
 """Saves and ends a run when the system warns that it will be ended."""
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.errors import Preempted
+from lockstep.errors import Interrupted, Preempted
 from lockstep.machine import signals
 from lockstep.training.steps import steps_done
 
@@ -27,7 +28,9 @@ class Preemption(pl.Callback):
         self.looked_at = (0, 0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signals.install()  # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect
+        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. Ctrl-C ends several processes
+        # at once: the terminal and the parent both send it.
+        signals.install(interrupt=trainer.world_size == 1)
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
         if trainer.world_size > 1 and torch.distributed.get_backend() != "gloo":
@@ -40,7 +43,7 @@ class Preemption(pl.Callback):
             return
         if self.save:
             self.save(trainer)
-        raise Preempted(self.words(trainer))
+        raise self.kind()(self.words(trainer))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signals.install()
@@ -52,9 +55,12 @@ class Preemption(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if signals.received:  # everything is saved already, so processes need not agree
-            raise Preempted(
+            raise self.kind()(
                 f"ended by {signals.received[0].name} during the test; type the command again with resume=auto."
             )
+
+    def kind(self) -> type[Preempted]:
+        return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
 
     def words(self, trainer: pl.Trainer) -> str:
         by = signals.received[0].name if signals.received else "a signal to another process"

@@ -24,7 +24,7 @@ from lockstep.launch import local, slots
 from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process
 from lockstep.launch.jobs import Job, Run
 from lockstep.launch.start import start
-from lockstep.machine import process, signals
+from lockstep.machine import process, signals, streams
 from lockstep.machine.launchers import launcher_problems
 from lockstep.machine.world import rank_of
 from lockstep.sweeps import table
@@ -38,6 +38,7 @@ def main(run: Run, name: str) -> None:
 
     Call it last in a script: it ends the process with that code, even if SystemExit is caught.
     """
+    streams.secure()
     ended: list[int] = []
     atexit.register(lambda: exit_process(ended[0]) if ended else None)  # registered first, called last
     process.own()

@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError
@@ -16,12 +17,8 @@ def exit_process(code: int) -> NoReturn:
     """Ends the process without Python's shutdown. During shutdown, gloo threads that release tensors need the GIL and abort the
     process ("terminate called without an active exception"), even after a run that was done."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the parent process closed it
-        try:
+        with suppress(OSError):  # its reader is gone, or its disk is full
             stream.flush()
-        except BrokenPipeError:  # its reader has closed the pipe
-            pass
-        except OSError:  # the disk is full
-            code = code or 1
     os._exit(code)
 
 
@@ -36,12 +33,14 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     except TrainingFailed as e:
         if rank == 0 or not isinstance(e, Preempted | Pruned):
             print(f"error: {e}", file=sys.stderr)
-        return 1
+        return e.exit_code
     except RunFailed as e:  # the failed process printed the reason
         return e.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SystemExit:
+    except SystemExit as e:
+        if isinstance(e.__context__, KeyboardInterrupt):  # Lightning's answer to Ctrl-C
+            return INTERRUPTED
         if signals.received:  # Lightning's answer to SIGTERM
             return 1
         raise

@@ -115,7 +115,7 @@ class Recorder:
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def open_logs(self) -> None:
-        to_file, to_screen = logging.FileHandler(self.dir / "train.log"), logging.StreamHandler()
+        to_file, to_screen = logging.FileHandler(self.dir / "train.log", encoding="utf-8"), logging.StreamHandler()
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         to_screen.setLevel(logging.WARNING)
         logging.captureWarnings(True)  # warnings go to both
