@@ -25,7 +25,7 @@ from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process
 from lockstep.launch.jobs import Job, Run
 from lockstep.launch.start import start
 from lockstep.machine import process, signals, streams
-from lockstep.machine.launchers import launcher_problems
+from lockstep.machine.launchers import external_launcher, launcher_problems
 from lockstep.machine.world import rank_of
 from lockstep.sweeps import table
 
@@ -54,7 +54,7 @@ def main(run: Run, name: str) -> None:
         todo, rank = partial(command, job, sys.argv[1:]), 0 if alone else rank_of()
     with signals.noted() if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
-    if received and ended[0]:
+    if ended[0] and (received or external_launcher(os.environ)):
         exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError
+from lockstep.errors import RunFailed, TrainingFailed, UserError
 from lockstep.machine import signals
 
 INTERRUPTED = 130
+# Of gloo and nccl where another process has ended. The traceback is in train.log.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
 
 
 def exit_process(code: int) -> NoReturn:
@@ -24,6 +26,7 @@ def exit_process(code: int) -> NoReturn:
 
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
+    prefix = f"[rank {rank}] " if rank else ""
     try:
         call()
     except UserError as e:
@@ -31,8 +34,8 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             print("\n".join(f"error: {problem}" for problem in e.problems), file=sys.stderr)
         return 2
     except TrainingFailed as e:
-        if rank == 0 or not isinstance(e, Preempted | Pruned):
-            print(f"error: {e}", file=sys.stderr)
+        if rank == 0 or not e.alike:
+            print(f"error: {prefix}{e}", file=sys.stderr)
         return e.exit_code
     except RunFailed as e:  # the failed process printed the reason
         return e.exit_code
@@ -44,8 +47,13 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
         if signals.received:  # Lightning's answer to SIGTERM
             return 1
         raise
-    except Exception:
-        prefix = f"[rank {rank}] " if rank else ""
+    except Exception as e:
+        if isinstance(e, RuntimeError) and any(sign in str(e) for sign in LOST):
+            print(
+                f"error: {prefix}the connection to another process is lost: the first error is that one's",
+                file=sys.stderr,
+            )
+            return 1
         print("".join(prefix + line + "\n" for line in traceback.format_exc().splitlines()), end="", file=sys.stderr)
         return 1
     return 0
