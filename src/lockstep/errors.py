@@ -49,6 +49,14 @@ class LossNotFinite(TrainingFailed):
     alike = True
 
 
+class NoRendezvous(TrainingFailed):
+    """The processes of a run did not find each other."""
+
+    def __init__(self, message: str, alike: bool) -> None:
+        super().__init__(message)
+        self.alike = alike
+
+
 class LostProcess(TrainingFailed):
     """A signal ended a process of the run, which could not say it itself."""
 

@@ -12,7 +12,13 @@ from lockstep.machine import signals
 
 INTERRUPTED = 130
 # Of gloo and nccl where another process has ended. The traceback is in train.log.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted")
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL communicator was aborted",
+    "Connection was likely closed",
+)
 
 
 def exit_process(code: int) -> NoReturn:

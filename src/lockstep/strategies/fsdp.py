@@ -19,6 +19,7 @@ from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.strategies.one_format import OneFormat, gathered
+from lockstep.strategies.rendezvous import meet
 
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
@@ -69,6 +70,10 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
         self.writers: Any = None  # the process group of the threads that write shards
+
+    def setup_environment(self) -> None:
+        meet(self, self.timeout)
+        super().setup_environment()
 
     @property
     def mesh(self) -> DeviceMesh:
