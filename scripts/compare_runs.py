@@ -13,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lockstep.errors import UserError
 from lockstep.reporting.comparison import ENDS, agree, compare, find, grown_rounding
 
 
@@ -27,6 +28,9 @@ def main() -> int:
         a, b = (find(given, args.runs_dir) for given in args.runs)
     except FileNotFoundError as e:
         print(f"error: {e}. Type the names or directories of two runs.", file=sys.stderr)
+        return 2
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
         return 2
     found = compare(a, b, exact=args.exact, tolerance=args.tolerance)
     for section, lines in found.items():

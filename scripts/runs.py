@@ -7,8 +7,9 @@ python scripts/runs.py failed [<sweep>] [--stale-min 30]
 --where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, such as optim.lr=0.001. A run
 without the key meets no condition and is sorted last. `show` prints what differs from the defaults, as overrides.
 
-`failed` prints a shell command for each run that failed, was interrupted, or is `running` but wrote nothing for --stale-min
-minutes (a run ended by SIGKILL stays `running`). As in checkpoints/resuming.py,
+A run has `died` if its report says `running` but no process on this machine has it: SIGKILL, or power lost. `failed` prints a
+shell command for each run that failed, died, was interrupted, or is `running` on another machine but wrote nothing for
+--stale-min minutes. As in checkpoints/resuming.py,
 - with a complete checkpoint, `run=<name> resume=auto` continues with the run's own config and needs nothing else;
 - without one, resume=auto starts over with what is typed: the job's overrides, if its sweep saved them in the report, or
   else what in config.yaml is not a default;
@@ -38,16 +39,17 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints, run_folders
-from lockstep.checkpoints.resuming import load_config
 from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
 from lockstep.config.identity import title
 from lockstep.config.keys import dotted
 from lockstep.config.project import command
+from lockstep.config.run_files import load_config
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import nearest, plain, readable, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.reporting.console import number, out
+from lockstep.reporting.report_file import status
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
@@ -106,7 +108,8 @@ def find_runs(runs_dir: Path) -> list[Run]:
     found = []
     for folder in run_folders(runs_dir):
         name = folder.relative_to(runs_dir).as_posix()
-        found.append(Run(name, folder, read_report(folder / "report.json") | {"run": name}))
+        report = read_report(folder / "report.json")
+        found.append(Run(name, folder, report | {"run": name, "status": status(folder, report)}))
     return sorted(found, key=lambda run: (run.began_s(), run.name))
 
 
@@ -213,7 +216,7 @@ def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The options of a group that a config may come from, each with its distance; the smallest is the best match."""
     found: dict[str, tuple[int, int]] = {}
     for name in options(group):
-        option = dotted(plain(load_config(config_file(f"{group}/{name}"))), group)
+        option = dotted(plain(OmegaConf.load(config_file(f"{group}/{name}"))), group)
         what = {k: v for k, v in option.items() if k.endswith(("._target_", ".name"))}
         fits = all(v in (own.get(k), "???") for k, v in what.items())
         if fits and (option or f"{group}._target_" not in own):  # an option without keys means no class
@@ -249,9 +252,9 @@ def show(run: Run) -> None:
 
 
 def has_failed(run: Run, stale_min: float) -> bool:
-    status = run.report["status"]
-    stale = status not in ("done", "pruned") and time.time() - run.written_s() > 60 * stale_min
-    return stale or status in ("failed", "interrupted")
+    ended = run.report["status"]
+    stale = ended not in ("done", "pruned") and time.time() - run.written_s() > 60 * stale_min
+    return stale or ended in ("failed", "interrupted", "died")
 
 
 def again(run: Run, runs_dir: Path) -> str:

@@ -138,6 +138,67 @@ def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
     assert report(forked_command, "sweep/0")["status"] == "interrupted"
 
 
+FAILURES = {
+    "nan": "return loss * float('nan')",
+    "bug": "raise KeyError('mine')",
+    "signal": "os.kill(os.getpid(), signal.SIGSEGV)",
+}
+
+
+@pytest.mark.parametrize(
+    "failure", ["nan", pytest.param("bug", marks=pytest.mark.slow), pytest.param("signal", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(failure, forked_command, tmp_path):
+    lines = [
+        "import os, signal",
+        "from lockstep.training.module import TaskModule",
+        "original = TaskModule.training_step",
+        "def hook(self, *args):",
+        "    loss = original(self, *args)",
+        "    if self.trainer.global_step == 2 and self.trainer.global_rank == 1:",
+        f"        {FAILURES[failure]}",
+        "    return loss",
+        "TaskModule.training_step = hook",
+    ]
+    (tmp_path / "hook.py").write_text("\n".join(lines))
+    env = {forked.HOOK: str(tmp_path / "hook.py")}
+    options = ["trainer.log_every_n_steps=1", "checkpoint.every_n_steps=1", "trainer.max_steps=6"]
+    done = forked_command("train.py", "run=a", *TWO, *options, *SMALL, env=env, timeout_s=120)
+    assert done.code == 1, done
+    errors = [line for line in done.err.splitlines() if line.startswith("error:")]
+    if failure == "nan":
+        (error,) = errors
+        assert error.startswith(
+            "error: the loss is nan at step 3 (epoch 0) on rank 1, in a batch of the training samples"
+        ), done
+        assert "The last checkpoint before it is runs/a/checkpoints/" in error
+    elif failure == "bug":
+        assert "[rank 1] KeyError: 'mine'" in done.err, done
+        assert done.err.count("Traceback") == 1, done
+    else:
+        assert errors[-1] == "error: rank 1 was ended by SIGSEGV, so the others were ended too.", done
+        assert "Traceback" not in done.err, done
+
+
+def test_a_failed_process_of_torchrun_does_not_wait_for_exit_handlers(forked_command, tmp_path):
+    """Lightning's own one, `destroy_process_group`, waits for the others."""
+    lines = [
+        "import atexit, time, lockstep.build",
+        "def fit(*_):",
+        "    atexit.register(time.sleep, 600)",
+        "    raise KeyError('mine')",
+        "lockstep.build.fit = fit",
+    ]
+    (tmp_path / "hook.py").write_text("\n".join(lines))
+    started = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+    done = forked_command(
+        "train.py", "run=a", *SMALL, env=started | {forked.HOOK: str(tmp_path / "hook.py")}, timeout_s=120
+    )
+    assert done.code == 1, done
+    assert "KeyError: 'mine'" in done.err
+
+
 def test_warnings_reach_the_screen(forked_command, tmp_path):
     warn = hook(tmp_path, "warnings.warn('something to know')")
     done = forked_command("train.py", "run=a", *SHORT, env=warn)

@@ -8,6 +8,7 @@ from in_process import report
 
 import lockstep
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.machine import lock
 
 pytestmark = pytest.mark.xdist_group("refused")
 
@@ -52,6 +53,77 @@ def test_a_directory_is_never_taken_twice(train, run_a):
     with pytest.raises(UserError, match=r"runs/a exists. Type resume=auto"):
         train("run=a", "debug=one_batch")
     assert contents("a") == before
+
+
+def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_a, monkeypatch):
+    from lockstep.callbacks import FiniteLoss
+
+    told: list[str] = []
+
+    def second(self, trainer, *_) -> None:
+        if trainer.global_step == 13:
+            before = contents("a")
+            for again in (["resume=auto"], ["resume=auto", "init_from=a"]):
+                with pytest.raises(UserError) as error:
+                    lockstep.train(["run=a", *again])
+                told.extend(error.value.problems)
+            assert contents("a") == before
+
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", second)
+    assert train("run=a", "resume=auto", "trainer.max_epochs=2")["status"] == "done"
+    assert len(told) == 2
+    assert all(problem.startswith("runs/a is in use: another process trains there now") for problem in told)
+    assert not lock.is_taken(Path("runs/a"))
+
+
+DAMAGED = {
+    "config.yaml": ["", "run: a\n", "run: [\n", "\x00\x01", "- a\n"],
+    "report.json": ["", "{", "[]", "\x00"],
+    "metrics.csv": ["step,train/loss\n1,abc\n", "a,b\n1,2\n", "step,a\n1,2,3\n", "\x00\n\x00\n"],
+}
+
+
+def test_damaged_files_of_a_run_are_named(run_a):
+    whole = {name: Path("runs/a", name).read_bytes() for name in DAMAGED}
+    for name, damages in DAMAGED.items():
+        for content in damages:
+            Path("runs/a", name).write_bytes(content.encode() + b"\xff" * (content == "\x00"))
+            before = contents("a")
+            with pytest.raises(UserError, match=rf"runs/a/{name} is damaged"):
+                lockstep.train(["run=a", "resume=auto", "trainer.max_epochs=2"])
+            if name != "metrics.csv":
+                with pytest.raises(UserError, match=rf"runs/a/{name} is damaged"):
+                    lockstep.evaluate(["run=a"])
+            assert contents("a") == before, (name, content)
+        Path("runs/a", name).write_bytes(whole[name])
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(train, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "gone").symlink_to("nowhere")
+    before = sorted(tmp_path.iterdir())
+    for place in ("file", "loop", "gone", "/proc", "n" * 300, "file/below"):
+        with pytest.raises(UserError, match=r"runs_dir: .* cannot be written: .* Type runs_dir="):
+            train(f"runs_dir={place}")
+        if place != "/proc":
+            with pytest.raises(UserError, match=r"data.cache_dir: .* cannot be written"):
+                train(f"data.cache_dir={place}")
+    with pytest.raises(UserError, match="cannot be written"):
+        train(f"run={'n' * 300}")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_run_whose_config_could_not_be_written_can_be_typed_again(train, monkeypatch):
+    def full(path: Path, text: str) -> None:
+        path.with_name("config.yaml.part").write_text("")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("lockstep.reporting.recorder.write_text", full)
+        with pytest.raises(OSError, match="No space"):
+            train("run=a", "debug=one_batch")
+    assert train("run=a", "debug=one_batch")["status"] == "done"
 
 
 def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):

@@ -13,6 +13,7 @@ from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints import resuming
 from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted
+from lockstep.launch.exits import exit_code
 from lockstep.reporting.loggers import MetricsCsv
 from lockstep.training.module import TaskModule
 
@@ -73,6 +74,34 @@ def test_a_run_that_is_warned_saves_at_the_next_step_and_goes_on_from_there(trai
     assert state("parts/checkpoints/last.ckpt")["global_step"] == 7
     train("run=parts", "resume=auto", *TWO_EPOCHS)
     assert_ended_alike("parts", whole)
+
+
+@pytest.mark.parametrize(
+    ("warning", "status", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGHUP, "preempted", 1)]
+)
+def test_ctrl_c_and_a_closed_terminal_let_the_step_finish_and_are_saved(train, warning, status, code, monkeypatch):
+    def warn(self, trainer, *_) -> None:
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), warning)
+
+    with monkeypatch.context() as warned:
+        warned.setattr(FiniteLoss, "on_train_batch_end", warn)
+        with pytest.raises(Preempted, match=rf"ended by {warning.name} after 3 steps; .* resume=auto") as error:
+            train("run=parts")
+    assert (error.value.exit_code, report("parts")["status"]) == (code, status)
+    assert state("parts/checkpoints/last.ckpt")["global_step"] == 3
+    assert signal.getsignal(warning) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def test_ctrl_c_twice_ends_at_once(train, monkeypatch):
+    def interrupt(self, trainer, *_) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", interrupt)
+    assert exit_code(lambda: train("run=parts")) == 130
+    assert report("parts")["status"] == "interrupted"
 
 
 def test_a_run_that_is_warned_while_it_is_tested_ends_and_is_tested_again(train, trained, monkeypatch):

@@ -12,13 +12,24 @@ class UserError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """Training cannot continue, for a reason that needs no traceback; exit code 1."""
+    """Training cannot continue, for a reason that needs no traceback."""
+
+    exit_code = 1
+    alike = False  # whether all processes raise the same one, so that rank 0 alone reports it
 
 
 class Preempted(TrainingFailed):
     """The system warned that it will end the run; everything is saved."""
 
     status = "preempted"  # in report.json
+    alike = True
+
+
+class Interrupted(Preempted):
+    """Ctrl-C; everything is saved."""
+
+    status = "interrupted"
+    exit_code = 130
 
 
 class NotSaved(TrainingFailed):
@@ -29,6 +40,25 @@ class Pruned(TrainingFailed):
     """The study's pruner ended this trial."""
 
     status = "pruned"
+    alike = True
+
+
+class LossNotFinite(TrainingFailed):
+    """The loss is NaN or infinite, in one process or in all."""
+
+    alike = True
+
+
+class NoRendezvous(TrainingFailed):
+    """The processes of a run did not find each other."""
+
+    def __init__(self, message: str, alike: bool) -> None:
+        super().__init__(message)
+        self.alike = alike
+
+
+class LostProcess(TrainingFailed):
+    """A signal ended a process of the run, which could not say it itself."""
 
 
 class OutOfMemory(TrainingFailed):

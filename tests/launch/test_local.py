@@ -12,6 +12,7 @@ from pathlib import Path
 import forked as forked_processes
 import pytest
 
+from lockstep import ROOT
 from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory, RunFailed
 from lockstep.launch import local, out_of_memory
@@ -132,14 +133,45 @@ def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_pa
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")
-@pytest.mark.parametrize(
-    ("code", "output", "expected"), [(0, "/dev/full", 1), (2, "/dev/full", 2), (0, "&-", 0), (3, "&-", 3)]
-)
-def test_the_exit_code_is_kept_unless_words_are_lost(code, output, expected):
-    python = f"from lockstep.launch import exits; print('a word'); exits.exit_process({code})"
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    command = ["sh", "-c", f'exec "{sys.executable}" -c "$0" >{output}', python]
-    assert subprocess.run(command, env=buffered).returncode == expected
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("output", [">/dev/full", ">&- 2>&-", "2>/dev/full", "| true", ">ascii"])
+def test_a_screen_that_fails_changes_neither_the_run_nor_its_exit_code(output, code, tmp_path):
+    python = f"""
+import sys
+from pathlib import Path
+from lockstep.launch import exits
+from lockstep.machine import streams
+streams.secure()
+for stream in (sys.stdout, sys.stderr) * 999:
+    print("a word \u00b7", file=stream, flush=stream is sys.stderr)
+Path("done").write_text("not the screen")
+exits.exit_process({code})
+"""
+    (tmp_path / "run.py").write_text(python)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = ["bash", "-o", "pipefail", "-c", f'"{sys.executable}" run.py {output}']
+    ascii_only = {"PYTHONIOENCODING": "ascii"} if output == ">ascii" else {}
+    done = subprocess.run(command, env=environment | ascii_only, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    assert done.returncode == code
+    assert (tmp_path / "done").read_text() == "not the screen"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")
+def test_a_run_without_a_screen_is_done_and_its_log_has_every_line(forked_command):
+    arguments = [
+        f"data.root={forked_command.data}",
+        f"data.cache_dir={forked_command.cache}",
+        "run=a",
+        "debug=one_batch",
+    ]
+    with Path("/dev/full").open("w") as full:
+        process = forked_processes.Popen(
+            [sys.executable, str(ROOT / "train.py"), *arguments], cwd=forked_command.folder, stdout=full, stderr=full
+        )
+        assert process.wait(300) == 0
+    log = (forked_command.folder / "runs/a/train.log").read_text()
+    assert " \u00b7 " in log
+    assert "test" in log.splitlines()[-1] or "report" in log
 
 
 @pytest.mark.parametrize(("failing", "code", "expected"), [(1, 3, 1), (0, 2, 2)])

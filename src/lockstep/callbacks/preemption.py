@@ -1,37 +1,42 @@
 """Saves and ends a run when the system warns that it will be ended."""
 
+import itertools
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
-from lockstep.errors import Preempted
+from lockstep.errors import Interrupted, Preempted
 from lockstep.machine import signals
+from lockstep.strategies import rendezvous
 from lockstep.training.steps import steps_done
 
+looks = itertools.count()  # of this process; all processes look at the same steps
+KEPT = 100  # answers in the store; no process is so far behind
+WARNED = "preemption/warned"
 LOOK_S = 1.0  # seconds between the questions whether any process was warned
 
 
 class Preemption(pl.Callback):
     """Saves the last checkpoint at the next step and ends the run, in all processes at the same step.
 
-    They agree by one all-reduce of two numbers per second, on the CPU; other steps only compare the time.
+    Once a second they ask their common store: a warned process leaves a word there, and rank 0 says for all whether to end and at
+    which step to ask again. Other steps only compare numbers. It needs no collective, and no process group besides nccl's.
     """
 
     def __init__(self, save: Callable[[pl.Trainer], None] | None) -> None:
         self.save = save
-        self.group: Any = None
         self.next_look = 0
         self.looked_at = (0, 0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signals.install()  # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect
+        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. Ctrl-C ends several processes
+        # at once: the terminal and the parent both send it.
+        signals.install(interrupt=trainer.world_size == 1)
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
-        if trainer.world_size > 1 and torch.distributed.get_backend() != "gloo":
-            self.group = torch.distributed.new_group(backend="gloo")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -40,7 +45,7 @@ class Preemption(pl.Callback):
             return
         if self.save:
             self.save(trainer)
-        raise Preempted(self.words(trainer))
+        raise self.kind()(self.words(trainer))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signals.install()
@@ -52,9 +57,12 @@ class Preemption(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if signals.received:  # everything is saved already, so processes need not agree
-            raise Preempted(
+            raise self.kind()(
                 f"ended by {signals.received[0].name} during the test; type the command again with resume=auto."
             )
+
+    def kind(self) -> type[Preempted]:
+        return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
 
     def words(self, trainer: pl.Trainer) -> str:
         by = signals.received[0].name if signals.received else "a signal to another process"
@@ -69,10 +77,16 @@ class Preemption(pl.Callback):
         step = steps_done(trainer)
         if step < self.next_look:
             return False
-        since, began_s = self.looked_at
-        now_s = time.monotonic()
-        steps = max(1, round((step - since) * LOOK_S / max(1e-6, now_s - began_s)))
-        found = torch.tensor([int(bool(signals.received)), steps])
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
-        self.next_look, self.looked_at = step + int(found[1]), (step, now_s)
-        return bool(found[0])
+        store = rendezvous.store
+        assert store is not None
+        look = next(looks)
+        if signals.received:
+            store.set(WARNED, signals.received[0].name)
+        if trainer.global_rank == 0:
+            since, began_s = self.looked_at
+            self.looked_at = step, time.monotonic()
+            steps = max(1, round((step - since) * LOOK_S / max(1e-6, self.looked_at[1] - began_s)))
+            store.set(f"preemption/{look}", f"{step + steps} {int(store.check([WARNED]))}")
+            store.delete_key(f"preemption/{look - KEPT}")
+        self.next_look, found = map(int, store.get(f"preemption/{look}").split())
+        return bool(found)

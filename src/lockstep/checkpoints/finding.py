@@ -1,7 +1,6 @@
 """Finding runs and checkpoints on disk, and which checkpoints are complete. Free of torch."""
 
 import difflib
-import json
 import os
 import pickletools
 import re
@@ -10,6 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.config.run_files import read_report
 from lockstep.errors import UserError
 from lockstep.machine.world import rank_of
 
@@ -117,8 +117,7 @@ def newest_checkpoint(run_dir: Path, key: str) -> Path:
 
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
-    report = run_dir / "report.json"
-    named = json.loads(report.read_text()).get("checkpoint") if report.is_file() else None
+    named = read_report(run_dir).get("checkpoint")
     path = run_dir / named if named else None
     return path if path is not None and is_checkpoint(path) else newest_checkpoint(run_dir, "run")
 

@@ -16,6 +16,7 @@ from lockstep.checkpoints.finding import (
 from lockstep.config.compose import is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
+from lockstep.config.run_files import load_config, refuse_damage
 from lockstep.errors import UserError
 from lockstep.machine.world import world_of
 
@@ -51,12 +52,6 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     with open_dict(cfg):
         for key in dict.fromkeys(keys):
             OmegaConf.update(cfg, key, OmegaConf.select(composed, key), force_add=True, merge=not is_group(key))
-    return cfg
-
-
-def load_config(path: Path) -> DictConfig:
-    cfg = OmegaConf.load(path)
-    assert isinstance(cfg, DictConfig)
     return cfg
 
 
@@ -131,6 +126,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     if checkpoint is None:
         cfg.resume = None
         return same_identity(from_weights(cfg), run_dir / "config.yaml")
+    refuse_damage(run_dir)
     saved = load_config(run_dir / "config.yaml")
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
     # With a recipe on the command line, that is the whole config again; otherwise keys that were not typed stay as they were.

@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 
 from lockstep.config.words import plain, shown
 from lockstep.machine.hardware import why_no_gpu
+from lockstep.machine.launchers import number
 from lockstep.machine.world import World, available
 
 
@@ -33,6 +34,11 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
                 f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
                 "environment of each node, and run=<name>. Type torchrun --nnodes=... train.py, or trainer.num_nodes=1."
             )
+    if not world.external and (node := number(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
+        yield (
+            f"NODE_RANK={node} is in the environment, but trainer.num_nodes={world.nodes} starts with node 0. If it is left over "
+            "from another job, type env -u NODE_RANK python train.py ...; otherwise trainer.num_nodes=<how many there are>."
+        )
     if world.external and cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."
     if world.external and cfg.seed is None and cfg.resume is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.machine.files import remove, replacing
+from lockstep.machine.files import refuse_unwritable, remove, replacing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -73,6 +73,7 @@ def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) ->
         return found
     from filelock import FileLock
 
+    refuse_unwritable(folder.parent, "data.cache_dir")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if found := intact(folder):

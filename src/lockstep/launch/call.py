@@ -1,19 +1,22 @@
 """Runs a job from Python: like its command, but with exceptions instead of exit codes, in the caller's process."""
 
+import os
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 from lockstep.launch import jobs
 from lockstep.launch.start import start
 from lockstep.machine import process
+from lockstep.machine.launchers import launcher_problems
 from lockstep.machine.world import World
 
 
 def call(name: str, overrides: list[str]) -> dict[str, Any]:
     """Runs `python <name>.py <overrides>` and leaves this process as it was."""
+    raise_problems(launcher_problems(os.environ))
     with process.restored():
         try:
             cfg = compose_config(name, overrides)

@@ -24,7 +24,8 @@ from lockstep.launch import local, slots
 from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process
 from lockstep.launch.jobs import Job, Run
 from lockstep.launch.start import start
-from lockstep.machine import process, signals
+from lockstep.machine import process, signals, streams
+from lockstep.machine.launchers import external_launcher, launcher_problems
 from lockstep.machine.world import rank_of
 from lockstep.sweeps import table
 
@@ -37,6 +38,7 @@ def main(run: Run, name: str) -> None:
 
     Call it last in a script: it ends the process with that code, even if SystemExit is caught.
     """
+    streams.secure()
     ended: list[int] = []
     atexit.register(lambda: exit_process(ended[0]) if ended else None)  # registered first, called last
     process.own()
@@ -48,10 +50,11 @@ def main(run: Run, name: str) -> None:
     elif given is not None:
         todo, rank = partial(start, job, *given), 0
     else:
-        todo, rank = partial(command, job, sys.argv[1:]), rank_of()
+        alone = launcher_problems(os.environ)  # its rank is not to be believed, so it reports what is wrong
+        todo, rank = partial(command, job, sys.argv[1:]), 0 if alone else rank_of()
     with signals.noted() if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
-    if received and ended[0]:
+    if ended[0] and (received or external_launcher(os.environ)):
         exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
 
@@ -74,6 +77,7 @@ def in_project(folder: Path, call: Callable[[], Any]) -> None:
 
 def command(job: Job, argv: list[str]) -> None:
     """Lets Hydra read the command line and run a single run or the jobs of a multirun."""
+    raise_problems(launcher_problems(os.environ))
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of Hydra's own report and exit code
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = search_path(argv)

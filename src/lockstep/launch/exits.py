@@ -4,30 +4,36 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from lockstep.config.words import readable
-from lockstep.errors import Preempted, Pruned, RunFailed, TrainingFailed, UserError
+from lockstep.errors import RunFailed, TrainingFailed, UserError
 from lockstep.machine import signals
 
 INTERRUPTED = 130
+# Of gloo and nccl where another process has ended. The traceback is in train.log.
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL communicator was aborted",
+    "Connection was likely closed",
+)
 
 
 def exit_process(code: int) -> NoReturn:
     """Ends the process without Python's shutdown. During shutdown, gloo threads that release tensors need the GIL and abort the
     process ("terminate called without an active exception"), even after a run that was done."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the parent process closed it
-        try:
+        with suppress(OSError):  # its reader is gone, or its disk is full
             stream.flush()
-        except BrokenPipeError:  # its reader has closed the pipe
-            pass
-        except OSError:  # the disk is full
-            code = code or 1
     os._exit(code)
 
 
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
+    prefix = f"[rank {rank}] " if rank else ""
     try:
         call()
     except UserError as e:
@@ -35,19 +41,26 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             print(readable("\n".join(f"error: {problem}" for problem in e.problems)), file=sys.stderr)
         return 2
     except TrainingFailed as e:
-        if rank == 0 or not isinstance(e, Preempted | Pruned):
-            print(readable(f"error: {e}"), file=sys.stderr)
-        return 1
+        if rank == 0 or not e.alike:
+            print(readable(f"error: {prefix}{e}"), file=sys.stderr)
+        return e.exit_code
     except RunFailed as e:  # the failed process printed the reason
         return e.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SystemExit:
+    except SystemExit as e:
+        if isinstance(e.__context__, KeyboardInterrupt):  # Lightning's answer to Ctrl-C
+            return INTERRUPTED
         if signals.received:  # Lightning's answer to SIGTERM
             return 1
         raise
-    except Exception:
-        prefix = f"[rank {rank}] " if rank else ""
+    except Exception as e:
+        if isinstance(e, RuntimeError) and any(sign in str(e) for sign in LOST):
+            print(
+                f"error: {prefix}the connection to another process is lost: the first error is that one's",
+                file=sys.stderr,
+            )
+            return 1
         lines = readable(traceback.format_exc()).splitlines()
         print("".join(prefix + line + "\n" for line in lines), end="", file=sys.stderr)
         return 1

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import project
 from lockstep.config.identity import run_dir
-from lockstep.errors import OutOfMemory, RunFailed
+from lockstep.errors import LostProcess, OutOfMemory, RunFailed
 from lockstep.launch.out_of_memory import kernel_kills, killed
 from lockstep.machine import signals
 from lockstep.machine.files import write_text
@@ -103,21 +103,25 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
     Raises:
         RunFailed: with the exit code of the first process that failed; the others have been ended.
         OutOfMemory: memory ran out in one of them.
+        LostProcess: a signal ended one of them.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         error_files = [Path(folder) / str(local_rank) for local_rank in range(processes_per_node(world))]
         kills = kernel_kills()
-        code = run_and_wait(script, cfg, world, error_files)
+        code, rank = run_and_wait(script, cfg, world, error_files)
         errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
-        raise killed(cfg, world, by_kernel=kernel_kills() > kills, trains=script.stem != "eval")
+        raise killed(cfg, world, rank, by_kernel=kernel_kills() > kills, trains=script.stem != "eval")
+    if code < 0:
+        raise LostProcess(f"rank {rank} was ended by {signal.Signals(-code).name}, so the others were ended too.")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
 
 
-def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path]) -> int:
+def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path]) -> tuple[int, int]:
+    """The first exit code that is not 0, and the rank of its process; or 0."""
     port = free_port()
     processes = [
         subprocess.Popen(
@@ -129,7 +133,8 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
         for local_rank, path in enumerate(error_files)
     ]
     try:
-        return wait(processes, error_files, run_dir(cfg) / "checkpoints")
+        code = wait(processes, error_files, run_dir(cfg) / "checkpoints")
+        return code, world.rank + next((i for i, process in enumerate(processes) if process.poll() == code), 0)
     except KeyboardInterrupt:
         stop(processes, signal.SIGINT)
         raise

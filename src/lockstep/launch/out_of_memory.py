@@ -1,6 +1,5 @@
 """Restarts a run with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch."""
 
-import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from omegaconf import DictConfig
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
+from lockstep.config.run_files import read_report
 from lockstep.errors import OutOfMemory
 from lockstep.machine import signals
 from lockstep.machine.world import World
@@ -21,8 +21,7 @@ VMSTAT = Path("/proc/vmstat")
 
 def first(cfg: DictConfig, world: World) -> int:
     """The fewest micro-batches; for a resumed run, the number that gives the micro-batch it had."""
-    path, batch = run_dir(cfg) / "report.json", cfg.data.batch_size
-    had = json.loads(path.read_text()).get("micro_batch") if path.is_file() else None
+    had, batch = read_report(run_dir(cfg)).get("micro_batch"), cfg.data.batch_size
     return next(k for k in accumulations(batch, world.size) if had is None or batch // (world.size * k) <= had)
 
 
@@ -67,17 +66,18 @@ def kernel_kills() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
-def killed(cfg: DictConfig, world: World, *, by_kernel: bool, trains: bool) -> OutOfMemory:
+def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
     """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
+    who = f"rank {rank}" if world.size > 1 else "the process"
     fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
     if not trains:
-        return OutOfMemory(f"a process of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
+        return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
     if has_own_loaders(cfg):
         return OutOfMemory(
-            f"a process of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
+            f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
         )
     now, batch = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
     more = next((k for k in accumulations(batch, world.size) if k > now), None)
     smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
-    return OutOfMemory(f"a process of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)
+    return OutOfMemory(f"{who} of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)

@@ -13,10 +13,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.config import project
 from lockstep.config.identity import run_dir
+from lockstep.config.run_files import read_report
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine.world import accelerator_of, cores, visible_gpus, world_of
-from lockstep.reporting.recorder import mark_ended
+from lockstep.reporting.report_file import mark_ended
 from lockstep.sweeps import table
 
 CONFIG = "LOCKSTEP_CONFIG"
@@ -98,8 +99,7 @@ def end_all() -> None:
 
 
 def result(cfg: DictConfig) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir(cfg) / "report.json").read_text())
-    return found
+    return read_report(run_dir(cfg))
 
 
 def received_config() -> tuple[DictConfig, list[str]] | None:

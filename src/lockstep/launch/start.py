@@ -3,6 +3,7 @@
 import json
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -16,10 +17,14 @@ from lockstep.config.words import readable
 from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
 from lockstep.launch.jobs import Job
-from lockstep.machine import signals
+from lockstep.machine import lock, signals
+from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
-from lockstep.reporting.recorder import mark_ended, record_failure
+from lockstep.reporting.recorder import record_failure
+from lockstep.reporting.report_file import mark_ended
+
+RESTART_S = 120.0  # a restarted run waits so long for the one before it: a file server notices late that a node is gone
 
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
@@ -73,6 +78,8 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     again = not evaluating and (cfg.resume == "auto" or restarted())
     if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
         raise_problems(check(cfg))
+    if not evaluating and rank_of() == 0:
+        refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
     cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
     world = world_of(cfg)
@@ -86,6 +93,8 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
     cfg = identify(decided(cfg, world, data), data.source if data else None)
+    if not evaluating and world.rank == 0:
+        lock.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
     if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
         out_of_memory.begin_anew(cfg)
     in_processes = partial(local.run_processes, job.script)

@@ -2,11 +2,17 @@
 
 import json
 import math
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from lockstep.errors import UserError
+
+PROBE_BYTES = 2**16
 
 
 @contextmanager
@@ -31,6 +37,32 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def nearest(path: Path) -> Path:
+    """`path`, or what there is of the folders above it."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return nearest(path.parent)
+    return path
+
+
+def refuse_unwritable(folder: Path, key: str) -> None:
+    """Raises UserError if files could not be written into `folder`, which need not exist. Leaves nothing there."""
+    place = folder.expanduser().absolute()
+    try:
+        there = nearest(place)
+        for part in place.relative_to(there).parts:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(there / part)  # raises for a name that is too long
+        place = there
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(bytes(PROBE_BYTES))
+    except OSError as e:
+        raise UserError(
+            f"{key}: {place} cannot be written: {e.strerror}. Type {key}=<a folder with room that is yours>."
+        ) from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,7 +1,8 @@
 """Signals that warn of the end of a process. Free of torch.
 
 Kubernetes, spot machines, scancel, and torchrun when it restarts its workers send SIGTERM. SLURM sends SIGUSR1 or SIGUSR2 before a
-time limit or a preemption, if `--signal` asks for it.
+time limit or a preemption, if `--signal` asks for it. A terminal that closes sends SIGHUP. Ctrl-C sends SIGINT: once is a warning,
+twice ends the process.
 """
 
 import contextlib
@@ -18,7 +19,8 @@ from typing import Any
 
 WINDOWS = sys.platform == "win32"
 REQUEUE = () if WINDOWS else (signal.SIGUSR1, signal.SIGUSR2)
-WARNINGS = (signal.SIGTERM, *REQUEUE)
+WARNINGS = (signal.SIGTERM, *REQUEUE) if WINDOWS else (signal.SIGTERM, signal.SIGHUP, *REQUEUE)
+SYSTEM = (signal.SIGTERM, *REQUEUE)  # SLURM ends a job that got one of these
 
 END_S = 120.0  # wait so long for SLURM: it ends a requeued job at once, a warned one after KillWait or GraceTime
 PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, sent by SLURM and by the parent process
@@ -39,18 +41,30 @@ def on_signal(number: int, _: FrameType | None) -> None:
     received.append(warning)
 
 
-def install() -> None:
-    """Python handles signals in the main thread only; elsewhere, as in some notebooks, this does nothing."""
+def on_interrupt(number: int, frame: FrameType | None) -> None:
+    if signal.SIGINT in received:
+        signal.default_int_handler(number, frame)
+    on_signal(number, frame)
+    with contextlib.suppress(OSError):  # not print, which may be running now
+        os.write(2, b"\ninterrupted: the step is finished and saved; Ctrl-C again ends at once\n")
+
+
+def install(*, interrupt: bool = False) -> None:
+    """Notes warnings from now on, and with `interrupt` a first Ctrl-C. What is ignored stays so, as under nohup.
+
+    Python handles signals in the main thread only; elsewhere, as in some notebooks, this does nothing.
+    """
     if threading.current_thread() is threading.main_thread():
-        for warning in WARNINGS:
-            signal.signal(warning, on_signal)
+        for warning in (*WARNINGS, *[signal.SIGINT] * interrupt):
+            if signal.getsignal(warning) is not signal.SIG_IGN:
+                signal.signal(warning, on_interrupt if warning is signal.SIGINT else on_signal)
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[None]:
     """Within this context, a warning does not end the process but is noted in `received`."""
     received.clear()
-    before.update({warning: signal.getsignal(warning) for warning in WARNINGS})
+    before.update({warning: signal.getsignal(warning) for warning in (*WARNINGS, signal.SIGINT)})
     install()
     try:
         yield
@@ -66,7 +80,9 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     Rank 0 does it, and all ranks wait for SLURM to end them: a rank that ends earlier could end the job, and a preempted job that
     ends by itself counts as failed. submitit has its own handler, which counts the time limits.
     """
-    if not received or "SLURM_JOB_ID" not in env or "TORCHELASTIC_RUN_ID" in env:  # torchrun restarts its workers
+    if (
+        not set(received) & set(SYSTEM) or "SLURM_JOB_ID" not in env or "TORCHELASTIC_RUN_ID" in env
+    ):  # torchrun restarts its workers
         return
     asked = [warning for warning in received if warning in REQUEUE]
     if asked and rank == 0:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from lockstep.machine.hardware import capabilities, why_no_gpu
+from lockstep.machine.launchers import external_launcher, number
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,9 @@ def available(accelerator: str) -> int | None:
     return {"cuda": gpu_count(), "mps": 1}.get(accelerator)
 
 
-def external_launcher(env: Mapping[str, str]) -> str | None:
-    """The launcher that started this process as one of several, if not Lockstep."""
-    if "TORCHELASTIC_RUN_ID" in env:
-        return "torchrun"
-    tasks = env.get(
-        "SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")
-    )  # tasks of the step; an interactive step has 1
-    if int(tasks) > 1 and "SLURM_STEP_ID" in env:  # the batch script itself has no step id
-        return "slurm"
-    return None
-
-
 def rank_of(env: Mapping[str, str] = os.environ) -> int:
     """This process's rank, known before the config; 0 if it is the only process."""
-    return int(env["SLURM_PROCID"] if external_launcher(env) == "slurm" else env.get("RANK", "0"))
+    return number(env, "SLURM_PROCID" if external_launcher(env) == "slurm" else "RANK", default=0)
 
 
 def device_count(devices: int | str | list[int], accelerator: str, *, one_device: bool) -> int:
@@ -113,7 +102,7 @@ def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
         local, size = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
         return World(accelerator, local, size // local, strategy, int(env["RANK"]), external, one_process)
     if external == "slurm":
-        nodes = int(env.get("SLURM_NNODES", env.get("SLURM_JOB_NUM_NODES", "1")))
+        nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
         tasks, rank = int(env["SLURM_NTASKS"]) // nodes, int(env["SLURM_PROCID"])
         return World(accelerator, tasks, nodes, strategy, rank, external, one_process)
     node_rank = int(env.get("NODE_RANK", "0"))

@@ -1,11 +1,10 @@
 """A run's files: config.yaml, train.log, report.json and report.html, written by rank 0."""
 
-import csv
-import json
 import logging
 import math
 import os
 import shutil
+import socket
 import time
 from pathlib import Path
 from types import TracebackType
@@ -14,29 +13,17 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import model_title, run_dir, title
+from lockstep.config.run_files import read_metrics, read_report
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.machine import lock
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
 from lockstep.reporting.provenance import git_sha, peak_memory_bytes, versions
+from lockstep.reporting.report_file import SEPARATOR
 from lockstep.training.micro_batches import batches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-SEPARATOR = " | "  # of names in `evaluated`: values of report.json are neither lists nor dicts
-
-
-def evaluated(report: dict[str, Any]) -> list[str]:
-    """The names of the test figures, which a LightningModule may call as it likes."""
-    return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
-
-
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv, without empty cells."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
@@ -86,6 +73,7 @@ class Recorder:
             "data/name": title(cfg.data),
             "resumed_from": cfg.resume,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": socket.gethostname(),
             "git_sha": git_sha(),
             "versions": versions(),
         }
@@ -105,21 +93,20 @@ class Recorder:
         config = self.dir / "config.yaml"
         kept = [config, self.dir / "report.json"]
         self.make_folder()
+        lock.take(self.dir)
         self.before = {path: path.read_text() for path in kept if path.is_file()}
         if self.cfg.resume and kept[1] in self.before:  # kept when the run is resumed
-            self.report["started"] = json.loads(self.before[kept[1]])["started"]
+            self.report["started"] = read_report(self.dir).get("started", self.report["started"])
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
         if self.cfg.resume:
             write_text(config, text)
         else:
-            try:
-                with config.open("x") as file:
-                    file.write(text)
-            except FileExistsError:
+            if config.exists():
                 raise UserError(
                     f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
-                ) from None
+                )
+            write_text(config, text)
         self.open_logs()
         write_json(self.dir / "report.json", self.report)
 
@@ -128,7 +115,7 @@ class Recorder:
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def open_logs(self) -> None:
-        to_file, to_screen = logging.FileHandler(self.dir / "train.log"), logging.StreamHandler()
+        to_file, to_screen = logging.FileHandler(self.dir / "train.log", encoding="utf-8"), logging.StreamHandler()
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         to_screen.setLevel(logging.WARNING)
         logging.captureWarnings(True)  # warnings go to both
@@ -192,6 +179,12 @@ class Recorder:
         return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            self.end(kind, error)
+        finally:
+            lock.release(self.dir)
+
+    def end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
         ended = "interrupted" if kind and not issubclass(kind, Exception) else "failed"
         self.report["status"] = "done" if kind is None else getattr(kind, "status", ended)
         self.report["wall_s"] = time.perf_counter() - self.began_s
@@ -235,13 +228,3 @@ class Recorder:
 def record_failure(cfg: DictConfig, world: World, error: Exception) -> None:
     """Reports a user's class that failed before the processes of the run were started."""
     Recorder(cfg, world).__exit__(type(error), error, error.__traceback__)
-
-
-def mark_ended(folder: Path, error: BaseException) -> None:
-    """Sets the final status if the processes could not. At Ctrl-C, one may fail because another is gone already."""
-    path = folder / "report.json"
-    if path.is_file() and getattr(error, "exit_code", 1) != 2 and not isinstance(error, UserError):
-        report = json.loads(path.read_text())
-        if report["status"] in ("running", "failed" if isinstance(error, KeyboardInterrupt) else "running"):
-            status = "failed" if isinstance(error, Exception) else "interrupted"
-            write_json(path, report | {"status": status, "error": str(error) or type(error).__name__})

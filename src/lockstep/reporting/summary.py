@@ -6,9 +6,10 @@ from omegaconf import DictConfig
 
 from lockstep.config.identity import evaluation_file, run_dir
 from lockstep.config.project import command
+from lockstep.config.run_files import read_metrics
 from lockstep.machine.files import write_json
 from lockstep.machine.world import World
-from lockstep.reporting.recorder import evaluated, read_metrics
+from lockstep.reporting.report_file import evaluated
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lockstep.strategies.one_format import OneFormat
+from lockstep.strategies.rendezvous import meet
 from lockstep.training.module import TaskModule
 
 
@@ -31,15 +32,20 @@ class Replicated(OneFormat, DDPStrategy):
         comm_hook: str | None,
         timeout_s: float,
     ) -> None:
+        self.timeout = timedelta(seconds=timeout_s)
         super().__init__(
             cluster_environment=environment,
             bucket_cap_mb=bucket_cap_mb,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=self.timeout,
             **communication_hook(comm_hook),
         )
+
+    def setup_environment(self) -> None:
+        meet(self, self.timeout)
+        super().setup_environment()
 
     def on_train_start(self) -> None:
         assert self.lightning_module is not None

@@ -20,6 +20,7 @@ from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.strategies.one_format import OneFormat, gathered
+from lockstep.strategies.rendezvous import meet
 
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
@@ -82,6 +83,10 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         self.reduce_each_micro_batch = reduce_each_micro_batch
         self.root: FSDPModule | None = None
         self.writers: Any = None  # the process group of the threads that write shards
+
+    def setup_environment(self) -> None:
+        meet(self, self.timeout)
+        super().setup_environment()
 
     @property
     def mesh(self) -> DeviceMesh:

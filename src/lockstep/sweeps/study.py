@@ -24,6 +24,7 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
+from lockstep.config.run_files import read_report
 from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.sweeps import study_files
@@ -196,8 +197,7 @@ class StudySweeper(SweeperSteps):
 
     def record(self, trial: Trial, done: bool) -> None:
         """Tells the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
-        path = self.folder / str(trial.number) / "report.json"
-        report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
+        report = {"status": "failed"} | read_report(self.folder / str(trial.number))
         values: list[Any] = [report.get(name) for name in self.objectives]
         if report["status"] in ("preempted", "interrupted"):
             self.unfinished.add(trial.number)

@@ -1,0 +1,100 @@
+"""How the processes of a run find each other, at one address with a key-value store.
+
+torchrun's agents keep one store for all attempts, and torch 2.13 puts no prefix before its keys: a new process would read the address
+of a dead one and wait for it (pytorch#135712). Here rank 0 draws a name for the attempt and answers each process that asks for it,
+so all that live share the name, whatever is left of earlier attempts.
+"""
+
+import json
+import os
+import secrets
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from lockstep.errors import NoRendezvous
+
+ASKING, LOOK_S = "lockstep/asking", 0.02
+store: Store | None = None  # of the running attempt
+
+
+def meet(strategy: Any, timeout: timedelta) -> None:
+    """Initialises torch.distributed for a strategy of several processes. Lightning leaves it as it is.
+
+    Raises:
+        NoRendezvous: the processes did not find each other within `timeout`.
+    """
+    global store
+    if torch.distributed.is_initialized():
+        return
+    device = strategy.root_device
+    strategy.accelerator.setup_device(device)
+    strategy.set_world_ranks()
+    place = strategy.cluster_environment
+    rank, size = place.global_rank(), place.world_size()
+    address = f"{place.main_address}:{place.main_port} (MASTER_ADDR, MASTER_PORT)"
+    try:
+        shared = connect(place.main_address, place.main_port, rank, size, timeout)
+        store = PrefixStore(attempt(shared, rank, size, address, timeout), shared)
+    except torch.distributed.DistError as e:
+        what = "open" if rank == 0 else "reach rank 0 at"
+        why = str(e).split("\n")[0]
+        raise NoRendezvous(f"rank {rank} of {size} could not {what} {address}: {why}", alike=False) from None
+    torch.distributed.init_process_group(
+        torch.distributed.get_default_backend_for_device(device),
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=None if device.type == "cpu" else device,
+    )
+
+
+def connect(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
+    """The store: torchrun's agent serves it, otherwise rank 0."""
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        host, port, size, rank == 0 and not served, timeout=timeout, wait_for_workers=False, multi_tenant=not served
+    )
+
+
+def attempt(shared: Store, rank: int, size: int, address: str, timeout: timedelta) -> str:
+    """A name that all processes of this attempt share, and no earlier attempt."""
+    if rank == 0:
+        return gather(shared, size, address, timeout)
+    own = secrets.token_hex(8)
+    shared.append(ASKING, f"{own} ")
+    name = shared.get(f"lockstep/{own}").decode()
+    shared.set(f"{name}/{rank}", "here")
+    raise_missing(json.loads(shared.get(f"{name}/missing")), size, address, timeout)
+    return name
+
+
+def gather(shared: Store, size: int, address: str, timeout: timedelta) -> str:
+    """Rank 0's part: answers whoever asks until all have."""
+    name, deadline, answered = f"lockstep/{secrets.token_hex(8)}", time.monotonic() + timeout.total_seconds(), 0
+    shared.append(ASKING, "")
+    missing = list(range(1, size))
+    while missing and time.monotonic() < deadline:
+        asking = shared.get(ASKING).decode().split()
+        for who in asking[answered:]:
+            shared.set(f"lockstep/{who}", name)
+        answered = len(asking)
+        missing = [rank for rank in missing if not shared.check([f"{name}/{rank}"])]
+        time.sleep(LOOK_S if missing else 0)
+    shared.set(f"{name}/missing", json.dumps(missing))
+    raise_missing(missing, size, address, timeout)
+    return name
+
+
+def raise_missing(missing: list[int], size: int, address: str, timeout: timedelta) -> None:
+    if missing:
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        raise NoRendezvous(
+            f"{who} of {size} did not come to {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
+            "processes, with the same address and port.",
+            alike=True,
+        )

@@ -1,0 +1,80 @@
+"""Processes of one attempt find each other, and nobody else; without success they say who is missing."""
+
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from lockstep.errors import NoRendezvous
+from lockstep.launch.local import free_port
+from lockstep.strategies import rendezvous
+
+LONG = timedelta(seconds=60)
+
+
+def names(store, size: int, timeout: timedelta = LONG) -> dict[int, object]:
+    """What each rank gets: the attempt's name, or the error."""
+    found: dict[int, object] = {}
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = rendezvous.attempt(store, rank, size, "host:1", timeout)
+        except NoRendezvous as e:
+            found[rank] = e
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def test_each_attempt_in_one_store_has_a_name_of_its_own():
+    store = HashStore()
+    store.append(rendezvous.ASKING, "0123456789abcdef ")  # of a process that is dead
+    first, second = names(store, 3), names(store, 2)
+    assert len({*first.values(), *second.values()}) == 2
+    assert len(set(first.values())) == len(set(second.values())) == 1
+
+
+def test_who_did_not_come_is_named_once():
+    store = HashStore()
+    found: list[NoRendezvous] = []
+
+    def third() -> None:
+        with pytest.raises(NoRendezvous) as error:
+            rendezvous.attempt(store, 2, 4, "host:1", LONG)
+        found.append(error.value)
+
+    thread = threading.Thread(target=third)
+    thread.start()
+    with pytest.raises(
+        NoRendezvous, match=r"ranks 1, 3 of 4 did not come to host:1 within strategy.timeout_s=1\b"
+    ) as error:
+        rendezvous.attempt(store, 0, 4, "host:1", timedelta(seconds=1))
+    thread.join(60)
+    assert error.value.alike
+    assert found[0].alike
+
+
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [(0, "rank 0 of 2 could not open 127.0.0.1"), (1, "rank 1 of 2 could not reach rank 0 at 127.0.0.1")],
+)
+def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    port = free_port()
+    other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
+    place = SimpleNamespace(global_rank=lambda: rank, world_size=lambda: 2, main_address="127.0.0.1", main_port=port)
+    strategy = Mock(root_device=torch.device("cpu"), cluster_environment=place)
+    with pytest.raises(NoRendezvous, match=words) as error:
+        rendezvous.meet(strategy, timedelta(seconds=1))
+    assert str(port) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not error.value.alike
+    del other
