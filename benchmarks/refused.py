@@ -100,8 +100,9 @@ def noted(stages: int) -> None:
         os.environ.pop(local.JOB)
         jobs.load(script)(cfg, world)
 
-    start.check_classes = note(b"c", start.check_classes)
-    start.identify = note(b"r", start.identify)
+    stage: Any = start
+    stage.check_classes = note(b"c", stage.check_classes)
+    stage.identify = note(b"r", stage.identify)
     local.run_processes = alone
 
 
@@ -120,7 +121,12 @@ def child(case: Case, folder: Path, cache: Path, stages: int) -> None:
     torch.set_num_threads(1)
     noted(stages)
     typed = [arg.partition("=")[0] for arg in case.args]
-    sys.argv[:] = ["train.py", *(arg for arg in BASE if arg.partition("=")[0] not in typed), f"data.cache_dir={cache}", *case.args]
+    sys.argv[:] = [
+        "train.py",
+        *(arg for arg in BASE if arg.partition("=")[0] not in typed),
+        f"data.cache_dir={cache}",
+        *case.args,
+    ]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
@@ -164,11 +170,23 @@ class Running:
         letters = os.read(self.read, 100)
         os.close(self.read)
         stage = "run" if b"r" in letters else "classes" if b"c" in letters else "config"
-        imports = "torch" if stage == "run" or any("_target_" in a or a[0] == "+" for a in self.case.args if stage == "classes") else "config"
+        imports = (
+            "torch"
+            if stage == "run" or any("_target_" in a or a[0] == "+" for a in self.case.args if stage == "classes")
+            else "config"
+        )
         message = self.folder.with_suffix(".err").read_text(errors="replace")
         left = sorted(str(path.relative_to(self.folder)) for path in set(self.folder.rglob("*")) - self.before)
         what = verdict(self.case, code, message, stage, left)
-        return Outcome(self.case.family, self.case.name[:150], what, elapsed_s + cost[imports], stage, -1 if code is None else code, message[-600:])
+        return Outcome(
+            self.case.family,
+            self.case.name[:150],
+            what,
+            elapsed_s + cost[imports],
+            stage,
+            -1 if code is None else code,
+            message[-600:],
+        )
 
 
 def tried(every: list[Case], jobs: int, cost: dict[str, float]) -> Iterator[Outcome]:
@@ -221,7 +239,10 @@ def percentile(values: list[float]) -> str:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    lines = [f"| family | cases | {' | '.join(COLUMNS)} | s, 95th percentile |", f"| --- | {'--- | ' * (len(COLUMNS) + 2)}"]
+    lines = [
+        f"| family | cases | {' | '.join(COLUMNS)} | s, 95th percentile |",
+        f"| --- | {'--- | ' * (len(COLUMNS) + 2)}",
+    ]
     refusable = [o for o in outcomes if o.verdict not in (WORKS, WRONGLY)]
     for family in [*dict.fromkeys(o.family for o in refusable), "all"]:
         own = [o for o in refusable if family in (o.family, "all")]
@@ -229,7 +250,9 @@ def table(outcomes: list[Outcome]) -> str:
         times = percentile([o.elapsed_s for o in own])
         lines.append(f"| {family} | {len(own)} | {' | '.join(str(counts[name]) for name in COLUMNS)} | {times} |")
     works = Counter(o.verdict for o in outcomes)
-    return "\n".join(lines) + f"\n\nOf {works[WORKS] + works[WRONGLY]} command lines that must work, {works[WORKS]} did.\n"
+    return (
+        "\n".join(lines) + f"\n\nOf {works[WORKS] + works[WRONGLY]} command lines that must work, {works[WORKS]} did.\n"
+    )
 
 
 def rest(outcomes: list[Outcome]) -> str:
@@ -240,9 +263,15 @@ def rest(outcomes: list[Outcome]) -> str:
 
 def page(now: list[Outcome], before: list[Outcome]) -> str:
     text = __doc__.split("\n\n", 2)[2]
-    parts = [f"# What is refused, and how\n\nMade by `python benchmarks/refused.py` with {versions()}, on {cores()} CPU cores.\n\n{text}"]
+    parts = [
+        f"# What is refused, and how\n\nMade by `python benchmarks/refused.py` with {versions()}, on {cores()} CPU cores.\n\n{text}"
+    ]
     parts += [f"## Now\n\n{table(now)}\nNot refused well:\n\n{rest(now) or 'none'}\n"]
-    parts += [f"## Before\n\nThe same cases, before the checks were made from general rules.\n\n{table(before)}"] if before else []
+    parts += (
+        [f"## Before\n\nThe same cases, before the checks were made from general rules.\n\n{table(before)}"]
+        if before
+        else []
+    )
     return "\n".join(parts)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from lockstep.config.schema import FLAG, KEYS, TEXT
 
 
-
 @dataclass(frozen=True)
 class Case:
     """A command line of train.py. `key` must be in the message; `works` says that it has to be accepted instead."""
@@ -247,7 +246,15 @@ def data() -> Iterator[Case]:
     packed = {f"{name}.gz": gzip.compress(content) for name, content in digits().items()}
     name = "own/train-images-idx3-ubyte.gz"
     bomb = gzip.compress(idx(64, 12, 12) + bytes(2**30), 1)
-    for content in (bomb, packed[name][:-9], packed[name][:20], packed[name][:-6] + bytes(6), b"\x1f\x8b", b"", b"text" * 99):
+    for content in (
+        bomb,
+        packed[name][:-9],
+        packed[name][:20],
+        packed[name][:-6] + bytes(6),
+        b"\x1f\x8b",
+        b"",
+        b"text" * 99,
+    ):
         yield Case(family, own, "train-images", {**packed, name: content})
     yield Case(family, own, "", packed, works=True)
     yield Case(family, own, "own", {"own": b"a file"})

@@ -81,6 +81,8 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
             f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
             "Type resume=auto to start run=<name> from weights, and to continue it once it has begun."
         )
+    if cfg.resume == "auto" and not cfg.trainer.enable_checkpointing:
+        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out.")
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = name_of_job(cfg)
         again = cfg.run is not None and has_config(Path(cfg.runs_dir) / cfg.run)

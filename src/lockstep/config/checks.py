@@ -7,9 +7,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.components import is_shipped, missing_targets, task_problems
+from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
+from lockstep.config.length import length_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
+from lockstep.config.structure import structure_problems
 from lockstep.config.words import nearest, plain, shown
 from lockstep.machine.world import World, world_of
 
@@ -169,6 +171,8 @@ def wrong_mode(cfg: DictConfig) -> str | None:
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     if cfg.optim.get("fused") is True and (why := fused_problem(cfg)):
         yield f"optim.fused=true {why}. Leave optim.fused out."
+    if cfg.optim.get("nesterov") is True and not cfg.optim.get("momentum") and is_shipped(cfg.optim):
+        yield "optim.nesterov=true needs a momentum above 0. Type optim.momentum=0.9, or optim.nesterov=false."
     trainer = cfg.trainer
     limit, accumulate = trainer.limit_train_batches, accumulated(cfg)
     if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):
@@ -205,8 +209,6 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
     if trainer.limit_train_batches == 0:
         yield "trainer.limit_train_batches=0 trains nothing. Type python eval.py run=<name> to evaluate a run."
-    if not cfg.trainer.enable_checkpointing and cfg.resume == "auto":
-        yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
 def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -219,12 +221,15 @@ def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 EVALUATION = (device_problems, strategy_problems, data_set_problems)
-TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems)
+TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems, length_problems)
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
     """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
-    problems = [*unknown_keys(cfg), *missing_targets(cfg), *wrong_values(cfg)]
+    structure = list(structure_problems(cfg))
+    problems = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
+    if structure:  # the other checks read these keys
+        return problems
     for cross_check in EVALUATION if evaluating else TRAINING:
         try:
             problems += cross_check(cfg, world_of(cfg))
