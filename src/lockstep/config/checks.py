@@ -3,10 +3,12 @@
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from lockstep.config.batches import accumulated, auto_problems, batch_problems
 from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
 from lockstep.config.length import length_problems
@@ -77,50 +79,6 @@ def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
         yield f"{key}={refers} refers to a key that is not in the config. Set that key, or {key}."
 
 
-def accumulated(cfg: DictConfig) -> int:
-    """`trainer.accumulate_grad_batches` as a number; 1 for `auto`, which starts with it."""
-    given: int | str = cfg.trainer.accumulate_grad_batches
-    return 1 if given == "auto" else int(given)
-
-
-def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Checks shipped data only; config/classes.py checks other data, once its class is imported."""
-    if is_shipped(cfg.data):
-        yield from division_problems(cfg, world)
-
-
-def division_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """The global batch must divide into processes x micro-batches; evaluation batches need not."""
-    batch, accumulate = cfg.data.batch_size, accumulated(cfg)
-    parts = world.size * accumulate
-    if batch % parts:
-        low, high = batch // parts * parts, (batch // parts + 1) * parts
-        choice = f"{low} or {high}" if low else str(high)
-        yield (
-            f"data.batch_size={batch} is the global batch; it cannot be divided among {world.size} processes x {accumulate} "
-            f"accumulated micro-batches. Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
-        )
-
-
-def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Limits of trainer.accumulate_grad_batches=auto, which restarts the processes."""
-    auto = "trainer.accumulate_grad_batches=auto"
-    if cfg.trainer.accumulate_grad_batches != "auto":
-        return
-    if world.external or world.nodes > 1:
-        who = world.external or "more than one parent process"
-        yield (
-            f"{auto} restarts the processes when memory runs out, but {who} started them. Type trainer.accumulate_grad_batches=1: "
-            "if a micro-batch does not fit, the error names a number that does."
-        )
-    for key in ("limit_train_batches", "val_check_interval"):
-        if cfg.trainer[key] and (isinstance(cfg.trainer[key], int) or key == "limit_train_batches"):
-            yield (
-                f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} their number per step is not known yet. "
-                "Type trainer.accumulate_grad_batches=1, or a larger number."
-            )
-
-
 def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     on_device, workers = cfg.data.get("on_device"), cfg.data.get("num_workers")
     if on_device is True and world.accelerator == "cpu":
@@ -149,16 +107,42 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"strategy={name} does not support trainer.precision={precision}; it takes one of {', '.join(traits.precisions)}. Type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
+    yield from (problem for _, _, problem in without_effect(cfg, world))
+
+
+def without_effect(cfg: DictConfig, world: World) -> Iterator[tuple[str, Any, str]]:
+    """Keys that do nothing under the strategy or on the device: each with its neutral value and what to say."""
+    name, traits = world.strategy, cfg.strategy.traits
     if cfg.tf32 and world.accelerator != "cuda":
-        yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
+        yield (
+            "tf32",
+            False,
+            f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false.",
+        )
     if cfg.trainer.sync_batchnorm and traits.splits_batches:
-        yield f"trainer.sync_batchnorm=true has no effect under strategy={name}: each replica normalises its own part. Type strategy=ddp."
+        yield (
+            "trainer.sync_batchnorm",
+            False,
+            f"trainer.sync_batchnorm=true has no effect under strategy={name}: each replica normalises its own part. Type strategy=ddp.",
+        )
     if cfg.compile and traits.splits_batches:
-        yield f"compile=true has no effect under strategy={name}: all replicas would run on the first device. Type strategy=ddp."
+        yield (
+            "compile",
+            False,
+            f"compile=true has no effect under strategy={name}: all replicas would run on the first device. Type strategy=ddp.",
+        )
     if cfg.checkpoint.sharded and not traits.shards:
-        yield f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false."
+        yield (
+            "checkpoint.sharded",
+            False,
+            f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false.",
+        )
     if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
-        yield f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null."
+        yield (
+            "strategy.comm_hook",
+            None,
+            f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null.",
+        )
 
 
 def wrong_mode(cfg: DictConfig) -> str | None:

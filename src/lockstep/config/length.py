@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from lockstep.config.batches import accumulated
 from lockstep.machine.world import World
 
 
@@ -29,7 +30,7 @@ def length_problems(cfg: DictConfig, _: World) -> Iterator[str]:
 def step_problems(cfg: DictConfig, samples: int) -> Iterator[str]:
     """Limits that a run of so many training samples per epoch does not reach."""
     trainer, every = cfg.trainer, cfg.trainer.val_check_interval
-    accumulate = 1 if trainer.accumulate_grad_batches == "auto" else int(trainer.accumulate_grad_batches)
+    accumulate = accumulated(cfg)
     batches = samples // cfg.data.batch_size * accumulate
     limit = trainer.limit_train_batches
     if limit is not None:

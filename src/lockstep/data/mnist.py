@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MNIST_MIRRORS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/")
+MOST_PACKED = 1032  # bytes that gzip's method packs into one at most
 MNIST_MD5 = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
     "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
@@ -31,24 +32,35 @@ MNIST_MD5 = {
 def read_idx(path: Path) -> "NDArray[np.uint8]":
     """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
 
+    Reads as many bytes as its header says, however many a damaged or malicious archive would unpack to.
+
     Raises:
-        UserError: the file is cut off, or not an idx file.
+        UserError: the file is cut off, not an idx file, or cannot be read.
     """
     import numpy as np
 
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (EOFError, OSError, zlib.error) as e:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            start = file.read(4)
+            sizes = file.read(4 * start[3]) if start[:3] == b"\0\0\x08" and len(start) == 4 else b""
+            shape = [int.from_bytes(sizes[i : i + 4], "big") for i in range(0, len(sizes), 4)]
+            expected = math.prod(shape)
+            possible = bool(shape) and len(sizes) == 4 * start[3] and expected <= MOST_PACKED * path.stat().st_size
+            content = file.read(expected + 1) if possible else b""  # the byte beyond shows that there are more
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise UserError(f"{path} is cut off or damaged ({e}). Replace it, or type data.source=download.") from None
-    dimensions = content[3] if len(content) > 3 else 0
-    header = 4 + 4 * dimensions
-    shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, header, 4)]
-    if content[:3] != b"\0\0\x08" or not shape or len(content) != header + math.prod(shape):
-        expected = f"{header + math.prod(shape)} bytes by its header" if shape else "an idx header"
+    except OSError as e:
         raise UserError(
-            f"{path} is cut off or not an idx file: {len(content)} bytes, expected {expected}. Replace it, or type data.source=download."
+            f"{path} cannot be read ({e.strerror}). Make it readable, or type data.root=<folder>."
+        ) from None
+    if not possible or len(content) != expected:
+        found = (
+            f"{'more' if len(content) > expected else 'fewer'} bytes than the {expected:,} of its header"
+            if shape
+            else "no idx header"
         )
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
+        raise UserError(f"{path} is cut off or not an idx file: {found}. Replace it, or type data.source=download.")
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def mnist_files(root: Path) -> list[Path] | None:
@@ -92,7 +104,17 @@ def read_mnist(files: list[Path]) -> Parts:
         images, labels = read_idx(images_path), read_idx(labels_path)
         if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
             raise UserError(
-                f"{images_path} does not hold MNIST: images {images.shape}, labels {labels.shape}. Type data.root=<another folder>."
+                f"{images_path} does not hold MNIST with {labels_path.name}: images {images.shape}, labels {labels.shape} up to {labels.max(initial=0)}. "
+                "Type data.root=<another folder>."
+            )
+        if 0 in images.shape:
+            raise UserError(
+                f"{images_path} holds {len(images)} images of {images.shape[1:]} pixels. Type data.root=<another folder>."
+            )
+        if parts and parts["train/input"].shape[2:] != images.shape[1:]:
+            raise UserError(
+                f"{images_path} holds images of {images.shape[1:]} pixels, and {files[0].name} of {parts['train/input'].shape[2:]}. "
+                "Type data.root=<another folder>."
             )
         parts |= {f"{part}/input": images[:, None], f"{part}/target": labels}
     return parts
