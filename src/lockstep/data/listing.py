@@ -121,13 +121,9 @@ def from_csv(path: Path) -> Listing:
         )
     if not rows:
         raise UserError(f"{path} lists no images below its first line.")
-    empty = [
-        line
-        for line, row in enumerate(rows, 2)
-        if not (row["path"] or "").strip("\0 ") or "\0" in row["path"] or not row["target"]
-    ]
+    empty = [line for line, row in enumerate(rows, 2) if not (row["path"] or "").strip("\0 ") or "\0" in row["path"]]
     if empty:
-        raise UserError(f"{path}, line {empty[0]}: a row needs a path and a target. Add them, or remove the line.")
+        raise UserError(f"{path}, line {empty[0]}: a row needs a path. Add it, or remove the line.")
     parts = [PART_NAMES.get((row.get("split") or "train").strip().lower(), "") for row in rows]
     if "" in parts:
         line = parts.index("")

@@ -87,6 +87,10 @@ def splits(
             raise UserError(
                 f"the {part} part of the data has no {dataset.unit} ({dataset.source}). Add some, or choose other data."
             )
+    if total - val < 1:
+        raise UserError(
+            f"data.val_fraction={val_fraction} leaves none of the {total} training {dataset.unit} ({dataset.source}) to train with. Type a smaller fraction."
+        )
     if limit_train is not None and limit_train > max(batch_size, total - val):
         raise UserError(
             f"data.limit_train={limit_train} is more than the {total - val} training {dataset.unit} ({dataset.source}). Type a smaller number, or null."
