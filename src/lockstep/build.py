@@ -144,7 +144,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         metrics=metrics(cfg, goal),
         network_arguments=offered,
     )
-    raise_problems(monitor_problems(str(cfg.checkpoint.monitor), made.figure_names()))
+    watching = {f"callbacks.{name}.monitor": str(node.get("monitor")) for name, node in cfg.callbacks.items()}
+    watched = {"checkpoint.monitor": str(cfg.checkpoint.monitor)}
+    watched |= {key: monitor for key, monitor in watching.items() if monitor.startswith("val/")}
+    raise_problems(
+        problem for key, monitor in watched.items() for problem in monitor_problems(key, monitor, made.figure_names())
+    )
     return made
 
 
@@ -167,11 +172,11 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
     return found
 
 
-def monitor_problems(monitor: str, figures: list[str]) -> Iterator[str]:
+def monitor_problems(key: str, monitor: str, figures: list[str]) -> Iterator[str]:
     names = [f"val/{figure}" for figure in ("loss", *figures)]
     known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
     if not known:
-        yield f"checkpoint.monitor={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
+        yield f"{key}={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
 
 
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:

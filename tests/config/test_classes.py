@@ -152,10 +152,10 @@ def test_a_source_that_only_ones_own_data_knows_stays_in_the_config():
 
 def test_all_mistakes_are_told_before_data_is_prepared():
     with pytest.raises(UserError) as error:
-        lockstep.train([*DATA, *CPU, "model=basic_net", "+model.widht=64", "+task.monitr=x", "+callbacks.ema.dcay=1",
-                        "+logger.csv.delimiter=x", "+data.chanels=1", "optim.betas=2"])  # fmt: skip
+        lockstep.train([*DATA, *CPU, "model=basic_net", "+model.widht=64", "+task.monitr=x", "callbacks=[ema]", "+callbacks.ema.dcay=1",
+                        "+logger.csv.delimiter=x", "+data.chanels=1", "+optim.amsgrad=x"])  # fmt: skip
     assert {problem.split()[0] for problem in error.value.problems} == {
-        "model.widht", "task.monitr", "callbacks.ema._target_", "logger.csv.delimiter", "data.chanels", "optim.betas=2",
+        "model.widht", "task.monitr", "callbacks.ema.dcay", "logger.csv.delimiter", "data.chanels", "optim.amsgrad=x",
     }  # fmt: skip
     assert not sys.modules["mine"].Cells.prepared
     assert not Path("runs").exists()

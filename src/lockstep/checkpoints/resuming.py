@@ -1,5 +1,6 @@
 """The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py."""
 
+import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -13,10 +14,12 @@ from lockstep.checkpoints.finding import (
     newest_checkpoint,
     tested_checkpoint,
 )
+from lockstep.config.checks import without_effect
 from lockstep.config.compose import is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
 from lockstep.config.run_files import load_config, refuse_damage
+from lockstep.config.words import shown
 from lockstep.errors import UserError
 from lockstep.machine.world import world_of
 
@@ -76,6 +79,8 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
             f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
             "Type resume=auto to start run=<name> from weights, and to continue it once it has begun."
         )
+    if cfg.resume == "auto" and not cfg.trainer.enable_checkpointing:
+        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out.")
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = name_of_job(cfg)
         again = cfg.run is not None and has_config(Path(cfg.runs_dir) / cfg.run)
@@ -142,12 +147,24 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
+    set_aside(result, own)
     if is_first_process(result) and result.run != own_name and has_config(runs_dir / result.run):
         raise UserError(
             f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
         )
     refuse_changes(result, saved)
     return same_identity(result, run_dir / "config.yaml") if result.run == own_name else result
+
+
+def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
+    """Makes recalled values that do nothing under the new strategy or device neutral, and says so. Typed ones stay an error."""
+    world, typed = world_of(cfg), [key_of(override) for override in overrides]
+    for key, neutral, _ in without_effect(cfg, world):
+        if key not in typed:
+            if world.rank == 0:
+                given = shown(OmegaConf.select(cfg, key))
+                print(f"WARNING: {key}={given} of the resumed run has no effect here and is set aside", file=sys.stderr)
+            OmegaConf.update(cfg, key, neutral, force_add=True)
 
 
 def same_identity(cfg: DictConfig, before: Path) -> DictConfig:

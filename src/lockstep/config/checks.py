@@ -3,13 +3,17 @@
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.components import is_shipped, missing_targets, task_problems
+from lockstep.config.batches import accumulated, auto_problems, batch_problems
+from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
+from lockstep.config.length import length_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
+from lockstep.config.structure import structure_problems
 from lockstep.config.words import nearest, plain, shown
 from lockstep.machine.world import World, world_of
 
@@ -75,50 +79,6 @@ def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
         yield f"{key}={refers} refers to a key that is not in the config. Set that key, or {key}."
 
 
-def accumulated(cfg: DictConfig) -> int:
-    """`trainer.accumulate_grad_batches` as a number; 1 for `auto`, which starts with it."""
-    given: int | str = cfg.trainer.accumulate_grad_batches
-    return 1 if given == "auto" else int(given)
-
-
-def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Checks shipped data only; config/classes.py checks other data, once its class is imported."""
-    if is_shipped(cfg.data):
-        yield from division_problems(cfg, world)
-
-
-def division_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """The global batch must divide into processes x micro-batches; evaluation batches need not."""
-    batch, accumulate = cfg.data.batch_size, accumulated(cfg)
-    parts = world.size * accumulate
-    if batch % parts:
-        low, high = batch // parts * parts, (batch // parts + 1) * parts
-        choice = f"{low} or {high}" if low else str(high)
-        yield (
-            f"data.batch_size={batch} is the global batch; it cannot be divided among {world.size} processes x {accumulate} "
-            f"accumulated micro-batches. Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
-        )
-
-
-def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Limits of trainer.accumulate_grad_batches=auto, which restarts the processes."""
-    auto = "trainer.accumulate_grad_batches=auto"
-    if cfg.trainer.accumulate_grad_batches != "auto":
-        return
-    if world.external or world.nodes > 1:
-        who = world.external or "more than one parent process"
-        yield (
-            f"{auto} restarts the processes when memory runs out, but {who} started them. Type trainer.accumulate_grad_batches=1: "
-            "if a micro-batch does not fit, the error names a number that does."
-        )
-    for key in ("limit_train_batches", "val_check_interval"):
-        if cfg.trainer[key] and (isinstance(cfg.trainer[key], int) or key == "limit_train_batches"):
-            yield (
-                f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} their number per step is not known yet. "
-                "Type trainer.accumulate_grad_batches=1, or a larger number."
-            )
-
-
 def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     on_device, workers = cfg.data.get("on_device"), cfg.data.get("num_workers")
     if on_device is True and world.accelerator == "cpu":
@@ -147,16 +107,42 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"strategy={name} does not support trainer.precision={precision}; it takes one of {', '.join(traits.precisions)}. Type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
+    yield from (problem for _, _, problem in without_effect(cfg, world))
+
+
+def without_effect(cfg: DictConfig, world: World) -> Iterator[tuple[str, Any, str]]:
+    """Keys that do nothing under the strategy or on the device: each with its neutral value and what to say."""
+    name, traits = world.strategy, cfg.strategy.traits
     if cfg.tf32 and world.accelerator != "cuda":
-        yield f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
+        yield (
+            "tf32",
+            False,
+            f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false.",
+        )
     if cfg.trainer.sync_batchnorm and traits.splits_batches:
-        yield f"trainer.sync_batchnorm=true has no effect under strategy={name}: each replica normalises its own part. Type strategy=ddp."
+        yield (
+            "trainer.sync_batchnorm",
+            False,
+            f"trainer.sync_batchnorm=true has no effect under strategy={name}: each replica normalises its own part. Type strategy=ddp.",
+        )
     if cfg.compile and traits.splits_batches:
-        yield f"compile=true has no effect under strategy={name}: all replicas would run on the first device. Type strategy=ddp."
+        yield (
+            "compile",
+            False,
+            f"compile=true has no effect under strategy={name}: all replicas would run on the first device. Type strategy=ddp.",
+        )
     if cfg.checkpoint.sharded and not traits.shards:
-        yield f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false."
+        yield (
+            "checkpoint.sharded",
+            False,
+            f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false.",
+        )
     if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
-        yield f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null."
+        yield (
+            "strategy.comm_hook",
+            None,
+            f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null.",
+        )
 
 
 def wrong_mode(cfg: DictConfig) -> str | None:
@@ -169,6 +155,8 @@ def wrong_mode(cfg: DictConfig) -> str | None:
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     if cfg.optim.get("fused") is True and (why := fused_problem(cfg)):
         yield f"optim.fused=true {why}. Leave optim.fused out."
+    if cfg.optim.get("nesterov") is True and not cfg.optim.get("momentum") and is_shipped(cfg.optim):
+        yield "optim.nesterov=true needs a momentum above 0. Type optim.momentum=0.9, or optim.nesterov=false."
     trainer = cfg.trainer
     limit, accumulate = trainer.limit_train_batches, accumulated(cfg)
     if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):
@@ -205,8 +193,6 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
     if trainer.limit_train_batches == 0:
         yield "trainer.limit_train_batches=0 trains nothing. Type python eval.py run=<name> to evaluate a run."
-    if not cfg.trainer.enable_checkpointing and cfg.resume == "auto":
-        yield "resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out."
 
 
 def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
@@ -219,12 +205,15 @@ def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 EVALUATION = (device_problems, strategy_problems, data_set_problems)
-TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems)
+TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems, length_problems)
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
     """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
-    problems = [*unknown_keys(cfg), *missing_targets(cfg), *wrong_values(cfg)]
+    structure = list(structure_problems(cfg))
+    problems = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
+    if structure:  # the other checks read these keys
+        return problems
     for cross_check in EVALUATION if evaluating else TRAINING:
         try:
             problems += cross_check(cfg, world_of(cfg))

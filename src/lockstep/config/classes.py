@@ -5,7 +5,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.checks import division_problems, fused_problem, loading_problems, wrong_values
+from lockstep.config.batches import division_problems
+from lockstep.config.checks import fused_problem, loading_problems, wrong_values
 from lockstep.config.components import is_shipped
 from lockstep.config.identity import title
 from lockstep.config.instantiate import ENGINE_DATA, data_set_node, has_own_loaders, problems, to_plain

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lockstep.config.identity import title
-from lockstep.config.schema import GROUPS
 
 SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
 
@@ -14,12 +13,6 @@ SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightni
 def is_shipped(node: Mapping[Any, Any]) -> bool:
     """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
     return str(node.get("_target_")).startswith(SHIPPED)
-
-
-def missing_targets(cfg: DictConfig) -> Iterator[str]:
-    for group in GROUPS:
-        if isinstance(cfg.get(group), DictConfig) and OmegaConf.is_missing(cfg[group], "_target_"):
-            yield f"{group}._target_ is missing; it names your class, for example {group}._target_=my_package.my_module.MyClass."
 
 
 def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:

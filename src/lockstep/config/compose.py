@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,6 +19,7 @@ from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check
 from lockstep.config.identity import sweep_name
 from lockstep.config.project import command, config_folders
+from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import nearest
 
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
@@ -49,10 +51,23 @@ def hydra_of_our_own() -> Iterator[None]:
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """The config of `python <config_name>.py <overrides>`. Raises what Hydra and OmegaConf raise."""
+    """The config of `python <config_name>.py <overrides>`. Raises one of CONFIG_ERRORS."""
     with hydra_of_our_own():
-        cfg: DictConfig = compose(config_name, list(overrides))
+        try:
+            cfg: DictConfig = compose(config_name, list(overrides))
+        except CONFIG_ERRORS:
+            raise
+        except Exception as e:  # such as YAML's, or Hydra's ValueError for model=null; only configs are read here
+            raise ConfigCompositionException(str(e)) from e
         return cfg
+
+
+def fails_to_compose(config_name: str, overrides: Sequence[str]) -> bool:
+    try:
+        compose_config(config_name, overrides)
+    except CONFIG_ERRORS:
+        return True
+    return False
 
 
 def default_options(config_name: str) -> dict[str, Any]:
@@ -63,6 +78,19 @@ def default_options(config_name: str) -> dict[str, Any]:
 
 def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
+    """Typed keys that belong to an option as a whole."""
+    for override in overrides:
+        if key_of(override) == "strategy.name" or key_of(override).startswith("strategy.traits"):
+            yield f"{override}: {key_of(override)} cannot be set, because it says what the strategy is. Choose one with strategy=<name>."
+
+
+def beyond_schema(overrides: Sequence[str]) -> bool:
+    """Whether a key was typed that only the signature of a class can check: one without a Kind, or one taken away."""
+    keys = [key_of(o) for o in overrides if not is_group(o) and not key_of(o).startswith(("data.", "hydra."))]
+    return any(o.startswith("~") for o in overrides) or any(key not in KEYS for key in keys)
 
 
 def is_group(override: str) -> bool:
@@ -79,14 +107,24 @@ def config_file(name: str) -> Path:
     return next((file for file in files if file.is_file()), files[-1])
 
 
+def nearest_key(key: str) -> str:
+    """A known key of the same group, or the same key of another group, that differs by a letter or two."""
+    group, _, name = key.rpartition(".")
+    known = [each.rpartition(".") for each in (*KEYS, *GROUPS)]
+    near = [f"{g}.{n}".lstrip(".") for g, _, n in known
+            if (g == group and nearest(name, [n])) or (n == name and nearest(group, [g]))]  # fmt: skip
+    return f"did you mean {max(near, key=lambda k: SequenceMatcher(None, k, key).ratio())}? " if near else ""
+
+
 def message(error: BaseException, override: str) -> str:
     """Hydra's or OmegaConf's error about one override, on one line."""
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
-    near = re.search(r"Did you mean: '(.*?)'\?", text)
-    if "is not in struct" in text or "Could not override" in text:
-        meant = f"did you mean {'.'.join([*key.split('.')[:-1], near.group(1)])}? " if near else ""
+    if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
+        near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
+        parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]
+        meant = f"did you mean {'.'.join(parts)}? " if parts != key.split(".") else nearest_key(key)
         return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
     if absent and is_group(f"{absent.group(1)}="):

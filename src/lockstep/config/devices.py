@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from lockstep.config.kinds import is_devices
 from lockstep.config.words import plain, shown
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.launchers import number
@@ -17,6 +18,11 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'this machine shows none'}. Type trainer.accelerator=cpu."
     elif there is not None and world.devices > there and not world.external:
         yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
+    ids = plain(cfg.trainer.devices)
+    if isinstance(ids, list) and is_devices(ids) and world.accelerator == "cpu":
+        yield f"trainer.devices={given} names GPUs by their ids, but a CPU has none. Type trainer.devices={world.devices}."
+    elif isinstance(ids, list) and is_devices(ids) and there and max(ids) >= there:
+        yield f"trainer.devices={given}: this machine has {there} {world.accelerator} devices, 0 to {there - 1}."
     if world.external and there is not None and there < world.devices:
         yield f"{world.external} started {world.devices} processes on this node, but this one sees {there} {world.accelerator} devices. Let each process see all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
     if world.one_process and cfg.strategy.traits.splits_batches and world.external and world.devices * world.nodes > 1:

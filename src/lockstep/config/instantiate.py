@@ -1,6 +1,6 @@
 """Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them.
 
-Only classes of a key's kind may be named (config/kinds.py), so a config or a checkpoint cannot run arbitrary code.
+Only classes of a key's kind may be named (config/admitted.py), so a config or a checkpoint cannot run arbitrary code.
 """
 
 import inspect
@@ -12,7 +12,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config import kinds
+from lockstep.config import admitted
 from lockstep.config.signatures import locate, parameters, takes_one, type_problem
 from lockstep.config.words import nearest, shown
 from lockstep.errors import UserError, raise_problems
@@ -44,7 +44,7 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     kept = {k: v for k, v in plain.items() if k not in ENGINE.get(key, ()) or (named is not None and k in named)}
     try:
         return instantiate(
-            kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in kinds.trusted()], _convert_="all"
+            kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in admitted.trusted()], _convert_="all"
         )
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
@@ -107,8 +107,8 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
-    if not path.startswith(kinds.trusted()):
-        allowed = ", ".join(prefix.removesuffix(".") for prefix in kinds.trusted())
+    if not path.startswith(admitted.trusted()):
+        allowed = ", ".join(prefix.removesuffix(".") for prefix in admitted.trusted())
         raise UserError(
             f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
             "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
@@ -117,7 +117,7 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         found: Callable[..., Any] = locate(path)
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
-    if refusal := kinds.refusal(found, path, key):
+    if refusal := admitted.refusal(found, path, key):
         raise UserError(refusal)
     return found
 
@@ -139,7 +139,7 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
     if wrong := list(target_problems(node, key)):
         yield from wrong
         return
-    if wrong := [problem for place, inner in kinds.nested(node, key) for problem in target_problems(inner, place)]:
+    if wrong := [problem for place, inner in admitted.nested(node, key) for problem in target_problems(inner, place)]:
         yield from wrong
         return
     target: str = node["_target_"]

@@ -1,146 +1,105 @@
-"""What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch.
+"""Kinds of values that config keys accept: a test, a description, an example to type. Free of torch."""
 
-A config may come from a stranger: every checkpoint holds one. So no package is admitted as a whole. Classes are known by the names
-of their bases, so a check of the user's own classes imports no more than they do.
-"""
-
-import typing
-from collections.abc import Iterator, Mapping
-from functools import partial
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from lockstep import PACKAGE
-from lockstep.config import project
-
-# Packages whose modules a config may import, besides those of the project (config/project.py).
-TRUSTED = (
-    "lockstep.",
-    "torch.nn.",
-    "torch.optim.",
-    "torchvision.",
-    "torchmetrics.",
-    "timm.",
-    "lightning.pytorch.",
-    "optuna.pruners.",
-)
-# Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
-BASES: dict[str, tuple[str, ...]] = {
-    "lockstep.tasks.task.Task": (),
-    "lockstep.data.dataset.DataSet": (),
-    "lockstep.data.samples.Arrays": (),
-    "lightning.pytorch.core.module.LightningModule": (),
-    "lightning.pytorch.core.datamodule.LightningDataModule": (),
-    "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
-    "lightning.pytorch.loggers.logger.Logger": ("lightning.pytorch.loggers.",),
-    "lightning.pytorch.strategies.strategy.Strategy": ("lightning.pytorch.strategies.",),
-    "torch.nn.modules.module.Module": (
-        "torch.nn.", "torchvision.models.", "torchvision.ops.", "timm.models.", "timm.layers.", "timm.loss.",
-    ),
-    "torch.optim.optimizer.Optimizer": ("torch.optim.", "timm.optim."),
-    "torch.optim.lr_scheduler.LRScheduler": ("torch.optim.",),
-    "torchmetrics.metric.Metric": ("torchmetrics.",),
-    "torch.utils.data.dataset.Dataset": ("torchvision.datasets.",),
-    "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
-    "builtins.object": ("torchvision.transforms.",),  # its classes have no base in common; each only changes samples
-}  # fmt: skip
-UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
-# The kinds of a key, by the last parts of their bases. A node within another node may be of any kind, or anything of the project's.
-KINDS = {
-    "task": ("Task", "LightningModule"),
-    "model": ("Module",),
-    "data": ("DataSet", "LightningDataModule"),
-    "strategy": ("Strategy",),
-    "optim": ("Optimizer",),
-    "schedule": ("LRScheduler",),
-    "task.metrics.*": ("Metric",),
-    "callbacks.*": ("Callback",),
-    "logger.*": ("Logger",),
-}
+MOST = 2**63 - 1  # what the libraries' integers hold
+LONGEST = 255  # bytes in a name of a file
+TIME_UNITS = ("weeks", "days", "hours", "minutes", "seconds")  # timedelta's
+RUN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*")
 
 
-def trusted() -> tuple[str, ...]:
-    """The beginnings of names that may be looked up."""
-    project.make_importable()
-    return (*TRUSTED, *(pattern.removesuffix("*") for pattern in project.trusted()))
+@dataclass(frozen=True)
+class Kind:
+    """What a key takes: a test, its description, and an example to type."""
+
+    accepts: Callable[[Any], bool]
+    takes: str
+    example: str
+
+    def or_auto(self) -> "Kind":
+        return Kind(lambda v: v == "auto" or self.accepts(v), f"{self.takes}, or auto", self.example)
+
+    def or_null(self) -> "Kind":
+        return Kind(lambda v: v is None or self.accepts(v), f"{self.takes}, or null", self.example)
 
 
-def own() -> tuple[str, ...]:
-    """The packages of the project, without those of Lockstep, which a checkout has among them."""
-    return tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
+def whole(low: int, example: int, what: str = "a whole number", high: int = MOST) -> Kind:
+    text = f"{what} of at least {low}" + (f" and at most {high}" if high < MOST else "")
+    return Kind(lambda v: type(v) is int and low <= v <= high, text, str(example))
 
 
-def wanted(key: str) -> tuple[str, ...] | None:
-    """The kinds of a key; None for a node within another one."""
-    return KINDS.get(key) or KINDS.get(f"{key.rpartition('.')[0]}.*")
-
-
-def home(target: Any) -> str:
-    """Where a class or function is defined, whatever name it was found by."""
-    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
-
-
-def may_be(made: type, where: str, names: tuple[str, ...] | None) -> bool:
-    """Whether a class is of one of these kinds (None: of any), and `where` is a place that may define such a target."""
-    lineage = {home(base) for base in made.__mro__}
-    here = (f"{PACKAGE.name}.", *own())
-    return any(
-        base in lineage and where.startswith(modules if base == "builtins.object" else (*modules, *here))
-        for base, modules in BASES.items()
-        if names is None or base.rpartition(".")[2] in names
+def counted(example: int) -> Kind:
+    """A number of epochs or steps; -1 is no limit. 0 would train nothing."""
+    return Kind(
+        lambda v: type(v) is int and (v == -1 or 1 <= v <= MOST),
+        "a whole number of at least 1, or -1 for no limit",
+        str(example),
     )
 
 
-def returned(function: Any) -> Any:
-    """The annotation of what a function returns; None without one, or if only a type checker understands it."""
-    function = getattr(function, "__func__", function)
-    try:
-        return typing.get_type_hints(function).get("return")
-    except Exception:  # another annotation of it, such as one under TYPE_CHECKING
-        return None
+def is_number(v: Any) -> bool:
+    """A number that a float holds: neither infinite nor too large."""
+    return (type(v) is int and abs(v) <= MOST) or (type(v) is float and math.isfinite(v))
 
 
-def admitted(target: Any, key: str) -> bool:
-    """Whether a config may name `target` at `key`. Calls nothing."""
-    while isinstance(target, partial):
-        target = target.func
-    where, names = home(target), wanted(key)
-    if where.startswith(UNPICKLING) or not callable(target):
-        return False
-    if where.startswith(own()) and names is None:
-        return True
-    if isinstance(target, type):
-        return may_be(target, where, names)
-    made = returned(target)
-    if isinstance(made, type) and made is not Any:
-        return may_be(made, where, names)
-    return where.startswith(own())
+def number(
+    low: float, example: float | str, *, above: bool = False, below: float = math.inf, high: float = math.inf
+) -> Kind:
+    """A finite number within bounds: `above` excludes `low`, `below` is excluded, `high` is not."""
+
+    def accepts(v: Any) -> bool:
+        return is_number(v) and (v > low if above else v >= low) and v < below and v <= high
+
+    bounds = [f"{'above' if above else 'of at least'} {low:g}", *([f"below {below:g}"] if below < math.inf else ()),
+              *([f"at most {high:g}"] if high < math.inf else ())]  # fmt: skip
+    return Kind(accepts, f"a number {' and '.join(bounds)}", str(example))
 
 
-def refusal(target: Any, path: str, key: str) -> str | None:
-    """Why a config may not name `target`; None if it may."""
-    if admitted(target, key):
-        return None
-    names = wanted(key)
-    kinds = " or ".join(names) if names else "Module, Optimizer, Dataset, Metric or the like"
-    return (
-        f"{key}._target_={path} may not be named here: {key} takes a subclass of {kinds}, or a function annotated to return one, "
-        "of your own packages or of the library that it belongs to."
+def numbers(each: Kind, example: str, count: int | None = None, *, rising: bool = False) -> Kind:
+    def accepts(v: Any) -> bool:
+        good = isinstance(v, list) and count in (None, len(v)) and all(map(each.accepts, v))
+        return good and (not rising or v == sorted(set(v)))
+
+    takes = each.takes.removeprefix("a number ")
+    return Kind(
+        accepts, f"a list of {'rising ' if rising else ''}{count or ''} numbers {takes}".replace("  ", " "), example
     )
 
 
-def nested(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The nodes with a `_target_` within a value, which Hydra makes too, with their keys."""
-    if isinstance(value, Mapping):
-        if value.get("_recursive_") is False:
-            return
-        for name, item in value.items():
-            yield from node_and_nested(item, f"{key}.{name}")
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from node_and_nested(item, f"{key}.{place}")
+def one_of(*values: Any, example: Any = None) -> Kind:
+    shown = ", ".join("null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+    return Kind(
+        lambda v: any(v == a and type(v) is type(a) for a in values), f"one of {shown}", str(example or values[0])
+    )
 
 
-def node_and_nested(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if isinstance(value, Mapping) and "_target_" in value:
-        yield key, value
-    yield from nested(value, key)
+def is_batches(v: Any) -> bool:
+    return (type(v) is int and 0 <= v <= MOST) or (type(v) is float and 0 <= v <= 1)
+
+
+def is_devices(v: Any) -> bool:
+    if type(v) is int:
+        return v == -1 or v > 0
+    if isinstance(v, list):
+        return len(v) > 0 and all(type(i) is int and i >= 0 for i in v) and len(set(v)) == len(v)
+    return v == "auto" or bool(re.fullmatch(r"\d+(,\d+)*,?", str(v)))
+
+
+def is_channels(v: Any) -> bool:
+    return v == "model" or (isinstance(v, list) and len(v) in (1, 3) and all(map(is_number, v)))
+
+
+def is_duration(v: Any) -> bool:
+    """Lightning's `max_time`: above 0, and short enough for a timedelta."""
+    if isinstance(v, dict):
+        return set(v) <= set(TIME_UNITS) and all(is_number(n) and 0 <= n < 1e6 for n in v.values()) and any(v.values())
+    return bool(re.fullmatch(r"\d{1,6}:\d\d:\d\d:\d\d", str(v))) and any(char in "123456789" for char in str(v))
+
+
+def is_text(v: Any) -> bool:
+    """Also a path: each name in it can be one of a file."""
+    return isinstance(v, str) and v != "" and "\0" not in v and all(len(n.encode()) <= LONGEST for n in v.split("/"))

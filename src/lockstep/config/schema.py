@@ -1,76 +1,38 @@
-"""The values that each config key accepts: a test, a description, an example. Free of torch, like all checks of a config."""
+"""The values that each config key accepts. Free of torch, like all checks of a config."""
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from lockstep.config.kinds import (
+    LONGEST,
+    MOST,
+    RUN_NAME,
+    TIME_UNITS,
+    Kind,
+    counted,
+    is_batches,
+    is_channels,
+    is_devices,
+    is_duration,
+    is_text,
+    number,
+    numbers,
+    one_of,
+    whole,
+)  # fmt: skip
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
-RUN_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*(/[A-Za-z0-9][\w.+-]*)*")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a key takes: a test, its description, and an example to type."""
-
-    accepts: Callable[[Any], bool]
-    takes: str
-    example: str
-
-    def or_auto(self) -> "Kind":
-        return Kind(lambda v: v == "auto" or self.accepts(v), f"{self.takes}, or auto", self.example)
-
-    def or_null(self) -> "Kind":
-        return Kind(lambda v: v is None or self.accepts(v), f"{self.takes}, or null", self.example)
-
-
-def whole(low: int, example: int, what: str = "a whole number") -> Kind:
-    return Kind(lambda v: type(v) is int and v >= low, f"{what} of at least {low}", str(example))
-
-
-def number(low: float, example: float | str, *, above: bool = False, below: float | None = None) -> Kind:
-    def accepts(v: Any) -> bool:
-        good = type(v) in (int, float) and (v > low if above else v >= low)
-        return bool(good and (below is None or v < below))
-
-    text = f"a number {'above' if above else 'of at least'} {low:g}" + (f" and below {below:g}" if below else "")
-    return Kind(accepts, text, str(example))
-
-
-def one_of(*values: Any, example: Any = None) -> Kind:
-    shown = ", ".join("null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values)
-    return Kind(
-        lambda v: any(v == a and type(v) is type(a) for a in values), f"one of {shown}", str(example or values[0])
-    )
-
-
-def is_batches(v: Any) -> bool:
-    return (type(v) is int and v >= 0) or (type(v) is float and 0 <= v <= 1)
-
-
-def is_devices(v: Any) -> bool:
-    if type(v) is int:
-        return v == -1 or v > 0
-    if isinstance(v, list):
-        return len(v) > 0 and all(type(i) is int and i >= 0 for i in v) and len(set(v)) == len(v)
-    return v == "auto" or bool(re.fullmatch(r"\d+(,\d+)*,?", str(v)))
-
-
-def is_channels(v: Any) -> bool:
-    return v == "model" or (isinstance(v, list) and len(v) in (1, 3) and all(type(x) in (int, float) for x in v))
-
 
 FLAG = one_of(True, False, example="true")
-TEXT = Kind(lambda v: isinstance(v, str) and v != "", "a text", "name")
+TEXT = Kind(is_text, f"a text, with at most {LONGEST} bytes between slashes", "name")
 BATCHES = Kind(is_batches, "a number of batches (an integer) or a share of them (0.0 to 1.0)", "10").or_null()
+SHARE = number(0, 0.5, high=1)
+TIMEOUT = number(1, 1800, high=1e8)  # seconds; NCCL counts milliseconds, timedelta at most 1e9 days
 MONITOR = Kind(TEXT.accepts, "the name of a validation figure", "val/loss").or_null()
 
 # Keys that Lockstep reads itself. A node with a `_target_` passes other keys on to its class.
 KEYS: dict[str, Kind] = {
-    "seed": whole(0, 0).or_null(),
+    "seed": whole(0, 0, high=2**32 - 1).or_null(),  # NumPy's generators take no larger one
     "run": Kind(
-        lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))),
-        "a name of letters, digits and . _ - +",
+        lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))) and is_text(str(v)),
+        f"a name of letters, digits and . _ - + with at most {LONGEST} of them between slashes",
         "first",
     ).or_null(),
     "runs_dir": TEXT,
@@ -92,7 +54,7 @@ KEYS: dict[str, Kind] = {
     "data.cache_dir": TEXT.or_null(),
     "data.batch_size": whole(1, 64),
     "data.eval_batch_size": whole(1, 1000),
-    "data.image_size": whole(1, 224, "a whole number of pixels"),
+    "data.image_size": whole(1, 224, "a whole number of pixels", 2**15),
     "data.mean": Kind(is_channels, "`model`, or one number for each channel", "[0.1307]"),
     "data.std": Kind(is_channels, "`model`, or one number for each channel", "[0.3081]"),
     "data.val_fraction": number(0, 0.1, above=True, below=1),
@@ -105,9 +67,7 @@ KEYS: dict[str, Kind] = {
     "data.channels_last": FLAG,
     "data.random_shift": whole(0, 4, "a whole number of pixels"),
     "data.random_flip": FLAG,
-    "data.num_workers": Kind(
-        lambda v: v == "auto" or (type(v) is int and v >= 0), "a whole number of at least 0, or auto", "4"
-    ),
+    "data.num_workers": whole(0, 4, high=1024).or_auto(),
     "data.on_device": one_of(True, False, "auto", example="false"),
     "data.prefetch_factor": whole(1, 4).or_null(),
     "data.persistent_workers": one_of(True, False, None, example="true"),
@@ -115,20 +75,20 @@ KEYS: dict[str, Kind] = {
     "trainer.devices": Kind(is_devices, "a number of devices, auto, -1 for all, or a list of device ids", "2"),
     "trainer.num_nodes": whole(1, 2),
     "trainer.precision": Kind(lambda v: str(v) in PRECISIONS, f"one of {', '.join(PRECISIONS[:7])}", "bf16-mixed"),
-    "trainer.max_epochs": whole(-1, 5).or_null(),
+    "trainer.max_epochs": counted(5).or_null(),
     "trainer.min_epochs": whole(0, 1).or_null(),
-    "trainer.max_steps": whole(-1, 200),
+    "trainer.max_steps": counted(200),
     "trainer.min_steps": whole(0, 100).or_null(),
     "trainer.max_time": Kind(
-        lambda v: isinstance(v, dict) or bool(re.fullmatch(r"\d+:\d\d:\d\d:\d\d", str(v))),
-        "days:hours:minutes:seconds",
-        "00:01:30:00",
+        is_duration, f"days:hours:minutes:seconds above 0, or numbers of {', '.join(TIME_UNITS)}", "00:01:30:00"
     ).or_null(),
     "trainer.limit_train_batches": BATCHES,
     "trainer.limit_val_batches": BATCHES,
     "trainer.limit_test_batches": BATCHES,
     "trainer.val_check_interval": Kind(
-        is_batches, "a number of batches (an integer) or a share of an epoch (0.0 to 1.0)", "0.5"
+        lambda v: is_batches(v) and v > 0,
+        "a number of batches (an integer) or a share of an epoch (up to 1.0), above 0",
+        "0.5",
     ).or_null(),
     "trainer.check_val_every_n_epoch": whole(1, 1).or_null(),
     "trainer.num_sanity_val_steps": whole(-1, 2).or_null(),
@@ -151,13 +111,29 @@ KEYS: dict[str, Kind] = {
     "optim.fused": one_of(True, False, "auto", example="true"),
     "optim.weight_decay": number(0, 0.01),
     "optim.momentum": number(0, 0.9, below=1),
+    "optim.nesterov": FLAG,
+    "optim.betas": numbers(number(0, 0.9, below=1), "[0.9,0.999]", 2),
+    "optim.eps": number(0, "1e-8"),
+    "task.label_smoothing": number(0, 0.1, below=1),
+    "task.class_weights": numbers(number(0, 1), "[1,2]").or_null(),
+    "task.pos_weight": numbers(number(0, 1), "[1,2]").or_null(),
+    "task.threshold": number(0, 0.5, above=True, below=1),
+    "task.loss": TEXT,
+    "task.huber_delta": number(0, 1, above=True),
+    "task.dice": number(0, 1),
+    "task.ignore_index": whole(-MOST, 255),
     "schedule.warmup_steps": whole(0, 100),
     "callbacks.early_stopping.patience": whole(1, 3),
     "callbacks.early_stopping.min_delta": number(0, 0.001),
     "callbacks.ema.decay": number(0, 0.999, below=1),
     "callbacks.ema.update_every_n_steps": whole(1, 1),
     "callbacks.ema.warmup": FLAG,
-    "schedule.final_fraction": number(0, 0.01),
+    "callbacks.early_stopping.monitor": MONITOR,
+    "callbacks.early_stopping.mode": one_of("max", "min"),
+    "callbacks.early_stopping.check_on_train_epoch_end": one_of(True, False, None, example="false"),
+    "logger.wandb.mode": one_of("auto", "online", "offline"),
+    "schedule.final_fraction": SHARE,
+    "schedule.milestones": numbers(SHARE, "[0.5,0.75]", rising=True),
     "schedule.gamma": number(0, 0.1, above=True),
     "model.name": TEXT,
     "model.dropout_conv": number(0, 0.25, below=1),
@@ -165,14 +141,14 @@ KEYS: dict[str, Kind] = {
     "model.pretrained": FLAG,
     "model.checkpoint_path": TEXT.or_null(),
     "strategy.name": TEXT,
-    "strategy.bucket_cap_mb": number(0, 25, above=True),
+    "strategy.bucket_cap_mb": number(0, 25, above=True, high=1e6),
     "strategy.gradient_as_bucket_view": FLAG,
     "strategy.static_graph": FLAG,
     "strategy.find_unused_parameters": FLAG,
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
     "strategy.reshard_after_forward": FLAG,
     "strategy.reduce_each_micro_batch": FLAG,
-    "strategy.timeout_s": number(0, 1800, above=True),
+    "strategy.timeout_s": TIMEOUT,
     "strategy.blocks": Kind(
         lambda v: v == "auto" or (isinstance(v, list) and all(isinstance(b, str) for b in v)),
         "auto, or a list of class names",
@@ -180,17 +156,16 @@ KEYS: dict[str, Kind] = {
     ),
 }
 GROUPS = (
-    "task",
-    "model",
-    "data",
-    "strategy",
-    "trainer",
-    "optim",
-    "schedule",
-    "callbacks",
-    "logger",
-    "checkpoint",
-    "experiment",
-    "debug",
-)
+    "task", "model", "data", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint", "experiment", "debug",
+)  # fmt: skip
 CLOSED = ("trainer", "checkpoint")  # groups without a `_target_`, which take no other keys
+RECIPES = ("experiment", "debug")  # groups that set keys of others, and leave none of their own
+SEVERAL = ("callbacks", "logger")  # groups of named nodes
+OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
+# Keys of other groups that the engine reads itself.
+NEEDED = {
+    "task": ("monitor", "mode"),
+    "data": ("batch_size",),
+    "strategy": ("name", "traits"),
+}
+TRAITS = ("several_processes", "splits_batches", "shards", "precisions")

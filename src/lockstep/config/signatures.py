@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.config import kinds
+from lockstep.config import admitted
 from lockstep.config.components import is_shipped
 from lockstep.config.schema import KEYS
 from lockstep.config.words import nearest, shown
@@ -20,7 +20,7 @@ def locate(path: str) -> Any:
     Imports only what a config may name, as importing a module runs it.
     As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.parallelize` is a function.
     """
-    if not path.startswith(kinds.trusted()):
+    if not path.startswith(admitted.trusted()):
         raise LookupError(f"a config may not name {path}")
     found, parts = None, path.split(".")
     for place, part in enumerate(parts):

@@ -64,6 +64,11 @@ class Images(DataSet):
                 found.append(
                     f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
                 )
+        shift, size = data.get("random_shift"), data.get("image_size")
+        if type(shift) is int and type(size) is int and 0 < size <= shift:
+            found.append(
+                f"data.random_shift={shift} would move whole images of {size} pixels away. Type a smaller number."
+            )
         std = data.get("std")
         if isinstance(std, list) and not all(s > 0 for s in std):
             found.append(f"data.std={std} must be above 0.")

@@ -106,17 +106,24 @@ def from_csv(path: Path) -> Listing:
         raise UserError(
             f"{path} does not exist. data.csv is a file in data.root: type data.root=<folder> data.csv=<file>."
         )
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        columns = reader.fieldnames or []
-        missing = [name for name in ("path", "target") if name not in columns]
-        if missing:
-            raise UserError(
-                f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns: path,target or path,target,split."
-            )
-        rows = list(reader)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns, rows = reader.fieldnames or [], list(reader)
+    except (csv.Error, UnicodeDecodeError, OSError) as e:
+        raise UserError(
+            f"{path} is not a CSV file in UTF-8 ({e}). Replace it, or type data.csv=<another file>."
+        ) from None
+    missing = [name for name in ("path", "target") if name not in columns]
+    if missing:
+        raise UserError(
+            f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns: path,target or path,target,split."
+        )
     if not rows:
         raise UserError(f"{path} lists no images below its first line.")
+    empty = [line for line, row in enumerate(rows, 2) if not (row["path"] or "").strip("\0 ") or "\0" in row["path"]]
+    if empty:
+        raise UserError(f"{path}, line {empty[0]}: a row needs a path. Add it, or remove the line.")
     parts = [PART_NAMES.get((row.get("split") or "train").strip().lower(), "") for row in rows]
     if "" in parts:
         line = parts.index("")

@@ -23,6 +23,7 @@ MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
 )
+MOST_PACKED = 1032  # bytes that gzip's method packs into one at most
 MNIST_MD5 = {
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
     "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
@@ -30,34 +31,38 @@ MNIST_MD5 = {
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
 
-MOST_DEFLATED = 1032  # a byte of a gzip file gives at most so many
-
 
 def read_idx(path: Path) -> "NDArray[np.uint8]":
     """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
 
+    Reads as many bytes as its header says, however many a damaged or malicious archive would unpack to.
+
     Raises:
-        UserError: the file is cut off, or not an idx file.
+        UserError: the file is cut off, not an idx file, or cannot be read.
     """
     import numpy as np
 
-    packed = path.suffix == ".gz"
-    most = path.stat().st_size * (MOST_DEFLATED if packed else 1)
     try:
-        with gzip.open(path) if packed else path.open("rb") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             start = file.read(4)
-            lengths = file.read(4 * start[3] if len(start) == 4 else 0)
-            shape = [int.from_bytes(lengths[i : i + 4], "big") for i in range(0, len(lengths), 4)]
-            count = math.prod(shape) if shape else 0
-            content = file.read(min(count, most) + 1)  # no more than the header says, whatever a compressed file holds
-    except (EOFError, OSError, zlib.error) as e:
+            sizes = file.read(4 * start[3]) if start[:3] == b"\0\0\x08" and len(start) == 4 else b""
+            shape = [int.from_bytes(sizes[i : i + 4], "big") for i in range(0, len(sizes), 4)]
+            expected = math.prod(shape)
+            possible = bool(shape) and len(sizes) == 4 * start[3] and expected <= MOST_PACKED * path.stat().st_size
+            content = file.read(expected + 1) if possible else b""  # the byte beyond shows that there are more
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e:
         raise UserError(f"{path} is cut off or damaged ({e}). Replace it, or type data.source=download.") from None
-    if start[:3] != b"\0\0\x08" or not shape or 4 * start[3] != len(lengths) or len(content) != count:
-        held = f"{'more than ' * (len(content) > count)}{4 + len(lengths) + min(len(content), count)} bytes"
-        expected = f"{4 + len(lengths) + count} bytes by its header" if shape else "an idx header"
+    except OSError as e:
         raise UserError(
-            f"{path} is cut off or not an idx file: {held}, expected {expected}. Replace it, or type data.source=download."
+            f"{path} cannot be read ({e.strerror}). Make it readable, or type data.root=<folder>."
+        ) from None
+    if not possible or len(content) != expected:
+        found = (
+            f"{'more' if len(content) > expected else 'fewer'} bytes than the {expected:,} of its header"
+            if shape
+            else "no idx header"
         )
+        raise UserError(f"{path} is cut off or not an idx file: {found}. Replace it, or type data.source=download.")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -102,7 +107,17 @@ def read_mnist(files: list[Path]) -> Parts:
         images, labels = read_idx(images_path), read_idx(labels_path)
         if images.ndim != 3 or labels.shape != images.shape[:1] or labels.max(initial=0) > 9:
             raise UserError(
-                f"{images_path} does not hold MNIST: images {images.shape}, labels {labels.shape}. Type data.root=<another folder>."
+                f"{images_path} does not hold MNIST with {labels_path.name}: images {images.shape}, labels {labels.shape} up to {labels.max(initial=0)}. "
+                "Type data.root=<another folder>."
+            )
+        if 0 in images.shape:
+            raise UserError(
+                f"{images_path} holds {len(images)} images of {images.shape[1:]} pixels. Type data.root=<another folder>."
+            )
+        if parts and parts["train/input"].shape[2:] != images.shape[1:]:
+            raise UserError(
+                f"{images_path} holds images of {images.shape[1:]} pixels, and {files[0].name} of {parts['train/input'].shape[2:]}. "
+                "Type data.root=<another folder>."
             )
         parts |= {f"{part}/input": images[:, None], f"{part}/target": labels}
     return parts

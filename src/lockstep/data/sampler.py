@@ -79,9 +79,22 @@ def val_count(train: int, fraction: float) -> int:
 def splits(
     dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, limit_train: int | None = None
 ) -> tuple[Split, Split, Split]:
-    """The training, validation and test splits. Raises UserError if the global batch is larger than the training split."""
+    """The training, validation and test splits. Raises UserError for empty parts, and numbers above the training split."""
     total = len(dataset.train)
     val = 0 if dataset.val is not None else val_count(total, val_fraction)
+    for part, samples in {"train": dataset.train, "val": dataset.val, "test": dataset.test}.items():
+        if samples is not None and not len(samples):
+            raise UserError(
+                f"the {part} part of the data has no {dataset.unit} ({dataset.source}). Add some, or choose other data."
+            )
+    if total - val < 1:
+        raise UserError(
+            f"data.val_fraction={val_fraction} leaves none of the {total} training {dataset.unit} ({dataset.source}) to train with. Type a smaller fraction."
+        )
+    if limit_train is not None and limit_train > max(batch_size, total - val):
+        raise UserError(
+            f"data.limit_train={limit_train} is more than the {total - val} training {dataset.unit} ({dataset.source}). Type a smaller number, or null."
+        )
     train = Split(total, val, min(total - val, limit_train or total))
     if batch_size > train.count:
         raise UserError(

@@ -4,7 +4,7 @@ import atexit
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS
 from lockstep.config import project
-from lockstep.config.compose import CONFIG_ERRORS, explain, search_path, tried_alone
+from lockstep.config.compose import CONFIG_ERRORS, explain, fails_to_compose, search_path, tried_alone
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import local, slots
@@ -78,7 +78,8 @@ def in_project(folder: Path, call: Callable[[], Any]) -> None:
 def command(job: Job, argv: list[str]) -> None:
     """Lets Hydra read the command line and run a single run or the jobs of a multirun."""
     raise_problems(launcher_problems(os.environ))
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # exceptions come to us instead of Hydra's own report and exit code
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to us instead of Hydra's own report and exit code
+    raise_problems(refused_options(argv))
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = search_path(argv)
     if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
@@ -93,10 +94,27 @@ def command(job: Job, argv: list[str]) -> None:
     whitelist = [*TRUSTED, *project.trusted()]
     try:
         hydra.main(config_path=str(CONFIGS), config_name=job.name, execution_whitelist=whitelist)(task)()
-    except CONFIG_ERRORS as e:
-        raise UserError(*explain(e, job.name, overrides, always)) from None
+    except Exception as e:
+        if isinstance(e, CONFIG_ERRORS) or fails_to_compose(job.name, [*always, *overrides]):
+            raise UserError(*explain(e, job.name, overrides, always)) from None
+        raise
     if any(outcome):
         raise RunFailed("the failed process printed the reason", max(outcome))
+
+
+def refused_options(argv: list[str]) -> Iterator[str]:
+    """Options and keys of Hydra that would run another config, or have no effect."""
+    multirun = {"-m", "--multirun"} & set(argv)
+    for arg in argv:
+        name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
+        if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
+            yield f"{name} cannot be set: each command has its own config. Type experiment=<name>, with --config-dir=<folder> for one of your own."
+        if name == "hydra.mode":
+            yield f"{arg}: hydra.mode cannot be set. Type -m for a multirun."
+        if name.startswith("hydra.run"):
+            yield f"{arg}: {name} cannot be set. Name the run directory with run=<name> and runs_dir=<folder>."
+        if name.startswith(("hydra.sweep", "hydra.launcher")) and not multirun:
+            yield f"{arg}: {name} has no effect without a multirun. Type -m as well."
 
 
 def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | None:

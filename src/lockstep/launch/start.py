@@ -12,7 +12,10 @@ from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check
+from lockstep.config.compose import beyond_schema, fixed_keys
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
+from lockstep.config.length import step_problems
+from lockstep.config.structure import missing_keys
 from lockstep.config.words import readable
 from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
 
-def prepare_data(cfg: DictConfig) -> "DataSet | None":
+def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | None":
     """Prepares the data, once for all processes, and warns if it is not the whole set.
 
     Returns None for a LightningDataModule, which prepares its data in training.
@@ -42,18 +45,21 @@ def prepare_data(cfg: DictConfig) -> "DataSet | None":
         return None
     data: DataSet = create_data(cfg)
     data.prepare()
-    splits(data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train") if key in cfg.data})
+    train, *_ = splits(
+        data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train") if key in cfg.data}
+    )
+    raise_problems(() if evaluating else step_problems(cfg, train.count))
     if data.notice and rank_of() == 0:
         print(readable(f"WARNING: {data.notice}"), file=sys.stderr)
     return data
 
 
 def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
-    """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for added keys."""
+    """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for keys without a Kind."""
     from lockstep.config.classes import component_problems, data_problems
 
-    everything = any(override.startswith("+") for override in overrides)
-    components = () if evaluating else component_problems(cfg, everything=everything)  # what has trained is right
+    # What has trained is right.
+    components = () if evaluating else component_problems(cfg, everything=beyond_schema(overrides))
     raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating)])
 
 
@@ -66,7 +72,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """Runs `job` in as many processes as the config asks for; returns the result that it wrote.
 
     Before the config and the data are checked, nothing is written to the run directory, and torch is imported only to check
-    the user's own classes and added keys.
+    the user's own classes and keys without a Kind.
 
     Raises:
         UserError: the config or the input is wrong.
@@ -75,6 +81,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """
     project.make_importable()
     evaluating = job.name == "eval"
+    raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
     again = not evaluating and (cfg.resume == "auto" or restarted())
     if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
         raise_problems(check(cfg))
@@ -85,7 +92,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     world = world_of(cfg)
     try:
         check_classes(cfg, world, overrides, evaluating=evaluating)
-        data = prepare_data(cfg)
+        data = prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
         if not evaluating and project.of_users_code(e):
             record_failure(identify(cfg, None), world, e)

@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.checks import accumulated
+from lockstep.config.batches import accumulated
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.machine.world import World
 

@@ -1,0 +1,146 @@
+"""What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch.
+
+A config may come from a stranger: every checkpoint holds one. So no package is admitted as a whole. Classes are known by the names
+of their bases, so a check of the user's own classes imports no more than they do.
+"""
+
+import typing
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from lockstep import PACKAGE
+from lockstep.config import project
+
+# Packages whose modules a config may import, besides those of the project (config/project.py).
+TRUSTED = (
+    "lockstep.",
+    "torch.nn.",
+    "torch.optim.",
+    "torchvision.",
+    "torchmetrics.",
+    "timm.",
+    "lightning.pytorch.",
+    "optuna.pruners.",
+)
+# Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
+BASES: dict[str, tuple[str, ...]] = {
+    "lockstep.tasks.task.Task": (),
+    "lockstep.data.dataset.DataSet": (),
+    "lockstep.data.samples.Arrays": (),
+    "lightning.pytorch.core.module.LightningModule": (),
+    "lightning.pytorch.core.datamodule.LightningDataModule": (),
+    "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
+    "lightning.pytorch.loggers.logger.Logger": ("lightning.pytorch.loggers.",),
+    "lightning.pytorch.strategies.strategy.Strategy": ("lightning.pytorch.strategies.",),
+    "torch.nn.modules.module.Module": (
+        "torch.nn.", "torchvision.models.", "torchvision.ops.", "timm.models.", "timm.layers.", "timm.loss.",
+    ),
+    "torch.optim.optimizer.Optimizer": ("torch.optim.", "timm.optim."),
+    "torch.optim.lr_scheduler.LRScheduler": ("torch.optim.",),
+    "torchmetrics.metric.Metric": ("torchmetrics.",),
+    "torch.utils.data.dataset.Dataset": ("torchvision.datasets.",),
+    "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
+    "builtins.object": ("torchvision.transforms.",),  # its classes have no base in common; each only changes samples
+}  # fmt: skip
+UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
+# The kinds of a key, by the last parts of their bases. A node within another node may be of any kind, or anything of the project's.
+KINDS = {
+    "task": ("Task", "LightningModule"),
+    "model": ("Module",),
+    "data": ("DataSet", "LightningDataModule"),
+    "strategy": ("Strategy",),
+    "optim": ("Optimizer",),
+    "schedule": ("LRScheduler",),
+    "task.metrics.*": ("Metric",),
+    "callbacks.*": ("Callback",),
+    "logger.*": ("Logger",),
+}
+
+
+def trusted() -> tuple[str, ...]:
+    """The beginnings of names that may be looked up."""
+    project.make_importable()
+    return (*TRUSTED, *(pattern.removesuffix("*") for pattern in project.trusted()))
+
+
+def own() -> tuple[str, ...]:
+    """The packages of the project, without those of Lockstep, which a checkout has among them."""
+    return tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
+
+
+def wanted(key: str) -> tuple[str, ...] | None:
+    """The kinds of a key; None for a node within another one."""
+    return KINDS.get(key) or KINDS.get(f"{key.rpartition('.')[0]}.*")
+
+
+def home(target: Any) -> str:
+    """Where a class or function is defined, whatever name it was found by."""
+    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+
+
+def may_be(made: type, where: str, names: tuple[str, ...] | None) -> bool:
+    """Whether a class is of one of these kinds (None: of any), and `where` is a place that may define such a target."""
+    lineage = {home(base) for base in made.__mro__}
+    here = (f"{PACKAGE.name}.", *own())
+    return any(
+        base in lineage and where.startswith(modules if base == "builtins.object" else (*modules, *here))
+        for base, modules in BASES.items()
+        if names is None or base.rpartition(".")[2] in names
+    )
+
+
+def returned(function: Any) -> Any:
+    """The annotation of what a function returns; None without one, or if only a type checker understands it."""
+    function = getattr(function, "__func__", function)
+    try:
+        return typing.get_type_hints(function).get("return")
+    except Exception:  # another annotation of it, such as one under TYPE_CHECKING
+        return None
+
+
+def admitted(target: Any, key: str) -> bool:
+    """Whether a config may name `target` at `key`. Calls nothing."""
+    while isinstance(target, partial):
+        target = target.func
+    where, names = home(target), wanted(key)
+    if where.startswith(UNPICKLING) or not callable(target):
+        return False
+    if where.startswith(own()) and names is None:
+        return True
+    if isinstance(target, type):
+        return may_be(target, where, names)
+    made = returned(target)
+    if isinstance(made, type) and made is not Any:
+        return may_be(made, where, names)
+    return where.startswith(own())
+
+
+def refusal(target: Any, path: str, key: str) -> str | None:
+    """Why a config may not name `target`; None if it may."""
+    if admitted(target, key):
+        return None
+    names = wanted(key)
+    kinds = " or ".join(names) if names else "Module, Optimizer, Dataset, Metric or the like"
+    return (
+        f"{key}._target_={path} may not be named here: {key} takes a subclass of {kinds}, or a function annotated to return one, "
+        "of your own packages or of the library that it belongs to."
+    )
+
+
+def nested(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The nodes with a `_target_` within a value, which Hydra makes too, with their keys."""
+    if isinstance(value, Mapping):
+        if value.get("_recursive_") is False:
+            return
+        for name, item in value.items():
+            yield from node_and_nested(item, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from node_and_nested(item, f"{key}.{place}")
+
+
+def node_and_nested(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(value, Mapping) and "_target_" in value:
+        yield key, value
+    yield from nested(value, key)
