@@ -99,7 +99,8 @@ def intact(folder: Path) -> Cached | None:
 
     try:
         about = json.loads((folder / "about.json").read_text())
-        if {name: stamp(folder / f"{name}.npy") for name in about["stamps"]} != about["stamps"]:
+        now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
+        if not now or now != about["stamps"]:
             arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
             if digest_of(arrays, about["extra"]) != about["sha256"]:
                 return None
