@@ -4,6 +4,7 @@ import itertools
 import re
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
@@ -12,8 +13,10 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.callbacks import EMA, Plan, Throughput, Timer, progress
+from lockstep.callbacks import plan as plan_module
 from lockstep.callbacks.ema import tensors as ema_tensors
 from lockstep.callbacks.step_seed import seed_generators, step_seed
+from lockstep.config.compose import compose_config
 from lockstep.errors import TrainingFailed
 
 
@@ -183,3 +186,21 @@ def test_processes_that_would_compute_differently_end_and_say_so(own):
         return
     with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed: type it"):
         plan.agree(trainer, "computes in precision", own, "type it")
+
+
+@pytest.mark.parametrize(("compiled", "device"), [(True, "cpu"), (True, "cuda"), (False, "cpu")])
+def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monkeypatch):
+    said = []
+    monkeypatch.setattr(plan_module, "say", said.append)
+    monkeypatch.setattr(plan_module, "promises", lambda *_: "")
+    cfg = compose_config("train", ["run=a", f"compile={str(compiled).lower()}"])
+    trainer = MagicMock(
+        world_size=1, accumulate_grad_batches=1, global_step=0, estimated_stepping_batches=1, precision="32-true"
+    )
+    trainer.strategy.broadcast = lambda value: value
+    trainer.strategy.root_device.type = device
+    Plan(cfg, None, {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}).on_train_start(
+        trainer, Weights()
+    )
+    assert any("2.5 images/s" in line for line in said) is (compiled and device == "cpu")
+    assert said[0].startswith("a: basic_net")
