@@ -150,6 +150,26 @@ def test_an_optimizer_state_of_another_shape_is_refused(shape):
         assert "step of (0,)" in next(shape_problems(optimizer, [["p"]], saved))
 
 
+def test_what_changed_since_the_checkpoint_is_told(run_a, capsys):
+    def older(content: dict) -> None:
+        (state,) = [state for state in content["callbacks"].values() if "versions" in state]
+        state["versions"]["torch"] = "1.0"
+        content["network"]["image_size"] = 14
+
+    changed("runs/a/checkpoints/last.ckpt", older)
+    options = ["trainer.max_steps=13", "trainer.max_epochs=2", "model.dropout_fc=0.25", "data.mean=[0.2]", *SMALL[1:]]
+    lockstep.train(["run=a", "resume=auto", *options])
+    told = [
+        line.partition(": ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("changed since")
+    ]
+    assert told == [
+        "model.dropout_fc was 0.5 and is 0.25",
+        "data.mean was [0.1307] and is [0.2]",
+        "the network's argument image_size was 14 and is 12",
+        f"torch was 1.0 and is {torch.__version__.partition('+')[0]}",
+    ]
+
+
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 NAMES = ["[/b]x", "a[red]b", "\x1b[31mred\x1b]0;title\x07", ":smile:", "\u202eright to left"]

@@ -111,10 +111,6 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         return made
     raise_problems(missing_groups(cfg))
     goal: Task = create(cfg.task, "task")
-    if not isinstance(goal, Task):
-        raise UserError(
-            f"task._target_={cfg.task._target_} is neither a lockstep.tasks.Task nor a lightning.pytorch.LightningModule."
-        )
     if not isinstance(data, DataModule):
         raise UserError(
             f"task={title(cfg.task)} needs a data set that describes itself; data={title(cfg.data)} is a LightningDataModule with its own dataloaders. "

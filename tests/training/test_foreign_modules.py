@@ -240,7 +240,7 @@ def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
         ("Small", ["+task.widht=3"], r"task.widht is not an argument of odd.Small \(did you mean width\?\)"),
         ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Type task.monitor=null."),
         ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist provides the batches"),
-        ("Other", ["model=basic_net", "optim=sgd", "schedule=constant"], "odd.Other is neither a lockstep.tasks.Task nor a lightning.pytorch.LightningModule"),
+        ("Other", ["model=basic_net", "optim=sgd", "schedule=constant"], "task._target_=odd.Other may not be named here: task takes a subclass of lockstep's Task or lightning's LightningModule"),
         ("Small", ["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"),
         ("Small", ["data=odd", "+data.val_fraction=0.2"], "data.val_fraction is not an argument of odd.Data"),
     ],

@@ -1,15 +1,17 @@
 """Prints a one-line summary of the run before the first step."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from lockstep.checkpoints.changes import values
 from lockstep.config.identity import model_title, title
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
+from lockstep.reporting.provenance import versions
 from lockstep.training.foreign import promises
 from lockstep.training.module import TaskModule
 from lockstep.training.steps import steps_done, total_steps
@@ -18,6 +20,12 @@ COMPILED_ON_A_CPU = (
     "compile=true may slow a CPU down: resnet50d at 336 px in bf16-mixed ran at 2.5 images/s, and at 5.0 without it, after a first "
     "step of 104 s (torch 2.13). Compare a few steps without it."
 )
+COMPARED = (
+    "model",
+    "task",
+    "data.mean",
+    "data.std",
+)  # what a resumed run may change, and a reader of its figures must know
 FILES = "all nodes must see the same files. Check runs_dir and data.root."
 
 
@@ -26,6 +34,26 @@ class Plan(pl.Callback):
 
     def __init__(self, cfg: DictConfig, data: pl.LightningDataModule, facts: Mapping[str, Any]) -> None:
         self.cfg, self.data, self.facts = cfg, data, facts
+        self.changes: list[str] = []  # since the checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "versions": dict(each.split(" ", 1) for each in versions().split(", ")),
+            "data": self.facts["data/sha256"],
+        }
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        saved = OmegaConf.create(checkpoint["config"])
+        for key in COMPARED:
+            self.changes += differences(values(saved, key), values(self.cfg, key))
+        offered = getattr(pl_module, "network_arguments", {})
+        self.changes += differences(checkpoint.get("network", {}), offered, "the network's argument ")
+        before, here = checkpoint["callbacks"].get(self.state_key), self.state_dict()
+        if before:
+            self.changes += differences(before["versions"], here["versions"])
+            self.changes += differences({"data": before["data"]}, {"data": here["data"]}, "the SHA-256 of the ")
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.agree(trainer, "is the run", self.cfg.run)
@@ -61,6 +89,8 @@ class Plan(pl.Callback):
         )
         if self.cfg.compile and device == "cpu":
             say(COMPILED_ON_A_CPU)
+        for change in self.changes:
+            say(f"changed since the checkpoint: {change}")
         if not isinstance(pl_module, TaskModule):
             say(promises(pl_module, self.data, world))
 
@@ -78,3 +108,9 @@ class Plan(pl.Callback):
             return f"each process has its own batches{accumulated}"
         batch = self.cfg.data.batch_size
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}"
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> Iterator[str]:
+    for key in {**then, **now}:
+        if then.get(key) != now.get(key):
+            yield f"{what}{key} was {then.get(key)} and is {now.get(key)}"

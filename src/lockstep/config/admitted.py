@@ -120,8 +120,11 @@ def refusal(target: Any, path: str, key: str) -> str | None:
     """Why a config may not name `target`; None if it may."""
     if admitted(target, key):
         return None
-    names = wanted(key)
-    kinds = " or ".join(names) if names else "Module, Optimizer, Dataset, Metric or the like"
+    bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (wanted(key) or ())]
+    kinds = (
+        " or ".join(f"{library}'s {name}" for library, *_, name in bases)
+        or "Module, Optimizer, Dataset, Metric or the like"
+    )
     return (
         f"{key}._target_={path} may not be named here: {key} takes a subclass of {kinds}, or a function annotated to return one, "
         "of your own packages or of the library that it belongs to."
