@@ -180,6 +180,17 @@ def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(failur
         assert "Traceback" not in done.err, done
 
 
+@pytest.mark.slow
+def test_a_warning_to_one_process_saves_and_ends_all_at_one_step(forked_command, tmp_path):
+    env = hook(tmp_path, "if trainer.global_rank == 1: os.kill(os.getpid(), signal.SIGTERM)")
+    done = forked_command("train.py", "run=a", *TWO, *SMALL, "trainer.max_epochs=500", env=env, timeout_s=200)
+    assert done.code == 1, done
+    assert "error: ended by a signal to another process after" in done.err, done
+    assert done.err.count("error:") == 1, done
+    assert report(forked_command, "a")["status"] == "preempted"
+    assert (forked_command.folder / "runs/a/checkpoints/last.ckpt").is_file()
+
+
 def test_a_failed_process_of_torchrun_does_not_wait_for_exit_handlers(forked_command, tmp_path):
     """Lightning's own one, `destroy_process_group`, waits for the others."""
     lines = [

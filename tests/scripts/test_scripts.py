@@ -1,6 +1,7 @@
 """What is done with runs after they ended: models loaded and exported, runs compared."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torchvision.io import write_png
 
 import lockstep
+from lockstep import ROOT
 from lockstep.checkpoints import finding
 from lockstep.errors import UserError
 from lockstep.export.folder import export
@@ -210,3 +212,16 @@ def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, c
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")
     assert code == 1
     assert "train/loss: 6 rows | 5 rows; only in the first at steps ['2']" in out
+
+
+@pytest.mark.parametrize("cpus", ["8", None])
+def test_the_cores_that_sbatch_was_asked_for_reach_each_task(cpus, tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "${SRUN_CPUS_PER_TASK-unset} $*"\n')
+    srun.chmod(0o755)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
+    env = {**clean, "PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({"SLURM_CPUS_PER_TASK": cpus} if cpus else {})
+    script = ["bash", str(ROOT / "scripts/slurm.sbatch"), "strategy=ddp"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.split()[0] == (cpus or "unset")
+    assert done.stdout.strip().endswith("train.py resume=auto strategy=ddp")

@@ -1,6 +1,7 @@
 """Saves and ends a run when the system warns that it will be ended."""
 
 import itertools
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import lightning.pytorch as pl
 
 from lockstep.errors import Interrupted, Preempted
 from lockstep.machine import signals
+from lockstep.machine.launchers import TORCHRUN, external_launcher
 from lockstep.strategies import rendezvous
 from lockstep.training.steps import steps_done
 
@@ -66,9 +68,13 @@ class Preemption(pl.Callback):
 
     def words(self, trainer: pl.Trainer) -> str:
         by = signals.received[0].name if signals.received else "a signal to another process"
-        return f"ended by {by} after {steps_done(trainer)} steps" + (
-            "; type the command again with resume=auto to continue." if self.save else "."
-        )
+        ended = f"ended by {by} after {steps_done(trainer)} steps"
+        if self.save and external_launcher(os.environ) == TORCHRUN:
+            return (
+                f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "
+                "with resume=auto they continue. If torchrun itself was ended, type the command again with resume=auto."
+            )
+        return ended + ("; type the command again with resume=auto to continue." if self.save else ".")
 
     def warned(self, trainer: pl.Trainer) -> bool:
         """Whether any process was warned; the answer is the same in all of them."""
@@ -78,7 +84,6 @@ class Preemption(pl.Callback):
         if step < self.next_look:
             return False
         store = rendezvous.store
-        assert store is not None
         look = next(looks)
         if signals.received:
             store.set(WARNED, signals.received[0].name)

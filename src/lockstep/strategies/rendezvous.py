@@ -13,12 +13,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, Store, TCPStore
 
 from lockstep.errors import NoRendezvous
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
-store: Store | None = None  # of the running attempt
+dist: Any = torch.distributed  # whose stubs know no stores
+store: Any = None  # of the running attempt
 
 
 def meet(strategy: Any, timeout: timedelta) -> None:
@@ -28,7 +28,7 @@ def meet(strategy: Any, timeout: timedelta) -> None:
         NoRendezvous: the processes did not find each other within `timeout`.
     """
     global store
-    if torch.distributed.is_initialized():
+    if dist.is_initialized():
         return
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
@@ -38,13 +38,13 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     address = f"{place.main_address}:{place.main_port} (MASTER_ADDR, MASTER_PORT)"
     try:
         shared = connect(place.main_address, place.main_port, rank, size, timeout)
-        store = PrefixStore(attempt(shared, rank, size, address, timeout), shared)
-    except torch.distributed.DistError as e:
+        store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
+    except dist.DistError as e:
         what = "open" if rank == 0 else "reach rank 0 at"
         why = str(e).split("\n")[0]
         raise NoRendezvous(f"rank {rank} of {size} could not {what} {address}: {why}", alike=False) from None
-    torch.distributed.init_process_group(
-        torch.distributed.get_default_backend_for_device(device),
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
         store=store,
         rank=rank,
         world_size=size,
@@ -53,15 +53,15 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     )
 
 
-def connect(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
+def connect(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
     """The store: torchrun's agent serves it, otherwise rank 0."""
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
+    return dist.TCPStore(
         host, port, size, rank == 0 and not served, timeout=timeout, wait_for_workers=False, multi_tenant=not served
     )
 
 
-def attempt(shared: Store, rank: int, size: int, address: str, timeout: timedelta) -> str:
+def attempt(shared: Any, rank: int, size: int, address: str, timeout: timedelta) -> str:
     """A name that all processes of this attempt share, and no earlier attempt."""
     if rank == 0:
         return gather(shared, size, address, timeout)
@@ -73,7 +73,7 @@ def attempt(shared: Store, rank: int, size: int, address: str, timeout: timedelt
     return name
 
 
-def gather(shared: Store, size: int, address: str, timeout: timedelta) -> str:
+def gather(shared: Any, size: int, address: str, timeout: timedelta) -> str:
     """Rank 0's part: answers whoever asks until all have."""
     name, deadline, answered = f"lockstep/{secrets.token_hex(8)}", time.monotonic() + timeout.total_seconds(), 0
     shared.append(ASKING, "")
