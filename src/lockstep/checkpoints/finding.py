@@ -1,7 +1,6 @@
 """Finding runs and checkpoints on disk, and which checkpoints are complete. Free of torch."""
 
 import difflib
-import json
 import os
 import pickletools
 import re
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.machine.files import read_json
 from lockstep.machine.world import rank_of
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
@@ -94,8 +94,8 @@ def newest_checkpoint(run_dir: Path, key: str) -> Path:
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     report = run_dir / "report.json"
-    named = json.loads(report.read_text()).get("checkpoint") if report.is_file() else None
-    path = run_dir / named if named else None
+    named = read_json(report).get("checkpoint") if report.is_file() else None
+    path = run_dir / str(named) if named else None
     return path if path is not None and is_checkpoint(path) else newest_checkpoint(run_dir, "run")
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import UserError
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -49,3 +51,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in content.items()
     }
     write_text(path, json.dumps(finite, indent=1) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises UserError, which names the file, if it is damaged or cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as e:
+        raise UserError(f"{path} is damaged or cannot be read ({e}). Restore it, or remove it.") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no JSON object. Restore it, or remove it.")
+    return content

@@ -1,7 +1,6 @@
 """Where two runs differ: config, data, rows of the log, figures, weights and the rest of their state."""
 
 import csv
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from omegaconf import OmegaConf
 
 from lockstep.checkpoints.trees import leaves
 from lockstep.config.keys import dotted
+from lockstep.machine.files import read_json
 
 RATE = "_per_s"  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
@@ -36,7 +36,7 @@ def find(given: str, runs_dir: Path) -> Run:
             f"{given} is not a run: neither {given}/config.yaml nor {runs_dir / given}/config.yaml exists"
         )
     path = folder / "report.json"
-    report = json.loads(path.read_text()) if path.is_file() else {}
+    report = read_json(path) if path.is_file() else {}
     rows, columns = [], []
     if (folder / "metrics.csv").is_file():
         with (folder / "metrics.csv").open(newline="") as file:

@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
+from lockstep.machine.files import read_json
 from lockstep.sweeps import study_files
 from lockstep.sweeps.trials import STORAGE, trial_id
 
@@ -197,7 +198,7 @@ class StudySweeper(SweeperSteps):
     def record(self, trial: Trial, done: bool) -> None:
         """Tells the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
         path = self.folder / str(trial.number) / "report.json"
-        report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
+        report = read_json(path) if path.is_file() else {"status": "failed"}
         values: list[Any] = [report.get(name) for name in self.objectives]
         if report["status"] in ("preempted", "interrupted"):
             self.unfinished.add(trial.number)

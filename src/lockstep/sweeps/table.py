@@ -1,7 +1,6 @@
 """A multirun's table of results, read from the reports of its jobs."""
 
 import csv
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from lockstep.machine.files import write_json
+from lockstep.machine.files import read_json, write_json
 from lockstep.reporting.recorder import evaluated
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
@@ -43,7 +42,7 @@ def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
     """Adds a job's overrides to its report; a job that failed before it had one gets one."""
     path = folder / "report.json"
     folder.mkdir(parents=True, exist_ok=True)
-    report = json.loads(path.read_text()) if path.is_file() else {"status": "failed"}
+    report = read_json(path) if path.is_file() else {"status": "failed"}
     if failed and report["status"] in ("done", "running"):
         return  # the report belongs to another run, which kept its directory
     write_json(path, report | {"overrides": shlex.join(typed(overrides))})
@@ -58,7 +57,7 @@ class SweepTable(Callback):
             sweep_dir.glob("*/report.json"),
             key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else -1,
         )
-        rows = [{"run": f"{sweep_dir.name}/{path.parent.name}", **json.loads(path.read_text())} for path in reports]
+        rows = [{"run": f"{sweep_dir.name}/{path.parent.name}", **read_json(path)} for path in reports]
         if not rows:
             return
         with (sweep_dir / "results.csv").open("w", newline="") as file:
