@@ -1,6 +1,6 @@
 """Tries command lines and files that cannot work, and counts how they are refused.
 
-python benchmarks/refused.py [--only <text>] [--jobs 2] [--before <file>] [--save <file>] [--out docs/refused.md]
+python benchmarks/refused.py [--only <text>] [--every 3] [--jobs 2] [--before <file>] [--save <file>] [--out docs/refused.md]
 
 A case is refused well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run
 begins, and leaves no file. Each case is a process forked from one that has imported torch, as imports would take most of the time;
@@ -19,11 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from refused_cases import cases
+from refused_files import Case
 from refused_run import DIM, LATE, LEFT, SILENT, TRACEBACK, WELL, WORKS, WRONGLY, Outcome, tried
 
 from lockstep.machine.world import cores
 from lockstep.reporting.provenance import versions
 
+MADE = ("a wrong value", "a key is", "a name is misspelt")  # families made from the schema's keys
 COLUMNS = (WELL, LATE, DIM, LEFT, TRACEBACK, SILENT)
 
 
@@ -92,18 +94,28 @@ def load(path: Path | None) -> list[Outcome]:
     return [Outcome(**each) for each in json.loads(path.read_text())] if path else []
 
 
+def thinned(every: list[Case], step: int) -> list[Case]:
+    made = [case for case in every if case.family.startswith(MADE)]
+    left_out = {id(case) for place, case in enumerate(made) if place % step}
+    return [case for case in every if id(case) not in left_out]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose family or command line has this text")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th case of the families made from keys")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--before", type=Path, help="verdicts of an earlier call")
+    parser.add_argument("--skip", type=Path, help="leave out the cases of these verdicts")
     parser.add_argument("--save", type=Path, help="keep the verdicts")
     parser.add_argument("--out", type=Path, help="write the page there as well")
     args = parser.parse_args()
     config_s = import_s("lockstep.launch.start, lockstep.config.compose")
     cost = {"config": config_s, "torch": config_s + import_s("lockstep.build")}
     preload()
-    chosen = [case for case in cases() if args.only in case.family or args.only in case.name]
+    chosen = thinned([case for case in cases() if args.only in case.family or args.only in case.name], args.every)
+    known = {outcome.name for outcome in load(args.skip)}
+    chosen = [case for case in chosen if case.shown not in known]
     outcomes = []
     for outcome in tried(chosen, args.jobs, cost):
         outcomes.append(outcome)

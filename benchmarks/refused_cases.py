@@ -178,7 +178,14 @@ def commands() -> Iterator[Case]:
         args = ("--config-dir=mine", "experiment=mine")
         works = name == "null"
         named = {"key": "nothing", "text": "abc", "group": "nothing"}.get(name, "mine")
-        yield Case(family, args, named, {"mine/experiment/mine.yaml": b"# @package _global_\n" + content}, works=works)
+        yield Case(
+            family,
+            args,
+            named,
+            {"mine/experiment/mine.yaml": b"# @package _global_\n" + content},
+            what=name,
+            works=works,
+        )
 
 
 def works() -> Iterator[Case]:

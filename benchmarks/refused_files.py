@@ -14,13 +14,18 @@ class Case:
     key: str
     files: dict[str, bytes] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    what: str = ""  # is in the files
     works: bool = False
     may_work: bool = False
 
     @property
+    def shown(self) -> str:
+        return self.name[:150]
+
+    @property
     def name(self) -> str:
         env = [f"{name}={value}" for name, value in self.env.items()]
-        return " ".join([*env, *self.args]) + (f" (with {', '.join(self.files)})" if self.files else "")
+        return " ".join([*env, *self.args]) + (f" ({self.what})" if self.what else "")
 
 
 def idx(count: int, *shape: int, kind: int = 8) -> bytes:
@@ -69,30 +74,30 @@ def data() -> Iterator[Case]:
         ("a file of text", digits(train=b"hello"), "train-images"),
         ("bytes that follow", digits(train=idx(64, 12, 12) + b"x"), "train-images"),
     ):
-        assert what
-        yield Case(family, own, named, files)
+        yield Case(family, own, named, files, what=what)
     packed = {f"{name}.gz": gzip.compress(content) for name, content in digits().items()}
     name = "own/train-images-idx3-ubyte.gz"
     bomb = gzip.compress(idx(64, 12, 12)) + gzip.compress(bytes(2**24)) * 256  # 4 GB
-    for content in (
-        bomb,
-        packed[name][:-9],
-        packed[name][:20],
-        packed[name][:-6] + bytes(6),
-        b"\x1f\x8b",
-        b"",
-        b"text" * 99,
-    ):
-        yield Case(family, own, "train-images", {**packed, name: content})
-    yield Case(family, own, "", packed, works=True)
-    yield Case(family, own, "own", {"own": b"a file"})
+    for what, content in {
+        "a bomb": bomb, "cut off": packed[name][:-9], "cut off early": packed[name][:20], "a wrong checksum": packed[name][:-6] + bytes(6),
+        "two bytes": b"\x1f\x8b", "nothing": b"", "text": b"text" * 99,
+    }.items():  # fmt: skip
+        yield Case(family, own, "train-images", {**packed, name: content}, what=f"archive: {what}")
+    yield Case(family, own, "", packed, what="archives", works=True)
+    yield Case(family, own, "own", {"own": b"a file"}, what="data.root is a file")
     folder = ("data=folder", "data.root=own")
-    yield Case(family, folder, "", pictures(), works=True)
+    yield Case(family, folder, "", pictures(), what="good", works=True)
     for content in (b"", b"text", picture()[:50], b"P6 0 0 255\n", b"P6 99999 99999 255\n" + bytes(50)):
-        yield Case(family, folder, "broken.ppm", pictures(broken=content))
+        yield Case(family, folder, "broken.ppm", pictures(broken=content), what=f"a file of {content[:15]!r}")
     for table in (b"", b"path,target", b"a,b\n1,2", b"path,target\nnothing.ppm,a\n", b"path,target\n,\n", b"\xff\xfe\0\0",
                   b"path,target,split\ntrain/a/0.ppm,a,abc\n", b"path,target\ntrain/a/0.ppm\n", b"path,target\n\0\n",
                   b"path,target,split\ntrain/a/0.ppm,a,test\n", b"path,target\ntrain/a/0.ppm,a\n", b'path,target\n"' + b"x" * 200_000):  # fmt: skip
-        yield Case(family, (*folder, "data.csv=list.csv"), "list.csv", {**pictures(), "own/list.csv": table})
-    yield Case(family, folder, "own", {"own/a/0.txt": b"x"})
-    yield Case(family, folder, "own", {"own/a/0.ppm": picture()})
+        yield Case(
+            family,
+            (*folder, "data.csv=list.csv"),
+            "list.csv",
+            {**pictures(), "own/list.csv": table},
+            what=repr(table[:50]),
+        )
+    yield Case(family, folder, "own", {"own/a/0.txt": b"x"}, what="no images")
+    yield Case(family, folder, "own", {"own/a/0.ppm": picture()}, what="one class")

@@ -163,7 +163,7 @@ class Running:
         what = verdict(self.case, code, message, stage, left)
         return Outcome(
             self.case.family,
-            self.case.name[:150],
+            self.case.shown,
             what,
             elapsed_s + cost[imports],
             stage,
