@@ -119,10 +119,10 @@ def main() -> int:
     outcomes = []
     for outcome in tried(chosen, args.jobs, cost):
         outcomes.append(outcome)
+        if args.save:  # a call that is cut off keeps what it has
+            args.save.write_text(json.dumps([asdict(each) for each in outcomes], indent=0))
         if args.only or outcome.verdict not in (WELL, WORKS):
             print(f"{outcome.verdict:20} {outcome.elapsed_s:5.1f} s  {outcome.name}", file=sys.stderr, flush=True)
-    if args.save:
-        args.save.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=0))
     text = page(outcomes, load(args.before))
     print(text)
     if args.out:
