@@ -76,17 +76,16 @@ def rest(outcomes: list[Outcome]) -> str:
     return "\n".join(f"- {o.verdict}: `{o.name}`" for o in sorted(bad, key=lambda o: (o.verdict, o.family)))
 
 
-def page(now: list[Outcome], before: list[Outcome]) -> str:
+def page(now: list[Outcome], before: list[Outcome], command: str = "python benchmarks/refused.py") -> str:
     text = __doc__.split("\n\n", 2)[2]
-    parts = [
-        f"# What is refused, and how\n\nMade by `python benchmarks/refused.py` with {versions()}, on {cores()} CPU cores.\n\n{text}"
-    ]
-    parts += [f"## Now\n\n{table(now)}\nNot refused well:\n\n{rest(now) or 'none'}\n"]
-    parts += (
-        [f"## Before\n\nThe same cases, before the checks were made from general rules.\n\n{table(before)}"]
-        if before
-        else []
+    made = (
+        f"Made by `{command}` with {versions()}, on {cores()} CPU cores that others used as well: read times with care."
     )
+    parts = [f"# What is refused, and how\n\n{made}\n\n{text}"]
+    parts += [f"## Now\n\n{table(now)}\nNot refused well:\n\n{rest(now) or 'none'}\n"]
+    same = [outcome for outcome in before if outcome.name in {each.name for each in now}]
+    said = f"Those of these cases that an earlier version was tried with, {len(same)}, as it answered."
+    parts += [f"## Before\n\n{said}\n\n{table(same)}"] if same else []
     return "\n".join(parts)
 
 
@@ -123,7 +122,8 @@ def main() -> int:
             args.save.write_text(json.dumps([asdict(each) for each in outcomes], indent=0))
         if args.only or outcome.verdict not in (WELL, WORKS):
             print(f"{outcome.verdict:20} {outcome.elapsed_s:5.1f} s  {outcome.name}", file=sys.stderr, flush=True)
-    text = page(outcomes, load(args.before))
+    every = f" --every {args.every}" if args.every > 1 else ""
+    text = page(outcomes, load(args.before), f"python benchmarks/refused.py{every}")
     print(text)
     if args.out:
         args.out.write_text(text)

@@ -190,7 +190,7 @@ def commands() -> Iterator[Case]:
 
 def works() -> Iterator[Case]:
     for args in ("", "optim=sgd", "schedule=cosine", "trainer.max_time=00:01:00:00", "trainer.max_time={days:1}", "optim.betas=[0.5,0.9]",
-                 "seed=4294967295", "schedule=step schedule.milestones=[0.2,0.4]", "trainer.min_epochs=1 trainer.max_epochs=1", "seed=null",
+                 "seed=4294967295", "schedule=step schedule.milestones=[0.2,0.4]", "trainer.min_epochs=1 trainer.max_steps=20", "seed=null",
                  "callbacks=[default,ema]", "callbacks=[default,early_stopping]", "logger=[]", "callbacks=[]", "run=a/b", "run=7",
                  "trainer.val_check_interval=1", "trainer.gradient_clip_val=0.5", "strategy=ddp", "strategy=fsdp", "data.random_shift=2",
                  "trainer.precision=32", "trainer.devices=1", "data.std=[1]", "data.num_workers=0", "+optim.amsgrad=true", "optim.eps=1e-6",
