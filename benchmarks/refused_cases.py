@@ -157,7 +157,7 @@ LINES = {
 }  # fmt: skip
 KEY_OF = {  # where the key that a message must name is not that of the last override
     "trainer.devices=2": "devices", "trainer.val_check_interval=3": "val_check_interval", "data.source=abc": "source", "task.monitor=acc": "monitor",
-    "data.limit_train=1": "data.batch_size", "run=a": "resume=auto", "optim._target_=torch.optim.LBFGS": "optim.",
+    "data.limit_train=1": "data.batch_size", "run=a": "resume=auto", "--config-dir=nothing": "nothing", "optim._target_=torch.optim.LBFGS": "optim.",
 }  # fmt: skip
 
 

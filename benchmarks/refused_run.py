@@ -53,7 +53,7 @@ def verdict(case: Case, code: int | None, message: str, stage: str, left: list[s
     if left:
         return LEFT
     told = [line for line in message.splitlines() if not line.startswith("WARNING")]
-    good = any("error: " in line and case.key in line for line in told)
+    good = any("error: " in line for line in told) and any(case.key in line for line in told)
     return WELL if good else DIM
 
 
