@@ -3,60 +3,12 @@
 The last entries of each family's list come from general rules (`every key, removed`), so a new key is tried without a new line here.
 """
 
-import gzip
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from functools import cache
+
+from refused_files import Case, data, pictures
 
 from lockstep.config.schema import FLAG, KEYS, TEXT
-
-
-@dataclass(frozen=True)
-class Case:
-    """A command line of train.py. `key` must be in the message; `works` says that it has to be accepted instead, `may_work` that it may be."""
-
-    family: str
-    args: tuple[str, ...]
-    key: str
-    files: dict[str, bytes] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-    works: bool = False
-    may_work: bool = False
-
-    @property
-    def name(self) -> str:
-        env = [f"{name}={value}" for name, value in self.env.items()]
-        return " ".join([*env, *self.args]) + (f" (with {', '.join(self.files)})" if self.files else "")
-
-
-def idx(count: int, *shape: int, kind: int = 8) -> bytes:
-    """An idx file of `count` things of `shape`."""
-    sizes = b"".join(n.to_bytes(4, "big") for n in (count, *shape))
-    total = count
-    for n in shape:
-        total *= n
-    return bytes([0, 0, kind, 1 + len(shape)]) + sizes + bytes(i % 10 for i in range(total))
-
-
-def mnist(folder: str, train: bytes, test: bytes, train_labels: bytes, test_labels: bytes) -> dict[str, bytes]:
-    contents = {"train-images-idx3": train, "train-labels-idx1": train_labels}
-    contents |= {"t10k-images-idx3": test, "t10k-labels-idx1": test_labels}
-    return {f"{folder}/{name}-ubyte": content for name, content in contents.items()}
-
-
-def digits(folder: str = "own", **other: bytes) -> dict[str, bytes]:
-    good = {"train": idx(64, 12, 12), "test": idx(32, 12, 12), "train_labels": idx(64), "test_labels": idx(32)}
-    return mnist(folder, **{**good, **other})
-
-
-def picture(side: int = 8) -> bytes:
-    return b"P6 %d %d 255\n" % (side, side) + bytes(side * side * 3)
-
-
-def pictures(**other: bytes) -> dict[str, bytes]:
-    """A folder of two classes; `other` by file name, of class `a`."""
-    found = {f"own/{part}/{kind}/{i}.ppm": picture() for part in ("train", "test") for kind in "ab" for i in range(32)}
-    return found | {f"own/train/a/{name}.ppm": content for name, content in other.items()}
-
 
 # What a key needs to be there.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -205,7 +157,7 @@ LINES = {
 }  # fmt: skip
 KEY_OF = {  # where the key that a message must name is not that of the last override
     "trainer.devices=2": "devices", "trainer.val_check_interval=3": "val_check_interval", "data.source=abc": "source", "task.monitor=acc": "monitor",
-    "data.limit_train=1": "data.batch_size",
+    "data.limit_train=1": "data.batch_size", "run=a": "resume=auto", "--config-dir=nothing": "nothing", "optim._target_=torch.optim.LBFGS": "optim.",
 }  # fmt: skip
 
 
@@ -226,57 +178,19 @@ def commands() -> Iterator[Case]:
         args = ("--config-dir=mine", "experiment=mine")
         works = name == "null"
         named = {"key": "nothing", "text": "abc", "group": "nothing"}.get(name, "mine")
-        yield Case(family, args, named, {"mine/experiment/mine.yaml": b"# @package _global_\n" + content}, works=works)
-
-
-def data() -> Iterator[Case]:
-    own, family = ("data.root=own",), "data files"
-    for what, files, named in (
-        ("test images of another size", digits(test=idx(32, 14, 14)), "t10k-images"),
-        ("no test images", digits(test=idx(0, 12, 12), test_labels=idx(0)), "t10k-images"),
-        ("no training images", digits(train=idx(0, 12, 12), train_labels=idx(0)), "train-images"),
-        ("images of 0 pixels", digits(train=idx(64, 0, 12), test=idx(32, 0, 12)), "train-images"),
-        ("a dimension that is gigantic", digits(train=bytes([0, 0, 8, 3]) + b"\xff" * 12), "train-images"),
-        ("labels above 9", digits(train_labels=idx(64)[:8] + bytes([200]) * 64), "train-labels"),
-        ("fewer labels", digits(train_labels=idx(63)), "train-labels"),
-        ("numbers of another kind", digits(train=idx(64, 12, 12, kind=9)), "train-images"),
-        ("a cut-off file", digits(train=idx(64, 12, 12)[:500]), "train-images"),
-        ("an empty file", digits(train=b""), "train-images"),
-        ("a file of text", digits(train=b"hello"), "train-images"),
-        ("bytes that follow", digits(train=idx(64, 12, 12) + b"x"), "train-images"),
-    ):
-        assert what
-        yield Case(family, own, named, files)
-    packed = {f"{name}.gz": gzip.compress(content) for name, content in digits().items()}
-    name = "own/train-images-idx3-ubyte.gz"
-    bomb = gzip.compress(idx(64, 12, 12) + bytes(2**30), 1)
-    for content in (
-        bomb,
-        packed[name][:-9],
-        packed[name][:20],
-        packed[name][:-6] + bytes(6),
-        b"\x1f\x8b",
-        b"",
-        b"text" * 99,
-    ):
-        yield Case(family, own, "train-images", {**packed, name: content})
-    yield Case(family, own, "", packed, works=True)
-    yield Case(family, own, "own", {"own": b"a file"})
-    folder = ("data=folder", "data.root=own")
-    yield Case(family, folder, "", pictures(), works=True)
-    for content in (b"", b"text", picture()[:50], b"P6 0 0 255\n", b"P6 99999 99999 255\n" + bytes(50)):
-        yield Case(family, folder, "broken.ppm", pictures(broken=content))
-    for table in (b"", b"path,target", b"a,b\n1,2", b"path,target\nnothing.ppm,a\n", b"path,target\n,\n", b"\xff\xfe\0\0",
-                  b"path,target,split\ntrain/a/0.ppm,a,abc\n", b"path,target\ntrain/a/0.ppm\n", b"path,target\n\0\n",
-                  b"path,target,split\ntrain/a/0.ppm,a,test\n", b"path,target\ntrain/a/0.ppm,a\n", b'path,target\n"' + b"x" * 200_000):  # fmt: skip
-        yield Case(family, (*folder, "data.csv=list.csv"), "list.csv", {**pictures(), "own/list.csv": table})
-    yield Case(family, folder, "own", {"own/a/0.txt": b"x"})
-    yield Case(family, folder, "own", {"own/a/0.ppm": picture()})
+        yield Case(
+            family,
+            args,
+            named,
+            {"mine/experiment/mine.yaml": b"# @package _global_\n" + content},
+            what=name,
+            works=works,
+        )
 
 
 def works() -> Iterator[Case]:
     for args in ("", "optim=sgd", "schedule=cosine", "trainer.max_time=00:01:00:00", "trainer.max_time={days:1}", "optim.betas=[0.5,0.9]",
-                 "seed=4294967295", "schedule=step schedule.milestones=[0.2,0.4]", "trainer.min_epochs=1 trainer.max_epochs=1", "seed=null",
+                 "seed=4294967295", "schedule=step schedule.milestones=[0.2,0.4]", "trainer.min_epochs=1 trainer.max_steps=20", "seed=null",
                  "callbacks=[default,ema]", "callbacks=[default,early_stopping]", "logger=[]", "callbacks=[]", "run=a/b", "run=7",
                  "trainer.val_check_interval=1", "trainer.gradient_clip_val=0.5", "strategy=ddp", "strategy=fsdp", "data.random_shift=2",
                  "trainer.precision=32", "trainer.devices=1", "data.std=[1]", "data.num_workers=0", "+optim.amsgrad=true", "optim.eps=1e-6",
@@ -285,6 +199,7 @@ def works() -> Iterator[Case]:
         yield Case("what works", tuple(args.split()), "", works=True)
 
 
+@cache
 def cases() -> list[Case]:
     every = [*works(), *lines(), *commands(), *groups(), *names(), *keys(), *data()]
     return list({(case.args, *case.files.values(), *case.env.items()): case for case in reversed(every)}.values())[::-1]

@@ -101,7 +101,7 @@ def test_basic_net_takes_the_shape_of_the_data(size, channels, classes):
 
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_images_too_small_for_basic_net_are_refused(size):
-    with pytest.raises(ValueError, match=rf"at least 6 pixels; data\.image_size={size}"):
+    with pytest.raises(ValueError, match=rf"data\.image_size={size}: BasicNet needs images of at least 6 pixels"):
         BasicNet(image_size=size)
 
 

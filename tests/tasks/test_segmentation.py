@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lockstep.errors import UserError
 from lockstep.tasks import Segmentation
 
 CLASSES = ["ground", "water", "cloud"]
@@ -90,3 +91,8 @@ def test_the_dice_loss_is_that_of_the_formula():
 def test_the_loss_can_be_counted_on_the_meta_device():
     batch = {"target": torch.zeros(2, 5, 4, dtype=torch.uint8, device="meta")}
     assert task(dice=1.0).loss(torch.zeros(2, 3, 5, 4, device="meta"), batch).shape == (2,)
+
+
+def test_targets_without_pixels_are_refused():
+    with pytest.raises(UserError, match=r"targets of shape \(2,\), the network gives \(2, 3\)"):
+        Segmentation().loss(torch.zeros(2, 3), {"target": torch.zeros(2)})

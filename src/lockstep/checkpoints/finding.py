@@ -118,7 +118,7 @@ def newest_checkpoint(run_dir: Path, key: str) -> Path:
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     named = read_report(run_dir).get("checkpoint")
-    path = run_dir / named if named else None
+    path = run_dir / str(named) if named else None
     return path if path is not None and is_checkpoint(path) else newest_checkpoint(run_dir, "run")
 
 

@@ -42,7 +42,7 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
             yield f"{key} is not a key of this project{nearest(key, top)}."
     for group in CLOSED:
         known = [key for key in KEYS if key.startswith(f"{group}.")]
-        for name in cfg[group] if isinstance(cfg[group], DictConfig) else ():
+        for name in cfg[group] if isinstance(cfg.get(group), DictConfig) else ():
             key = f"{group}.{name}"
             if key not in known:
                 yield (
@@ -56,7 +56,8 @@ def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator
     """Problems of `keys`. Without them: of all KEYS, except those of a class of the user's, whose signature decides."""
     for key in KEYS if keys is None else keys:
         group, _, name = key.rpartition(".")
-        node = OmegaConf.select(cfg, group) if group else cfg
+        inside = isinstance(cfg.get(group.partition(".")[0]), DictConfig)
+        node = OmegaConf.select(cfg, group) if inside else cfg if not group else None
         if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
             continue
         if keys is None and "_target_" in node and not is_shipped(node):

@@ -121,6 +121,10 @@ def message(error: BaseException, override: str) -> str:
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
+    if key in GROUPS and override.startswith("~"):
+        return (
+            f"{override}: {key} is not in the config then, and the engine reads it. Choose an option with {key}=<name>."
+        )
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
         near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]

@@ -42,6 +42,8 @@ def step_problems(cfg: DictConfig, samples: int) -> Iterator[str]:
     warmup = cfg.schedule.get("warmup_steps")
     if isinstance(warmup, int) and warmup >= total:
         yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Type a smaller number."
+    if trainer.min_epochs and trainer.min_epochs * (batches // accumulate) > total:
+        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Type a smaller number."
     if trainer.min_steps and trainer.min_steps > total:
         yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Type a smaller number, or trainer.max_epochs=<more>."
     if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:

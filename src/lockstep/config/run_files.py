@@ -33,9 +33,9 @@ def read_report(folder: Path) -> dict[str, Any]:
     """The report of a run; empty without one."""
     path = folder / "report.json"
     try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         why = "" if isinstance(found, dict) else "it is not a report"
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         why = str(e)
     if why:
         raise UserError(f"{path} is damaged: {why}. Remove the file: the run continues without it.")

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
+from lockstep.errors import UserError
 from lockstep.tasks.task import Task
 
 
@@ -31,6 +32,11 @@ class Segmentation(Task):
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BHW = batch["target"].long()
+        if target_BHW.dim() != 3 or output.dim() != 4:
+            raise UserError(
+                f"task=segmentation needs a class per pixel and a network for it; the data has targets of shape {tuple(target_BHW.shape)}, the network "
+                f"gives {tuple(output.shape)}. Choose another task, or other data and another model."
+            )
         loss_BHW = F.cross_entropy(output, target_BHW, reduction="none", ignore_index=self.ignore_index)
         loss_B = loss_BHW.sum((1, 2)) / (target_BHW != self.ignore_index).sum((1, 2)).clamp(min=1)
         return loss_B + self.dice * dice_loss(output, target_BHW, self.ignore_index) if self.dice else loss_B
