@@ -14,7 +14,7 @@ from lockstep.reporting import comparison
 
 SETUPS = {
     "single": ["strategy=single"],
-    "at once": ["strategy=single", "checkpoint.background=false"],
+    "foreground": ["strategy=single", "checkpoint.background=false"],
     "plain": [
         "strategy=single",
         "callbacks.early_stopping.patience=9",
@@ -134,7 +134,7 @@ def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_ro
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 ("single", 0, slice(None)),
-                ("at once", 0, slice(0, None, 6)),
+                ("foreground", 0, slice(0, None, 6)),
                 ("ddp3", 1, slice(1)),
                 ("ddp3", 0, slice(1, None, 10)),
                 ("fsdp", 1, slice(1)),

@@ -104,12 +104,16 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(train
     (tmp_path / "gone").symlink_to("nowhere")
     before = sorted(tmp_path.iterdir())
     for place in ("file", "loop", "gone", "/proc", "n" * 300, "file/below"):
-        with pytest.raises(UserError, match=r"runs_dir: .* cannot be written: .* Type runs_dir="):
+        with pytest.raises(
+            UserError, match=r"(?s)runs_dir: .* cannot be written: .* Type runs_dir=|runs_dir=n+ is not possible"
+        ):
             train(f"runs_dir={place}")
         if place != "/proc":
-            with pytest.raises(UserError, match=r"data.cache_dir: .* cannot be written"):
+            with pytest.raises(
+                UserError, match=r"data.cache_dir: .* cannot be written|data.cache_dir=n+ is not possible"
+            ):
                 train(f"data.cache_dir={place}")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match=r"run=n+ is not possible"):
         train(f"run={'n' * 300}")
     assert sorted(tmp_path.iterdir()) == before
 

@@ -227,7 +227,7 @@ def test_what_the_module_would_not_notice_is_refused(overrides, words):
     [
         (["task=classification", "model=none"], "model=none is for a LightningModule with its own model; task=classification needs one. Choose it with model=<name>."),
         (["task=classification", "task.monitor=test/acc"], "checkpoint.monitor=test/acc is not possible; it takes a validation figure"),
-        ([], "task._target_ is missing; it names your class"),
+        ([], "task._target_ is missing; it names the class"),
     ],
 )  # fmt: skip
 def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):

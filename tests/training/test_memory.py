@@ -281,6 +281,9 @@ def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
-    said = out_of_memory.killed(compose_config("train", []), World("cpu", 2, 1, "ddp"), by_kernel=True, trains=trains)
+    said = out_of_memory.killed(
+        compose_config("train", []), World("cpu", 2, 1, "ddp"), 1, by_kernel=True, trains=trains
+    )
     assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains == (said.accumulate == 2)
+    assert str(said).startswith("rank 1 ")
     assert "data.eval_batch_size" in str(said)

@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import admitted
+from lockstep.config.components import is_shipped
 from lockstep.config.signatures import locate, parameters, takes_one, type_problem
 from lockstep.config.words import nearest, shown
 from lockstep.errors import UserError, raise_problems
@@ -47,7 +48,10 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
             kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in admitted.trusted()], _convert_="all"
         )
     except InstantiationException as e:
-        raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
+        cause = e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")
+        if isinstance(cause, ValueError) and not isinstance(cause, UserError) and is_shipped(plain):
+            cause = UserError(f"{key}: {cause}")
+        raise cause from None
     except TypeError as e:
         raise_problems(refused_argument(e, kept, key))
         raise

@@ -5,8 +5,6 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import UserError
-
 BYTE, TWO_BYTES = (torch.int8, 8), (torch.int16, 16)
 
 
@@ -45,7 +43,7 @@ class BasicNet(nn.Module):
         super().__init__()
         side = (image_size - 4) // 2  # two convolutions without padding, then the pool
         if side < 1:
-            raise UserError(f"data.image_size={image_size}: BasicNet needs images of at least 6 pixels.")
+            raise ValueError(f"data.image_size={image_size}: BasicNet needs images of at least 6 pixels.")
         # ReLU after the pool gives the same numbers as before it, from a quarter of the elements. Both are cheap
         # in channels_last, which is also fast for convolutions; from `Flatten` on there is one order.
         self.features = nn.Sequential(

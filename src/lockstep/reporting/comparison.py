@@ -17,11 +17,9 @@ RATE = "_per_s"  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
 FORGOTTEN = ".current_score"  # of the last validation; ModelCheckpoint saves it for information and does not load it
 # Rounding starts small and grows step by step; another batch or another formula shows at once.
-BEGINS, LEAP, ENDS = (
-    1e-6,
-    10.0,
-    1e-2,
-)  # a relative difference at the first row, its growth from row to row, and at the end
+BEGINS = 1e-6  # the most relative difference at the first row
+LEAP = 10.0  # the most growth from one row to the next
+ENDS = 1e-2  # the most relative difference at the end
 FEWEST_ROWS = 10
 LOSS, FULL_PRECISIONS = "train/loss", ("32-true", "32", "64-true", "64")
 DATA = ("data/name", "data/source", "data/sha256", "data/train", "data/val", "data/test")
