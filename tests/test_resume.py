@@ -84,13 +84,18 @@ def test_ctrl_c_and_a_closed_terminal_let_the_step_finish_and_are_saved(train, w
         if trainer.global_step == 3:
             os.kill(os.getpid(), warning)
 
-    with monkeypatch.context() as warned:
-        warned.setattr(FiniteLoss, "on_train_batch_end", warn)
-        with pytest.raises(Preempted, match=rf"ended by {warning.name} after 3 steps; .* resume=auto") as error:
-            train("run=parts")
+    default = signal.default_int_handler if warning is signal.SIGINT else signal.SIG_DFL
+    before = signal.signal(warning, default)  # the tests may run under nohup
+    try:
+        with monkeypatch.context() as warned:
+            warned.setattr(FiniteLoss, "on_train_batch_end", warn)
+            with pytest.raises(Preempted, match=rf"ended by {warning.name} after 3 steps; .* resume=auto") as error:
+                train("run=parts")
+        assert signal.getsignal(warning) is default
+    finally:
+        signal.signal(warning, before)
     assert (error.value.exit_code, report("parts")["status"]) == (code, status)
     assert state("parts/checkpoints/last.ckpt")["global_step"] == 3
-    assert signal.getsignal(warning) in (signal.SIG_DFL, signal.default_int_handler)
 
 
 def test_ctrl_c_twice_ends_at_once(train, monkeypatch):
