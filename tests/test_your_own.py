@@ -39,7 +39,7 @@ PAGES = [
     Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),
 ]
 ELSEWHERE = {"lightning-module"}  # pages with a test of their own
-SLOW = {"folder", "loss", "metric", "multilabel", "regression", "language-model"}
+QUICKEST = "segmentation"  # of those with a task, data and a network of their own
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,9 @@ class Runs:
     scope="module",
     params=[
         pytest.param(
-            page, id=page.name, marks=[pytest.mark.xdist_group(page.name), *([pytest.mark.slow] * (page.name in SLOW))]
+            page,
+            id=page.name,
+            marks=[pytest.mark.xdist_group(page.name), *([pytest.mark.slow] * (page.name != QUICKEST))],
         )
         for page in PAGES
     ],
