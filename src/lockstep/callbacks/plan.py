@@ -20,12 +20,8 @@ COMPILED_ON_A_CPU = (
     "compile=true may slow a CPU down: resnet50d at 336 px in bf16-mixed ran at 2.5 images/s, and at 5.0 without it, after a first "
     "step of 104 s (torch 2.13). Compare a few steps without it."
 )
-COMPARED = (
-    "model",
-    "task",
-    "data.mean",
-    "data.std",
-)  # what a resumed run may change, and a reader of its figures must know
+# What a resumed run may change, and a reader of its figures must know.
+COMPARED = ("model", "task", "data.mean", "data.std")
 FILES = "all nodes must see the same files. Check runs_dir and data.root."
 
 

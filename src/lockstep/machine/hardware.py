@@ -51,10 +51,10 @@ def has_kernels(capability: int, architectures: list[str]) -> bool:
 @cache
 def why_no_gpu() -> str | None:
     """Why torch cannot use the GPUs that the driver shows; None if it can, or if there are none."""
-    built, architectures, driver = torch_build.cuda_version(), torch_build.architectures(), asked("cuDriverGetVersion")
-    old = {f"{c // 10}.{c % 10}" for c in capabilities() if architectures and not has_kernels(c, architectures)}
     if not capabilities():
         return None
+    built, architectures, driver = torch_build.cuda_version(), torch_build.architectures(), asked("cuDriverGetVersion")
+    old = {f"{c // 10}.{c % 10}" for c in capabilities() if architectures and not has_kernels(c, architectures)}
     if built == "":
         return "the installed torch is a build without CUDA; https://pytorch.org/get-started has one with it"
     if built and driver // 1000 < int(built.partition(".")[0]):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lockstep.compat.default_store import default_store
 from lockstep.errors import NoRendezvous
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
@@ -28,7 +29,8 @@ def meet(strategy: Any, timeout: timedelta) -> None:
         NoRendezvous: the processes did not find each other within `timeout`.
     """
     global store
-    if dist.is_initialized():
+    if dist.is_initialized():  # by an earlier fit of this process, or by the caller
+        store = store or default_store()
         return
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
