@@ -1,0 +1,98 @@
+"""A process that hangs, or that fails where the others do not notice, ends the whole run; and Ctrl-C on several processes."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from in_process import SMALL
+
+from lockstep.launch.local import free_port
+
+TWO = ["strategy=ddp", "trainer.devices=2", *SMALL, "trainer.max_epochs=500"]
+
+
+def hook(folder: Path, bodies: dict[int, str]) -> dict[str, str]:
+    """The environment of a command whose processes do what `bodies` has for their rank in the third training step."""
+    lines = [
+        "import os, signal, time",
+        "from lockstep.training.module import TaskModule",
+        "original = TaskModule.training_step",
+        "def hook(self, *args):",
+        "    rank = self.trainer.global_rank if self.trainer.global_step == 2 else -1",
+        *(f"    if rank == {rank}: {body}" for rank, body in bodies.items()),
+        "    return original(self, *args)",
+        "TaskModule.training_step = hook",
+    ]
+    (folder / "hook.py").write_text("\n".join(lines))
+    return {forked.HOOK: str(folder / "hook.py")}
+
+
+def report(command: Any, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((command.folder / "runs" / run / "report.json").read_text())
+    return found
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that work in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").resolve() == folder and (process / "cmdline").read_bytes():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "body", "words"),
+    [
+        (1, STOPPED, r"error: rank 1 of 2 hung \(no answer, as from a stopped process\)"),
+        (0, STOPPED, r"error: \[rank 1\] rank 0 of 2, or the launcher that keeps its store, hung \(no answer"),
+        (1, "time.sleep(600)", r"error: rank 1 of 2 hung \(in .*hook.py:6 \(hook\)\)"),
+    ],
+    ids=["stopped", "stopped with the store", "stuck"],
+)
+def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_command, tmp_path):
+    began_s = time.monotonic()
+    env = hook(tmp_path, {rank: body})
+    done = forked_command("train.py", "run=a", *TWO, "strategy.timeout_s=20", env=env, timeout_s=120)
+    assert done.code == 1, done
+    assert time.monotonic() - began_s < 40
+    said = [line for line in done.err.splitlines() if line.startswith("error:")]
+    assert re.match(words, said[0]), done
+    assert not [line for line in said[1:] if "the connection to another process is lost" not in line], done
+    log = (forked_command.folder / "runs/a/train.log").read_text()
+    stacks = {int(of) for of in re.findall(r"\[rank (\d)\] no batch finished for", log)}
+    assert stacks == ({0, 1} if body != STOPPED else {1 - rank})
+    assert ("hook.py" in log) is (body != STOPPED)
+    found = report(forked_command, "a")
+    assert (found["status"], f"rank {rank} of 2" in found["error"]) == ("failed", True)
+    assert left_over(forked_command.folder) == []
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, tmp_path):
+    """As srun starts them: nobody else ends them."""
+    env = hook(tmp_path, {0: "time.sleep(600)", 1: "raise KeyError('mine')"})
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(free_port())
+    first, second = (
+        forked_command.start("train.py", "run=a", *TWO, env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    )
+    assert "[rank 1] KeyError: 'mine'" in second.done(120).err
+    began_s = time.monotonic()
+    done = first.done(60)
+    assert time.monotonic() - began_s < 10
+    assert done.code == 1, done
+    assert "error: ended, because rank 1 failed" in done.err
+    found = report(forked_command, "a")
+    assert (found["status"], found["error"]) == ("failed", "ended, because rank 1 failed")
