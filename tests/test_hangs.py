@@ -1,7 +1,11 @@
 """A process that hangs, or that fails where the others do not notice, ends the whole run; and Ctrl-C on several processes."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ import forked
 import pytest
 from in_process import SMALL
 
+from lockstep import ROOT
 from lockstep.launch.local import free_port
 
 TWO = ["strategy=ddp", "trainer.devices=2", *SMALL, "trainer.max_epochs=500"]
@@ -96,3 +101,46 @@ def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, 
     assert "error: ended, because rank 1 failed" in done.err
     found = report(forked_command, "a")
     assert (found["status"], found["error"]) == ("failed", "ended, because rank 1 failed")
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"waited in vain for {path}"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_several_processes_at_once(forked_command, tmp_path):
+    env = hook(tmp_path, {0: f"open({str(tmp_path / 'stuck')!r}, 'w'), time.sleep(600)"})
+    started = forked_command.start("train.py", "run=a", *TWO, env=env)
+    wait_for(tmp_path / "stuck")
+    os.killpg(started.process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # it waits for the step
+        started.process.wait(1)
+    os.killpg(started.process.pid, signal.SIGINT)
+    began_s = time.monotonic()
+    done = started.done(60)
+    assert time.monotonic() - began_s < 5
+    assert done.code == 130, done
+    assert report(forked_command, "a")["status"] == "interrupted"
+    assert "Traceback" not in done.err
+    assert left_over(forked_command.folder) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    data = [f"data.root={command.data}", f"data.cache_dir={command.cache}"]
+    arguments = [str(ROOT / "train.py"), *data, "run=a", *TWO, "trainer.log_every_n_steps=1"]
+    process = subprocess.Popen(
+        [*launcher, *arguments], cwd=command.folder, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(command.folder / "runs/a/metrics.csv")
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1  # torchrun's own
+    found = report(command, "a")
+    assert found["status"] == "interrupted"
+    assert re.search(r"error: ended by SIGINT after \d+ steps; type the command again with resume=auto", err), err
+    assert (command.folder / "runs/a/checkpoints/last.ckpt").is_file()

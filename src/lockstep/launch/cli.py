@@ -52,7 +52,7 @@ def main(run: Run, name: str) -> None:
     else:
         alone = launcher_problems(os.environ)  # its rank is not to be believed, so it reports what is wrong
         todo, rank = partial(command, job, sys.argv[1:]), 0 if alone else rank_of()
-    with signals.noted() if received else nullcontext():
+    with signals.noted(interrupt=signals.end_once) if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
     if ended[0] and (received or external_launcher(os.environ)):
         if met := sys.modules.get("lockstep.strategies.rendezvous"):
