@@ -144,3 +144,41 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
     assert found["status"] == "interrupted"
     assert re.search(r"error: ended by SIGINT after \d+ steps; type the command again with resume=auto", err), err
     assert (command.folder / "runs/a/checkpoints/last.ckpt").is_file()
+
+
+# A worker whose others never come: it waits for rank 0's store.
+WORKER = """
+from pathlib import Path
+from lockstep import launch
+def job(cfg, world):
+    from lockstep.strategies import rendezvous
+    connect = rendezvous.connect
+    def waits(*args):
+        Path("waits").touch()
+        return connect(*args)
+    rendezvous.connect = waits
+    launch.job("train")(cfg, world)
+launch.main(job, "train")
+"""
+AGENT = (
+    "import subprocess, sys; process = subprocess.Popen(sys.argv[1:]); print(process.pid, flush=True); process.wait()"
+)
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_others_ends_with_its_agent(command):
+    (command.folder / "worker.py").write_text(WORKER)
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_RANK": "0"}
+    data = [f"data.root={command.data}", f"data.cache_dir={command.cache}"]
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, sys.executable, "worker.py", *data, "run=a", *TWO],
+        cwd=command.folder, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    wait_for(command.folder / "waits")
+    agent.kill()
+    began_s = time.monotonic()
+    _, err = agent.communicate(timeout=60)  # until the worker, which has the same pipe, ends
+    assert time.monotonic() - began_s < 10
+    assert err.count(f"error: torchrun's agent (process {agent.pid}) was ended, so its processes end too.") == 1, err
+    assert left_over(command.folder) == []
