@@ -16,6 +16,7 @@ from lockstep import ROOT
 from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory, RunFailed
 from lockstep.launch import exits, local, out_of_memory
+from lockstep.machine import signals
 from lockstep.machine.world import World
 
 WORLD = World("cpu", 2, 1, "ddp")
@@ -88,6 +89,12 @@ def job(cfg, world):
         time.sleep(0.01)
 launch.main(job, "train")
 """
+
+
+@pytest.fixture(autouse=True)
+def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run clears them when it starts; these tests start only its processes."""
+    monkeypatch.setattr(signals, "received", [])
 
 
 @pytest.fixture
