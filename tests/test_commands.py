@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -131,11 +132,19 @@ def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
     while not (sweep / "0/metrics.csv").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(started.process.pid, signal.SIGINT)
+    os.killpg(started.process.pid, signal.SIGINT)  # as a terminal does: to the command and to all its processes
     done = started.done(60)
     assert done.code == 130, done
     assert not (sweep / "1").exists()
-    assert report(forked_command, "sweep/0")["status"] == "interrupted"
+    found = report(forked_command, "sweep/0")
+    assert found["status"] == "interrupted"
+    ended = re.search(
+        r"ended by SIGINT after \d+ steps; type the command again with resume=auto to continue", found["error"]
+    )
+    assert (sweep / "0/checkpoints/last.ckpt").is_file()
+    assert done.err.count("error:") == 1, done
+    assert ended and ended[0] in done.err
+    assert done.err.count("Ctrl-C again ends at once") == 1
 
 
 FAILURES = {

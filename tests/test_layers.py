@@ -57,6 +57,7 @@ BEFORE_THE_CHECK = [ROOT / "train.py", ROOT / "eval.py", *SRC.glob("hydra_plugin
 # Private names outside of compat/, each with its reason.
 PRIVATE = {
     "_exit": "os._exit is documented: the end of a process without clean-up",
+    "_current_frames": "sys._current_frames is documented: where each thread is",
     "_foreach_norm": "torch's documented optimizers take foreach=True for these; they have no other name",
     "_foreach_mul_": "the same",
     "_foreach_lerp_": "the same",

@@ -14,6 +14,7 @@ from lockstep.checkpoints import resuming
 from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted
 from lockstep.launch.exits import exit_code
+from lockstep.machine import signals as machine_signals
 from lockstep.reporting.loggers import MetricsCsv
 from lockstep.training.module import TaskModule
 
@@ -96,6 +97,30 @@ def test_ctrl_c_and_a_closed_terminal_let_the_step_finish_and_are_saved(train, w
         signal.signal(warning, before)
     assert (error.value.exit_code, report("parts")["status"]) == (code, status)
     assert state("parts/checkpoints/last.ckpt")["global_step"] == 3
+
+
+@pytest.mark.parametrize("hook", ["setup", pytest.param("on_validation_end", marks=pytest.mark.slow)])
+def test_sigterm_ends_with_exit_code_1_at_any_moment(hook, train, monkeypatch):
+    """Lightning's handler, which is there before the first step, raises SystemExit: with code 0 in 2.6.6, with 143 in later ones."""
+    sent = []
+
+    def warn(*_, **__) -> None:
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    monkeypatch.setattr(FiniteLoss, hook, warn)
+    assert exit_code(lambda: train("run=parts", "trainer.max_epochs=2")) == 1
+    assert report("parts")["status"] == "preempted"
+
+
+@pytest.mark.parametrize("code", [None, 143])
+def test_lightnings_own_end_after_sigterm_is_exit_code_1(code, monkeypatch):
+    monkeypatch.setattr(machine_signals, "received", [signal.SIGTERM])
+
+    def end() -> None:
+        raise SystemExit(code)
+
+    assert exit_code(end) == 1
 
 
 def test_ctrl_c_twice_ends_at_once(train, monkeypatch):

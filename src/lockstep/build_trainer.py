@@ -86,6 +86,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= parts
+    if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
+        given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
     # strategies/parallelize.py, callbacks/progress.py, callbacks/timer.py

@@ -15,7 +15,8 @@ import pytest
 from lockstep import ROOT
 from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory, RunFailed
-from lockstep.launch import local, out_of_memory
+from lockstep.launch import exits, local, out_of_memory
+from lockstep.machine import signals
 from lockstep.machine.world import World
 
 WORLD = World("cpu", 2, 1, "ddp")
@@ -90,6 +91,12 @@ launch.main(job, "train")
 """
 
 
+@pytest.fixture(autouse=True)
+def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run clears them when it starts; these tests start only its processes."""
+    monkeypatch.setattr(signals, "received", [])
+
+
 @pytest.fixture
 def worker(tmp_path: Path) -> Path:
     (tmp_path / "worker.py").write_text(WORKER)
@@ -130,6 +137,17 @@ def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_pa
     (tmp_path / "busy.py").write_text(BUSY)
     local.run_processes(tmp_path / "busy.py", compose_config("train", ["run=r"]), WORLD)
     assert capfd.readouterr().out == "done\nexit handler\n"
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_process_of_torchrun_ends_after_its_agent_and_one_of_them_says_so(local_rank, monkeypatch, capsys):
+    parents, ended = [7, 7, 7, 1], []
+    monkeypatch.setattr(exits.os, "getppid", lambda: parents.pop(0))
+    monkeypatch.setattr(exits.time, "sleep", lambda _: None)
+    monkeypatch.setattr(exits, "exit_process", ended.append)
+    exits.exit_with_agent(7, {"LOCAL_RANK": local_rank})
+    assert (parents, ended) == ([], [1])
+    assert ("torchrun's agent (process 7) was ended" in capsys.readouterr().err) is (local_rank == "0")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")

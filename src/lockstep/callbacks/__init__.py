@@ -11,6 +11,7 @@ from lockstep.callbacks.pruning import Pruning
 from lockstep.callbacks.step_seed import StepSeed
 from lockstep.callbacks.throughput import Throughput
 from lockstep.callbacks.timer import Timer
+from lockstep.callbacks.watch import Watch
 
 __all__ = [
     "EMA",
@@ -24,4 +25,5 @@ __all__ = [
     "StepSeed",
     "Throughput",
     "Timer",
+    "Watch",
 ]

@@ -34,9 +34,9 @@ class Preemption(pl.Callback):
         self.looked_at = (0, 0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. Ctrl-C ends several processes
-        # at once: the terminal and the parent both send it.
-        signals.install(interrupt=trainer.world_size == 1)
+        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. One of several processes gets
+        # each Ctrl-C from the terminal and from its parent.
+        signals.install(interrupt=signals.on_interrupt if trainer.world_size == 1 else signals.on_signal)
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
 
@@ -69,7 +69,7 @@ class Preemption(pl.Callback):
     def words(self, trainer: pl.Trainer) -> str:
         by = signals.received[0].name if signals.received else "a signal to another process"
         ended = f"ended by {by} after {steps_done(trainer)} steps"
-        if self.save and external_launcher(os.environ) == TORCHRUN:
+        if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
             return (
                 f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "
                 "with resume=auto they continue. If torchrun itself was ended, type the command again with resume=auto."

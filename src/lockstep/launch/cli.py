@@ -4,6 +4,7 @@ import atexit
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -21,11 +22,11 @@ from lockstep.config.compose import CONFIG_ERRORS, explain, fails_to_compose, se
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import local, slots
-from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process
+from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process, exit_with_agent
 from lockstep.launch.jobs import Job, Run
 from lockstep.launch.start import start
 from lockstep.machine import process, signals, streams
-from lockstep.machine.launchers import external_launcher, launcher_problems
+from lockstep.machine.launchers import TORCHRUN, external_launcher, launcher_problems
 from lockstep.machine.world import rank_of
 from lockstep.sweeps import table
 
@@ -52,9 +53,13 @@ def main(run: Run, name: str) -> None:
     else:
         alone = launcher_problems(os.environ)  # its rank is not to be believed, so it reports what is wrong
         todo, rank = partial(command, job, sys.argv[1:]), 0 if alone else rank_of()
-    with signals.noted() if received else nullcontext():
+    if external_launcher(os.environ) == TORCHRUN:
+        threading.Thread(target=exit_with_agent, args=(os.getppid(),), daemon=True).start()
+    with signals.noted(interrupt=signals.end_once) if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
     if ended[0] and (received or external_launcher(os.environ)):
+        if met := sys.modules.get("lockstep.strategies.rendezvous"):
+            met.report_failure(rank)
         exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
 

@@ -2,8 +2,9 @@
 
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -12,6 +13,7 @@ from lockstep.errors import RunFailed, TrainingFailed, UserError
 from lockstep.machine import signals
 
 INTERRUPTED = 130
+LOOK_S = 1.0  # seconds between two looks for torchrun's agent
 # Of gloo and nccl where another process has ended. The traceback is in train.log.
 LOST = (
     "Connection closed by peer",
@@ -29,6 +31,16 @@ def exit_process(code: int) -> NoReturn:
         with suppress(OSError):  # its reader is gone, or its disk is full
             stream.flush()
     os._exit(code)
+
+
+def exit_with_agent(agent: int, env: Mapping[str, str] = os.environ) -> NoReturn:
+    """Ends this process soon after torchrun's agent, its parent. Without its agent a new process would wait `strategy.timeout_s`
+    for the others, and one that trains would be left behind."""
+    while os.getppid() == agent:
+        time.sleep(LOOK_S)
+    if env.get("LOCAL_RANK") == "0":
+        print(f"error: torchrun's agent (process {agent}) was ended, so its processes end too.", file=sys.stderr)
+    exit_process(1)
 
 
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:

@@ -104,12 +104,15 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         RunFailed: with the exit code of the first process that failed; the others have been ended.
         OutOfMemory: memory ran out in one of them.
         LostProcess: a signal ended one of them.
+        KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         error_files = [Path(folder) / str(local_rank) for local_rank in range(processes_per_node(world))]
         kills = kernel_kills()
         code, rank = run_and_wait(script, cfg, world, error_files)
         errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
+    if code and signal.SIGINT in signals.received:
+        raise KeyboardInterrupt
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
@@ -123,6 +126,8 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
 def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path]) -> tuple[int, int]:
     """The first exit code that is not 0, and the rank of its process; or 0."""
     port = free_port()
+    if script.stem != "eval":
+        signals.install(interrupt=signals.on_interrupt)
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -135,9 +140,6 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
     try:
         code = wait(processes, error_files, run_dir(cfg) / "checkpoints")
         return code, world.rank + next((i for i, process in enumerate(processes) if process.poll() == code), 0)
-    except KeyboardInterrupt:
-        stop(processes, signal.SIGINT)
-        raise
     finally:
         for process in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
             process.kill()

@@ -2,10 +2,11 @@
 
 Kubernetes, spot machines, scancel, and torchrun when it restarts its workers send SIGTERM. SLURM sends SIGUSR1 or SIGUSR2 before a
 time limit or a preemption, if `--signal` asks for it. A terminal that closes sends SIGHUP. Ctrl-C sends SIGINT: once is a warning,
-twice ends the process.
+twice ends the run. With several processes the terminal sends it to all of them, and whoever started them decides about the second one.
 """
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,7 @@ SYSTEM = (signal.SIGTERM, *REQUEUE)  # SLURM ends a job that got one of these
 END_S = 120.0  # wait so long for SLURM: it ends a requeued job at once, a warned one after KillWait or GraceTime
 PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, sent by SLURM and by the parent process
 
+Handler = Callable[[int, FrameType | None], None]
 received: list[signal.Signals] = []
 first_s = 0.0  # time of the first signal
 before: dict[signal.Signals, Any] = {}  # the previous handlers
@@ -42,30 +44,40 @@ def on_signal(number: int, _: FrameType | None) -> None:
 
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
+    """Notes a first Ctrl-C; a second one raises KeyboardInterrupt."""
     if signal.SIGINT in received:
         signal.default_int_handler(number, frame)
     on_signal(number, frame)
+    if multiprocessing.parent_process() is not None:  # a worker of a dataloader, which the terminal interrupts too
+        return
     with contextlib.suppress(OSError):  # not print, which may be running now
         os.write(2, b"\ninterrupted: the step is finished and saved; Ctrl-C again ends at once\n")
 
 
-def install(*, interrupt: bool = False) -> None:
-    """Notes warnings from now on, and with `interrupt` a first Ctrl-C. What is ignored stays so, as under nohup.
+def end_once(number: int, frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt at the first Ctrl-C only: the parent process passes on what the terminal has sent already."""
+    signal.signal(number, signal.SIG_IGN)
+    signal.default_int_handler(number, frame)
+
+
+def install(*, interrupt: Handler | None = None) -> None:
+    """Notes warnings from now on; `interrupt` handles Ctrl-C. What is ignored stays so, as under nohup.
 
     Python handles signals in the main thread only; elsewhere, as in some notebooks, this does nothing.
     """
     if threading.current_thread() is threading.main_thread():
-        for warning in (*WARNINGS, *[signal.SIGINT] * interrupt):
-            if signal.getsignal(warning) is not signal.SIG_IGN:
-                signal.signal(warning, on_interrupt if warning is signal.SIGINT else on_signal)
+        for warning in (*WARNINGS, signal.SIGINT):
+            handler = interrupt if warning is signal.SIGINT else on_signal
+            if handler and signal.getsignal(warning) is not signal.SIG_IGN:
+                signal.signal(warning, handler)
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[None]:
-    """Within this context, a warning does not end the process but is noted in `received`."""
+def noted(*, interrupt: Handler | None = None) -> Iterator[None]:
+    """Within this context, a warning does not end the process but is noted in `received`; `interrupt` handles Ctrl-C."""
     received.clear()
     before.update({warning: signal.getsignal(warning) for warning in (*WARNINGS, signal.SIGINT)})
-    install()
+    install(interrupt=interrupt)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +19,7 @@ from lockstep.compat.default_store import default_store
 from lockstep.errors import NoRendezvous
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
+FAILED = "failed"  # in the store of the attempt: a rank that has ended in failure
 dist: Any = torch.distributed  # whose stubs know no stores
 store: Any = None  # of the running attempt
 
@@ -100,3 +102,10 @@ def raise_missing(missing: list[int], size: int, address: str, timeout: timedelt
             "processes, with the same address and port.",
             alike=True,
         )
+
+
+def report_failure(rank: int) -> None:
+    """Tells the other processes, which may not notice it in a collective (callbacks/watch.py)."""
+    if store is not None:
+        with suppress(RuntimeError):  # its server is gone
+            store.set(FAILED, str(rank))

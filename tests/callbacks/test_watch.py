@@ -1,0 +1,181 @@
+"""Who is named when no process gets on; tests/test_hangs.py has whole runs."""
+
+import json
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from lockstep.callbacks import watch
+from lockstep.callbacks.watch import Sign, Watcher, hanging, where
+from lockstep.strategies import rendezvous
+
+
+def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Sign:
+    return Sign(1, place, waits, quiet_s, "data.py:7 (load)")
+
+
+@pytest.mark.parametrize(
+    ("signs", "silent", "found"),
+    [
+        ([sign(5, 1), sign(5, 0)], [], [1]),
+        ([sign(5, 0, waits=True), sign(5, 0)], [], [1]),
+        ([sign(5, 9), sign(6, 0), sign(6, 0)], [], [0]),
+        ([sign(5, 1), sign(5, 0)], [0], [0]),
+        ([sign(5, 1), sign(5, 0), sign(5, 0)], [0, 2], [0, 2]),
+        ([sign(5, 0), sign(5, 0)], [], []),  # all compile, or wait for each other
+        ([sign(5, 1), sign(5, 0, quiet_s=3)], [], []),  # slow, but it gets on
+    ],
+)
+def test_the_one_that_the_others_wait_for_is_named(signs, silent, found):
+    assert hanging(dict(enumerate(signs)), silent, 50.0) == found
+
+
+def test_signs_that_went_through_json_compare_alike():
+    signs = {0: sign(10, 0), 1: Sign(**json.loads(json.dumps(vars(sign(9, 3)))))}
+    assert hanging(signs, [], 50.0) == [1]
+
+
+def test_where_a_thread_is():
+    frame = sys._getframe()
+    here = f"{__file__}:{frame.f_lineno + 1} (test_where_a_thread_is)"
+    assert where(frame) == (here, here)
+    assert where(None) == ("an unknown place", "an unknown place")
+
+
+def test_backward_and_collectives_are_where_processes_wait():
+    seen = []
+
+    class Op(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(where(sys._getframe(1))[0])
+            return grad
+
+    Op.apply(torch.ones(1, requires_grad=True)).backward()
+    for path in (seen[0], torch.distributed.distributed_c10d.__file__):
+        assert any(part in path for part in watch.WAITING)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["/torch/autograd/graph.py:9 (run)"] * 5, [False, False, False, True, True]),
+        (["/torch/autograd/graph.py:9 (run)", "/torch/autograd/graph.py:7 (run)"] * 2, [False] * 4),  # it traces
+        (["/mine/data.py:9 (load)"] * 4, [False] * 4),
+    ],
+)
+def test_one_waits_if_it_stays_at_such_a_line(lines, expected, tmp_path, monkeypatch):
+    now_s, left, waits = [1000.0], [*lines], []
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(watch, "where", lambda _: (left.pop(0), ""))
+    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, tmp_path)
+
+    def wait(_: float) -> bool:
+        waits.append(watcher.sign.waits)
+        now_s[0] += 2.5
+        return not left
+
+    monkeypatch.setattr(watcher.over, "wait", wait)
+    watcher.judge()
+    assert waits[1:] == expected
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """What a watcher of rank 0 of 2 says; its process goes on."""
+    found = []
+    monkeypatch.setattr(Watcher, "end", lambda _, words, *, speaks: found.append((words, speaks)))
+    return found
+
+
+@pytest.fixture
+def watcher(tmp_path):
+    made = Watcher(HashStore().clone(), "watch/1", 0, 2, 60.0, tmp_path)
+    made.sign, made.answered_s = sign(5, 1, quiet_s=50.0), 10_000.0
+    return made
+
+
+def test_one_that_does_not_answer_is_named_when_its_last_beat_is_old(watcher, ended):
+    seen = {}
+    watcher.answers = {1: sign(4, 0, quiet_s=0.0)}
+    for now_s in (100, 103, 105.9):
+        watcher.look_for_hanging(seen, now_s)
+    assert not ended
+    watcher.look_for_hanging(seen, 106.1)
+    ((words, speaks),) = ended[-1:]
+    assert speaks
+    assert words.startswith(
+        "rank 1 of 2 hung (no answer, as from a stopped process) and the others waited for it: no batch"
+    )
+    assert "strategy.timeout_s=60" in words
+    assert str(watcher.folder / "train.log") in words
+
+
+def test_one_that_answers_and_gets_on_is_waited_for(watcher, ended):
+    seen = {}
+    for beat in range(20):
+        watcher.sign = Sign(beat, (5, 1), True, 50.0, "")
+        watcher.answers = {1: Sign(beat, (5, 0), False, 44.0, "")}
+        watcher.look_for_hanging(seen, 100 + beat)
+    assert not ended
+    watcher.answers = {1: Sign(beat, (5, 0), False, 46.0, "mine.py:1 (f)")}
+    watcher.look_for_hanging(seen, 101 + beat)
+    assert ended[0][0].startswith("rank 1 of 2 hung (in mine.py:1 (f))")
+
+
+def test_a_store_that_does_not_answer_is_rank_0s_or_its_launchers(watcher, ended):
+    watcher.answered_s, seen = 100.0, {}
+    watcher.look_for_hanging(seen, 106.1)
+    assert ended[0][0].startswith("rank 0 of 2, or the launcher that keeps its store, hung (no answer")
+    assert ended[0][1]
+
+
+def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "END_S", 0.0)
+    store, all_said = HashStore(), threading.Event()
+    said: dict[int, str] = {}
+
+    def end(self: Watcher, words: str, *, speaks: bool) -> None:
+        said[self.rank] = words
+        self.over.set()
+        if len(said) == 2:
+            all_said.set()
+
+    monkeypatch.setattr(Watcher, "end", end)
+    both = [Watcher(store.clone(), "watch/1", rank, 2, 600.0, tmp_path) for rank in range(2)]
+    for each in both:
+        each.start()
+    store.wait(["watch/1/0", "watch/1/1"], timedelta(seconds=60))
+    monkeypatch.setattr(rendezvous, "store", store)
+    rendezvous.report_failure(3)
+    assert all_said.wait(60)
+    assert set(said.values()) == {"ended, because rank 3 failed"}
+
+
+def test_stacks_go_to_the_log_once_and_only_when_a_batch_takes_long(tmp_path, monkeypatch, ended):
+    now_s, looks = [1000.0], [*range(0, 200, 5)]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, tmp_path)
+
+    def wait(_: float) -> bool:
+        now_s[0] += 5
+        watcher.place = (min(3, len(looks)), 0) if len(looks) > 30 else watcher.place
+        watcher.left = True
+        return not looks.pop() if len(looks) > 1 else True
+
+    monkeypatch.setattr(watcher.over, "wait", wait)
+    watcher.judge()
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("[rank 0] no batch finished for 50 s; its threads:") == 1
+    assert "test_watch.py" in log
+    assert not ended

@@ -1,0 +1,184 @@
+"""A process that hangs, or that fails where the others do not notice, ends the whole run; and Ctrl-C on several processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+from in_process import SMALL
+
+from lockstep import ROOT
+from lockstep.launch.local import free_port
+
+TWO = ["strategy=ddp", "trainer.devices=2", *SMALL, "trainer.max_epochs=500"]
+
+
+def hook(folder: Path, bodies: dict[int, str]) -> dict[str, str]:
+    """The environment of a command whose processes do what `bodies` has for their rank in the third training step."""
+    lines = [
+        "import os, signal, time",
+        "from lockstep.training.module import TaskModule",
+        "original = TaskModule.training_step",
+        "def hook(self, *args):",
+        "    rank = self.trainer.global_rank if self.trainer.global_step == 2 else -1",
+        *(f"    if rank == {rank}: {body}" for rank, body in bodies.items()),
+        "    return original(self, *args)",
+        "TaskModule.training_step = hook",
+    ]
+    (folder / "hook.py").write_text("\n".join(lines))
+    return {forked.HOOK: str(folder / "hook.py")}
+
+
+def report(command: Any, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((command.folder / "runs" / run / "report.json").read_text())
+    return found
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that work in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if (process / "cwd").resolve() == folder and (process / "cmdline").read_bytes():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "body", "words"),
+    [
+        (1, STOPPED, r"error: rank 1 of 2 hung \(no answer, as from a stopped process\)"),
+        (0, STOPPED, r"error: \[rank 1\] rank 0 of 2, or the launcher that keeps its store, hung \(no answer"),
+        (1, "time.sleep(600)", r"error: rank 1 of 2 hung \(in .*hook.py:6 \(hook\)\)"),
+    ],
+    ids=["stopped", "stopped with the store", "stuck"],
+)
+def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_command, tmp_path):
+    began_s = time.monotonic()
+    env = hook(tmp_path, {rank: body})
+    done = forked_command("train.py", "run=a", *TWO, "strategy.timeout_s=20", env=env, timeout_s=120)
+    assert done.code == 1, done
+    assert time.monotonic() - began_s < 40
+    said = [line for line in done.err.splitlines() if line.startswith("error:")]
+    assert re.match(words, said[0]), done
+    assert not [line for line in said[1:] if "the connection to another process is lost" not in line], done
+    log = (forked_command.folder / "runs/a/train.log").read_text()
+    stacks = {int(of) for of in re.findall(r"\[rank (\d)\] no batch finished for", log)}
+    assert stacks == ({0, 1} if body != STOPPED else {1 - rank})
+    assert ("hook.py" in log) is (body != STOPPED)
+    found = report(forked_command, "a")
+    assert (found["status"], f"rank {rank} of 2" in found["error"]) == ("failed", True)
+    assert left_over(forked_command.folder) == []
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, tmp_path):
+    """As srun starts them: nobody else ends them."""
+    env = hook(tmp_path, {0: "time.sleep(600)", 1: "raise KeyError('mine')"})
+    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(free_port())
+    first, second = (
+        forked_command.start("train.py", "run=a", *TWO, env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    )
+    assert "[rank 1] KeyError: 'mine'" in second.done(120).err
+    began_s = time.monotonic()
+    done = first.done(60)
+    assert time.monotonic() - began_s < 10
+    assert done.code == 1, done
+    assert "error: ended, because rank 1 failed" in done.err
+    found = report(forked_command, "a")
+    assert (found["status"], found["error"]) == ("failed", "ended, because rank 1 failed")
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"waited in vain for {path}"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_several_processes_at_once(forked_command, tmp_path):
+    env = hook(tmp_path, {0: f"open({str(tmp_path / 'stuck')!r}, 'w'), time.sleep(600)"})
+    started = forked_command.start("train.py", "run=a", *TWO, env=env)
+    wait_for(tmp_path / "stuck")
+    os.killpg(started.process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):  # it waits for the step
+        started.process.wait(1)
+    os.killpg(started.process.pid, signal.SIGINT)
+    began_s = time.monotonic()
+    done = started.done(60)
+    assert time.monotonic() - began_s < 5
+    assert done.code == 130, done
+    assert report(forked_command, "a")["status"] == "interrupted"
+    assert "Traceback" not in done.err
+    assert left_over(forked_command.folder) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    data = [f"data.root={command.data}", f"data.cache_dir={command.cache}"]
+    arguments = [str(ROOT / "train.py"), *data, "run=a", *TWO, "trainer.log_every_n_steps=1"]
+    process = subprocess.Popen(
+        [*launcher, *arguments], cwd=command.folder, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(command.folder / "runs/a/metrics.csv")
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1  # torchrun's own
+    found = report(command, "a")
+    assert found["status"] == "interrupted"
+    assert re.search(r"error: ended by SIGINT after \d+ steps; type the command again with resume=auto", err), err
+    assert (command.folder / "runs/a/checkpoints/last.ckpt").is_file()
+
+
+# A worker whose others never come: it waits for rank 0's store.
+WORKER = """
+from pathlib import Path
+from lockstep import launch
+def job(cfg, world):
+    from lockstep.strategies import rendezvous
+    connect = rendezvous.connect
+    def waits(*args):
+        Path("waits").touch()
+        return connect(*args)
+    rendezvous.connect = waits
+    launch.job("train")(cfg, world)
+launch.main(job, "train")
+"""
+AGENT = (
+    "import subprocess, sys; process = subprocess.Popen(sys.argv[1:]); print(process.pid, flush=True); process.wait()"
+)
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_for_others_ends_with_its_agent(command):
+    (command.folder / "worker.py").write_text(WORKER)
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_RANK": "0"}
+    data = [f"data.root={command.data}", f"data.cache_dir={command.cache}"]
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, sys.executable, "worker.py", *data, "run=a", *TWO],
+        cwd=command.folder, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    wait_for(command.folder / "waits")
+    agent.kill()
+    began_s = time.monotonic()
+    _, err = agent.communicate(timeout=60)  # until the worker, which has the same pipe, ends
+    assert time.monotonic() - began_s < 10
+    assert err.count(f"error: torchrun's agent (process {agent.pid}) was ended, so its processes end too.") == 1, err
+    assert left_over(command.folder) == []
