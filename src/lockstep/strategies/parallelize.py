@@ -34,8 +34,8 @@ def parallelize(
 def compile_in_place(parts: list[nn.Module]) -> None:
     """A wrapper would prefix every key with `_orig_mod.`.
 
-    Blocks of a class share torch's cache of compiled graphs. Equal blocks share their graphs as well; the 16 of resnet50d have six
-    shapes, each in training and in evaluation, where torch by default gives up after the eighth.
+    Blocks of a class share torch's cache of compiled graphs, and equal ones share their graphs. The 16 of resnet50d, in training and
+    in evaluation, need more than eight, after which torch gives up by default.
     """
     config: Any = torch.compiler.config
     config.recompile_limit = max(config.recompile_limit, GRAPHS * len(parts))
