@@ -46,7 +46,7 @@ LIMITS = {
 MOST_WAITING = 0.05  # 0.01 to 0.02 were seen
 PEERS = ("plain", "accelerate", "transformers")
 EQUAL = ["trainer.precision=32-true"]
-AS_TORCH = ["tf32=true"]  # on GPUs: convolutions in a plain loop use it unless told otherwise
+EQUAL_ON_GPUS = ["tf32=true"]  # products and convolutions; in a plain loop torch has it for convolutions alone
 OURS = {  # name: what it is, its options
     "lockstep": ("lockstep", []),
     "lockstep equal precision": ("lockstep", EQUAL),
@@ -115,13 +115,22 @@ def planned(args: argparse.Namespace) -> Plan:
     return Plan(device, batch, segment, rounds, [*overrides, f"trainer.max_epochs={epochs}"], images, epochs, accuracy)
 
 
+def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
+    """`options`, with TF32 for all that compute in fp32 on a GPU: the peers and Lockstep in equal precision."""
+    equal = kind in PEERS or options == EQUAL
+    return [*options, *(EQUAL_ON_GPUS if equal and device == "cuda" else [])]
+
+
 def measure(args: argparse.Namespace, plan: Plan, contenders: dict[str, tuple[str, list[str]]]) -> dict[str, Figures]:
     figures = {name: Figures() for name in contenders}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes = []
         for name, (kind, options) in contenders.items():
-            options = [*options, *(AS_TORCH if options == EQUAL and plan.device == "cuda" else [])]
-            overrides = [*plan.overrides, *options, f"runs_dir={folder}/{name.replace(' ', '-')}"]
+            overrides = [
+                *plan.overrides,
+                *arithmetic(kind, options, plan.device),
+                f"runs_dir={folder}/{name.replace(' ', '-')}",
+            ]
             process = Contender(name, kind, overrides, Path(folder), device=plan.device, world=args.world)
             stack.callback(process.end)
             processes.append(process)
@@ -177,7 +186,7 @@ def page(args: argparse.Namespace, plan: Plan, figures: Contenders) -> str:
         f"# Benchmark: {args.recipe}, {args.world} process(es) on {plan.device}\n\n"
         f"Made by `{command(args)}` on {machine(plan.device)}, with {versions()}{peers}. Global batch {plan.batch}, turns of "
         f"{plan.segment} optimizer steps{learned}. Ratios are medians over the rounds of the ratio within a round. Memory is "
-        "that of one process, and + that of its GPU. `equal precision` is 32-true; an upper bound is Lockstep's network, "
+        "that of one process, and + that of its GPU. `equal precision` is 32-true, with TF32 on GPUs as all peers; an upper bound is Lockstep's network, "
         "optimizer and precision in a bare loop over one batch that is on the device already; the rate of products is the best of "
         "five of torch.mm in its first turn, which convolutions of another library may go beyond.\n\n"
         f"{table(figures)}\n"

@@ -73,6 +73,7 @@ class Work:
     def __init__(self, overrides: list[str]) -> None:
         torch.manual_seed(0)
         cfg = compose_config("train", overrides)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
         self.epochs, self.batch, self.lr = int(cfg.trainer.max_epochs), int(cfg.data.batch_size), float(cfg.optim.lr)
         data = create_data(cfg)
         data.prepare()

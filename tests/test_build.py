@@ -123,8 +123,7 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
         (["optim=sgd"], True),
         (["optim=sgd", "strategy=fsdp"], False),
         (["strategy=fsdp"], True),
-        (["trainer.precision=16-mixed"], True),
-        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], False),
+        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], True),
         (["optim.fused=false"], False),
     ],
 )

@@ -61,6 +61,7 @@ PRIVATE = {
     "_foreach_norm": "torch's documented optimizers take foreach=True for these; they have no other name",
     "_foreach_mul_": "the same",
     "_foreach_lerp_": "the same",
+    "_version": "torch's count of changes to a tensor in place, which its documentation names",
     "_per_s": "how names of rates end",
 }
 HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_labels")

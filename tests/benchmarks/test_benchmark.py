@@ -93,6 +93,24 @@ def test_a_peer_that_is_not_installed_is_left_out_and_says_how_to_install_it(mon
         benchmark.chosen("plain,jax", world=1)
 
 
+def test_all_that_compute_in_fp32_on_a_gpu_have_the_same_tf32():
+    for device, more in (("cuda", ["tf32=true"]), ("cpu", [])):
+        for name, (kind, options) in benchmark.chosen("plain", 1).items():
+            fp32 = kind == "plain" or "equal precision" in name
+            assert benchmark.arithmetic(kind, options, device) == [*options, *(more if fp32 else [])]
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_peers_multiply_as_tf32_says(tf32, mnist, cache, monkeypatch):
+    import torch
+    from benchmark_peers import Work
+
+    for module in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        monkeypatch.setattr(module, "allow_tf32", not tf32)
+    Work([f"tf32={str(tf32).lower()}", f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.max_epochs=1"])
+    assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
+
+
 def test_the_page_has_the_command_without_folders():
     given = ["--data-root", "/mine", "--world", "2", "--quick", "--no-accuracy", "--out", "/mine/page.md"]
     assert benchmark.command(benchmark.arguments(given)) == (

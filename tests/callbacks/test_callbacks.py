@@ -170,6 +170,19 @@ def test_tied_weights_come_back_after_a_validation():
     assert ema.average[0].tolist() == [7.0] * 3
 
 
+def test_the_first_step_is_over_when_the_gpu_is_done_with_it(monkeypatch):
+    """Later steps do not wait: their speed is measured at the next row of the log."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(throughput.first_step_s))
+    throughput, trainer = Throughput(), MagicMock(world_size=1, accumulate_grad_batches=1, log_every_n_steps=50)
+    trainer.strategy.root_device.type, trainer.datamodule.waited_s = "cuda", 0.0
+    for i in range(3):
+        trainer.global_step = i + 1
+        throughput.on_train_batch_start(trainer, None, {"count": 4}, i)
+        throughput.on_train_batch_end(trainer, None, None, {"count": 4}, i)
+    assert waits == [None] and throughput.first_step_s > 0
+
+
 def test_seeding_draws_what_torch_draws():
     torch.manual_seed(7)
     expected = torch.rand(3)

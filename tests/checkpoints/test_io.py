@@ -81,6 +81,55 @@ def test_what_was_one_tensor_and_is_two_has_two_values(in_use):
     assert {name: float(value) for name, value in content.items()} == {"best": 3.0, "current": 1.0}
 
 
+def test_what_lies_where_it_lay_and_was_not_changed_is_not_copied_again():
+    """How the best and the last checkpoint of a step share a copy of what is on a GPU, without fetching it twice."""
+    weights = torch.ones(3)
+    then = checkpoint_io.origin(weights)
+    assert checkpoint_io.origin(torch.nn.Parameter(weights).detach()) == then
+    assert checkpoint_io.origin(weights[1:]) != then
+    with torch.no_grad():
+        weights.add_(1)
+    assert checkpoint_io.origin(weights) != then
+    others = [checkpoint_io.origin(torch.full((3,), float(i))) for i in range(3)]  # each is freed before the next
+    assert all(a != b for i, a in enumerate(others) for b in others[:i])
+
+
+def test_copies_from_a_gpu_are_pinned_and_the_writer_waits_for_them(tmp_path, monkeypatch):
+    """Training only begins them: one event after all of them, however many tensors there are."""
+    done, begun = [], []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking
+
+        def record(self) -> None:
+            done.append("recorded")
+
+        def synchronize(self) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            done.append("copied")
+
+    copy, write, empty = torch.Tensor.copy_, shards.write, torch.empty_like
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(
+        torch, "empty_like", lambda t, *, device, pin_memory: empty(t, device=device) if pin_memory else 0
+    )
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: (begun.append(k["non_blocking"]), copy(*a, **k))[1])
+    monkeypatch.setattr(shards, "write", lambda what, path: (done.append("written"), write(what, path)))
+    io, weights = AtomicCheckpointIO(background=True), {"a": torch.ones(3), "b": torch.zeros(3)}
+    for name in ("best", "last"):
+        io.save_checkpoint({"global_step": 1, "state_dict": weights}, tmp_path / f"{name}.ckpt")
+    assert begun == [True, True]
+    io.drain()
+    weights["a"].fill_(7)
+    assert [what for what in done if what != "recorded"] == ["copied", "written"] * 2
+    monkeypatch.undo()
+    assert torch.equal(io.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]["a"], torch.ones(3))
+
+
 def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypatch):
     old, new, last = (tmp_path / name for name in ("best-step-1.ckpt", "best-step-2.ckpt", "last.ckpt"))
     io = AtomicCheckpointIO(background=True)

@@ -37,7 +37,8 @@ def test_figures_sum_up_in_float64(dtype):
 def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
     net = nn.Conv2d(1, 2, 1)
     made = module(Segmentation(), net)
-    trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=SimpleNamespace(reduce=lambda value, **_: value))
+    strategy = SimpleNamespace(reduce=lambda value, **_: value)
+    trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=strategy, precision_plugin=None)
     made.trainer, made.log = trainer, pytest.fail
     batch = {"input": torch.ones(2, 1, 3, 3), "target": torch.full((2, 3, 3), 255)}
     loss_B, weight_B = made.task.loss(net(batch["input"]), batch), made.task.weight(batch)
@@ -45,6 +46,33 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
     made.step_weight = weight_B.mean()
     made.configure_gradient_clipping(None, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
     assert [parameter.grad.abs().sum().item() for parameter in net.parameters()] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
+    """16-mixed: Lightning unscales them before clipping, but not for fused optimizers, whose steps skip infinite ones unasked."""
+    made, scaler = module(Regression(), nn.Linear(2, 1)), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    made.trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
+    twin = nn.Linear(2, 1)
+    twin.load_state_dict(made.net.state_dict())
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.5, fused=fused)
+    clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[algorithm]
+    for x in (torch.tensor([3.0, 4.0]), torch.tensor([torch.inf, 1.0])):
+        optimizer.zero_grad()
+        scaler.scale(made.net(x)).backward()
+        if not fused:
+            scaler.unscale_(optimizer)
+        made.configure_gradient_clipping(optimizer, 1.0, algorithm)
+        scaler.step(optimizer)
+        scaler.update()
+        if x.isfinite().all():
+            twin(x).backward()
+            clip(twin.parameters(), 1.0)
+            torch.optim.SGD(twin.parameters(), lr=0.5).step()
+        for own, expected in zip(made.net.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(own, expected)
+    assert scaler.get_scale() == 512.0
 
 
 def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():

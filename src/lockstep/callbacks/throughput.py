@@ -18,6 +18,12 @@ def waited_s(trainer: pl.Trainer) -> float:
     return float(getattr(trainer.datamodule, "waited_s", math.nan))  # type: ignore[attr-defined]
 
 
+def finish(trainer: pl.Trainer) -> None:
+    """Waits for what the GPU has yet to compute: the clock is the CPU's."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def size_of(batch: Any) -> int:
     """Number of samples: `count` for Lockstep's batches, else the first dimension, else 0."""
     if isinstance(batch, dict) and "count" in batch:
@@ -54,6 +60,7 @@ class Throughput(pl.Callback):
     ) -> None:
         self.samples += size_of(batch) * trainer.world_size
         if self.first_step_s is None and self.began_s is not None:
+            finish(trainer)  # SYNC: once a run
             self.first_step_s = time.perf_counter() - self.began_s
         if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
             self.close(trainer)
@@ -63,8 +70,7 @@ class Throughput(pl.Callback):
 
     def close(self, trainer: pl.Trainer) -> None:
         if self.began_s is not None and self.samples:
-            if trainer.strategy.root_device.type == "cuda":
-                torch.cuda.synchronize()  # SYNC: once every log_every_n_steps
+            finish(trainer)  # SYNC: once every log_every_n_steps
             waited = waited_s(trainer)
             self.windows.append((self.samples, time.perf_counter() - self.began_s, waited - self.waited_s))
             self.waited_s = waited

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.checkpoints import content, shards
 from lockstep.checkpoints.plain import refused
@@ -20,22 +22,48 @@ from lockstep.checkpoints.trees import leaves
 from lockstep.errors import NotSaved
 
 Write = Callable[[dict[str, Any], Path], None]
-Buffers = dict[tuple[Any, ...], Tensor]  # the host memory of a snapshot's tensors, by their paths
 log = logging.getLogger("lockstep")
 
 
-def same_layout(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+def origin(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for one piece of memory in which nothing was changed in place. Memory that was freed and taken again differs."""
+    version = None if tensor.is_inference() else tensor._version
+    return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), version
 
 
-def host_copy(tensor: Tensor, buffer: Tensor | None, in_use: bool) -> Tensor:
-    """A private copy in host memory: in `buffer` if it fits, or `buffer` itself if it is in use and holds the same values."""
-    if buffer is not None and same_layout(tensor, buffer):
-        if not in_use:
-            return buffer.copy_(tensor)
-        if torch.equal(tensor.cpu(), buffer):
-            return buffer
-    return torch.empty_like(tensor, device="cpu").copy_(tensor)
+@dataclass(frozen=True)
+class Copied:
+    """A private copy of a tensor in host memory."""
+
+    memory: Tensor
+    origin: tuple[Any, ...]
+
+    def fits(self, tensor: Tensor) -> bool:
+        a, b = self.memory, tensor
+        return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it has the values of `tensor`. Values on a GPU are not fetched for the comparison."""
+        return torch.equal(tensor, self.memory) if tensor.is_cpu else origin(tensor) == self.origin
+
+
+Buffers = dict[tuple[Any, ...], Copied]  # a snapshot's tensors by their paths
+
+
+def host_copy(tensor: Tensor, before: Copied | None, in_use: bool) -> Copied:
+    """In the memory of the copy `before` if it fits; or that copy itself if it is in use and has the same values.
+
+    A copy from a GPU is only begun: what computes next on the GPU comes after it.
+    """
+    if before is not None and not before.fits(tensor):
+        before = None
+    if before is not None and in_use and before.holds(tensor):
+        return before
+    if before is None or in_use:
+        memory = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    else:
+        memory = before.memory
+    return Copied(memory.copy_(tensor, non_blocking=tensor.is_cuda), origin(tensor))
 
 
 def snapshot(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool) -> tuple[Any, Buffers]:
@@ -46,17 +74,18 @@ def snapshot(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool) -> tupl
     """
     found = {path: leaf for path, leaf in leaves(checkpoint) if isinstance(leaf, Tensor)}
     copies: Buffers = {}
-    once: dict[Any, Tensor] = {}  # tied weights stay one tensor
+    once: dict[Any, Copied] = {}  # tied weights stay one tensor
     taken: set[int] = set()
     with torch.inference_mode(False), torch.no_grad():  # Lightning validates, and saves the best, in inference mode
         for path, tensor in found.items():
             key = (tensor.data_ptr() or path, tensor.device, tensor.dtype, tensor.shape, tensor.stride())
             if key not in once:
                 spare = buffers.get(path)  # tensors that are no longer tied have the same one
-                once[key] = host_copy(tensor.detach(), None if id(spare) in taken else spare, in_use)
-                taken.add(id(once[key]))
+                free = spare is not None and id(spare.memory) not in taken
+                once[key] = host_copy(tensor.detach(), spare if free else None, in_use)
+                taken.add(id(once[key].memory))
             copies[path] = once[key]
-    return copy.deepcopy(checkpoint, {id(tensor): copies[path] for path, tensor in found.items()}), copies
+    return copy.deepcopy(checkpoint, {id(tensor): copies[path].memory for path, tensor in found.items()}), copies
 
 
 def snapshot_or_explain(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool, path: Path) -> Any:
@@ -99,7 +128,7 @@ class SerialQueue:
 class AtomicCheckpointIO(CheckpointIO):
     """Gives a checkpoint its name when it is complete and on disk: a crash leaves the previous one.
 
-    In the background, training waits only for a copy in host memory. There is one copy: the best and the last checkpoint of a
+    In the background, training waits only for a copy in host memory; on a GPU, for nothing but its memory. There is one copy: the best and the last checkpoint of a
     step share it, and the next step's checkpoint waits until they are written. An error in the background is raised by the next
     step's checkpoint or by `drain`. The calls queued behind it, such as the removal of an older checkpoint, are skipped.
     """
@@ -124,6 +153,10 @@ class AtomicCheckpointIO(CheckpointIO):
                 self.drain()
             checkpoint, self.buffers = snapshot_or_explain(checkpoint, self.buffers, in_use, path)
             self.step = step
+            if any(copied.memory.is_pinned() for copied in self.buffers.values()):
+                event = torch.cuda.Event(blocking=True)
+                event.record()
+                self.submit(event.synchronize)  # the writer waits for the copies, training does not
         self.submit(partial(write_or_explain, path, write, checkpoint))
 
     def submit(self, call: Callable[[], None]) -> None:

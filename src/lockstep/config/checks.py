@@ -93,8 +93,6 @@ def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def fused_problem(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-    if str(cfg.trainer.precision) in ("16-mixed", "16") and cfg.trainer.gradient_clip_val:
-        return f"unscales gradients within its step, so trainer.gradient_clip_val cannot clip them with trainer.precision={cfg.trainer.precision}"
     if cfg.strategy.traits.shards and str(cfg.optim.get("_target_")).endswith("SGD"):
         return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
     return None

@@ -22,6 +22,7 @@ CHATTER = (
     "GPU available:", "TPU available:", "HPU available:",  # the first line of a run says what is used
     "\U0001f4a1 Tip:", "LOCAL_RANK:", "You are using the plain ModelCheckpoint", "Initializing distributed:",
     "-----", "distributed_backend=", "All distributed processes registered", "Using bfloat16 Automatic", "Using 16bit Automatic",
+    "You are using a CUDA device (",  # its advice about tensor cores: the key tf32 has that setting
     "`Trainer.fit` stopped:", "Restoring states from the checkpoint", "Restored all states", "Found current_model_state in",
     "Loaded model weights from the checkpoint", "Loading `train_dataloader` to estimate", "`Trainer(limit_", "No CUDA runtime is found",
 )  # fmt: skip

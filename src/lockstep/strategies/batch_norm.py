@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.compat.sync_batch_norm import without_masks
+
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
@@ -86,6 +88,7 @@ def synchronise(net: nn.Module, device_type: str) -> int:
         timm_layers = sys.modules.get("timm.layers")
         convert = timm_layers.convert_sync_batchnorm if timm_layers else nn.SyncBatchNorm.convert_sync_batchnorm
         convert(net)
+        without_masks()
         return count
     for parent in list(net.modules()):
         for name, child in parent.named_children():

@@ -92,6 +92,10 @@ class FullySharded(OneFormat, WholeMeshStrategy):
     def mesh(self) -> DeviceMesh:
         return self.device_mesh["data_parallel"]
 
+    def blocks_of(self, net: nn.Module) -> list[nn.Module]:
+        """What is gathered at once, and compiled by itself."""
+        return list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
+
     def parallelize(self, net: nn.Module) -> nn.Module:
         """Shards the blocks, inner ones first, and the remaining parameters with the network itself.
 
@@ -99,7 +103,7 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
         """
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        blocks = list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
+        blocks = self.blocks_of(net)
         policy = MixedPrecisionPolicy()
         if self.precision_plugin.precision == "bf16-mixed":
             # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays

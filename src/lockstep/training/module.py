@@ -99,8 +99,13 @@ class TaskModule(QuickHookNames):
             scale = self.trainer.accumulate_grad_batches / mean
             scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
             self.step_weight = None
-        if gradient_clip_val is None or gradient_clip_algorithm == "value":
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if not gradient_clip_val:
+            return
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None and optimizer.defaults.get("fused"):  # unscaled within the step otherwise, after clipping
+            scaler.unscale_(optimizer)
+        if gradient_clip_algorithm == "value":
+            nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
         else:
             clip_grad_norm(self.parameters(), gradient_clip_val)
 

@@ -1,0 +1,124 @@
+"""No training step and no evaluation step waits for the GPU: whole runs on a fake one."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_gpu import DEVICE, fake_gpu
+from in_process import options
+from stages import ready
+from torch import nn
+
+from lockstep.config.compose import compose_config
+from lockstep.machine.world import World
+from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Task
+from lockstep.training.module import TaskModule
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # fake tensors warn of many things
+
+
+class Seen(Exception):
+    """Ends a run before its figures are computed: there are none."""
+
+
+class Watch(pl.Callback):
+    """Looks at all steps, and at what lies between them; not at the end of an epoch, which may wait."""
+
+    def __init__(self, waits) -> None:
+        self.waits, self.seen = waits, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.waits.on = batch_idx > 0  # the first one's time is measured
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.seen.append(batch["input"].device.type)
+        self.waits.on = not trainer.is_last_batch
+
+    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.seen.append("val")
+
+    def on_validation_epoch_start(self, trainer, pl_module) -> None:
+        self.waits.on = True
+
+    def on_validation_epoch_end(self, trainer, pl_module) -> None:
+        self.waits.on = False
+        raise Seen
+
+
+class Reads(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        if outputs["loss"] > 0:
+            pass
+
+
+CASES = {
+    "32-true": ["data.on_device=true", "callbacks=[default,ema]", "data.random_shift=2", "data.random_flip=true"],
+    "bf16-mixed": ["data.on_device=false", "trainer.accumulate_grad_batches=2", "optim=sgd", "optim.fused=false"],
+    "16-mixed": ["data.on_device=true", "trainer.gradient_clip_val=1.0"],
+}
+
+
+def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> list[str]:
+    """Of a run of six micro-batches and one of validation."""
+    shape = ["trainer.limit_train_batches=6", "trainer.limit_val_batches=1", "trainer.enable_checkpointing=false"]
+    shape += ["data.num_workers=0", "trainer.max_epochs=1", f"runs_dir={folder}", "run=a", "data.image_size=32"]
+    cfg = compose_config("train", [*given, *shape])
+    with fake_gpu(monkeypatch) as waits:
+        data, module, trainer = ready(cfg, World("cpu", 1, 1, "single"))
+        trainer.callbacks += [*more, watch := Watch(waits)]
+        with pytest.raises(Seen):
+            trainer.fit(module, data)
+    assert watch.seen == ["cuda"] * 6 + ["val"]
+    return waits.places
+
+
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow), "16-mixed"])
+def test_no_step_of_a_run_waits(precision, tmp_path, mnist, cache, monkeypatch):
+    given = [*options(mnist, cache), *CASES[precision], f"trainer.precision={precision}"]
+    assert waited(tmp_path, given, monkeypatch) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "callbacks", "place"),
+    [
+        (["trainer.precision=32-true", "data.on_device=true"], [Reads()], "test_waits.py"),
+        ([*CASES["16-mixed"], "trainer.precision=16-mixed", "optim.fused=false"], [], "amp.py"),
+    ],
+)
+def test_a_step_that_waits_is_found(given, callbacks, place, tmp_path, mnist, cache, monkeypatch):
+    """Also torch's own: a step that is not fused asks whether a gradient was infinite."""
+    places = waited(tmp_path, [*options(mnist, cache), *given], monkeypatch, *callbacks)
+    assert len(places) == 5 and all(place in each for each in places)
+
+
+def module(task: Task, net: nn.Module) -> TaskModule:
+    task.bind(ABOUT)
+    never = pytest.fail
+    return TaskModule(
+        net, task, optimizer=never, schedule=never, parallelize=never, metrics=task.metrics(), network_arguments={}
+    )
+
+
+ABOUT = {"classes": ["a", "b"], "labels": ["a", "b"], "targets": ["a"], "vocabulary": ["a", "b"], "sequence_length": 3}
+EVALUATED: dict[str, tuple[Task, tuple[int, ...], torch.Tensor]] = {  # task, shape of the output, target
+    "classification": (Classification(), (4, 2), torch.zeros(4, dtype=torch.int64)),
+    "multilabel": (Multilabel(), (4, 2), torch.zeros(4, 2)),
+    "regression": (Regression(), (4, 1), torch.zeros(4)),
+    "language_model": (LanguageModel(), (4, 3, 2), torch.zeros(4, 3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_figures_do_not_wait(name, monkeypatch):
+    """Except those of segmentation: torchmetrics counts pairs of classes with torch.bincount, which asks for the largest."""
+    task, shape, target = EVALUATED[name]
+    made = module(task, nn.Identity())
+    with fake_gpu(monkeypatch) as waits:
+        made = made.to(DEVICE)
+        made.on_validation_epoch_start()
+        batch = {"input": torch.ones(shape, device=DEVICE), "target": target.to(DEVICE), "count": 3}
+        waits.on = True
+        made.evaluation_step(batch)
+    assert waits.places == []
