@@ -83,8 +83,9 @@ def key_of(override: str) -> str:
 def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
     """Typed keys that belong to an option as a whole."""
     for override in overrides:
-        if key_of(override) == "strategy.name" or key_of(override).startswith("strategy.traits"):
-            yield f"{override}: {key_of(override)} cannot be set, because it says what the strategy is. Choose one with strategy=<name>."
+        key, group = key_of(override), key_of(override).partition(".")[0]
+        if key == "strategy.name" or key.startswith(("strategy.traits", "task.traits")):
+            yield f"{override}: {key} cannot be set, because it says what the {group} is. Choose one with {group}=<name>."
 
 
 def beyond_schema(overrides: Sequence[str]) -> bool:

@@ -142,7 +142,6 @@ class Recorder:
 
     def trained(self, checkpoint: str | None) -> None:
         """Adds the figures of training. Call it on every rank."""
-        from lockstep.reporting.flops import flops_per_s
         from lockstep.reporting.loggers import MetricsCsv
         from lockstep.training.steps import steps_done
 
@@ -158,9 +157,9 @@ class Recorder:
             **offered_figures(trainer),
         }
         rate = self.report[f"train/{unit}_per_s"] if self.rank == 0 else None
-        model = OmegaConf.to_container(self.cfg.model, resolve=True)
+        flops = getattr(self.module, "flops_per_sample", None)
         self.report |= {
-            "train/flops_per_s": flops_per_s(self.module, model, self.data, rate),  # type: ignore[arg-type]
+            "train/flops_per_s": None if rate is None or flops is None else flops * rate,
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
