@@ -126,6 +126,8 @@ def message(error: BaseException, override: str) -> str:
         return (
             f"{override}: {key} is not in the config then, and the engine reads it. Choose an option with {key}=<name>."
         )
+    if "@" in override.partition("=")[0] and key in GROUPS:
+        return f"{override}: the options of {key} have one place in the config. Type {key}={override.partition('=')[2] or '<name>'}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
         near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]

@@ -1,9 +1,11 @@
 """Loggers: metrics.csv, which is always written, W&B and TensorBoard."""
 
 import csv
+import logging
 import netrc
 import os
 import shlex
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.compat.wandb_anonymous import without_anonymous
+from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.training.steps import steps_done
 
+log = logging.getLogger("lockstep")
 WANDB_SERVER = "https://api.wandb.ai"
 
 
@@ -91,16 +95,50 @@ class CutAtResume(pl.Callback):
                 writer.purge_step = steps
 
 
+def server() -> str:
+    return os.environ.get("WANDB_BASE_URL") or WANDB_SERVER
+
+
 def has_wandb_key() -> bool:
     """Whether W&B's client would find an API key for its server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    server = urlsplit(os.environ.get("WANDB_BASE_URL") or WANDB_SERVER).hostname or ""
     try:
-        found = netrc.netrc(os.environ.get("NETRC")).authenticators(server)
+        found = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(server()).hostname or "")
     except (OSError, netrc.NetrcParseError):
         return False
     return bool(found and found[2])
+
+
+def unreachable(server: str, timeout_s: float = 5.0) -> str:
+    """Why W&B's server cannot be reached; empty if it can, or if a proxy decides that."""
+    url = urlsplit(server)
+    if any(name.lower().endswith("_proxy") for name in os.environ):
+        return ""
+    try:
+        socket.create_connection(
+            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout_s
+        ).close()
+    except OSError as e:
+        return f"{url.netloc} cannot be reached ({e})"
+    return ""
+
+
+class Wandb(WandbLogger):
+    """Refuses the run when W&B cannot start, which it does when the run begins."""
+
+    @property
+    def experiment(self) -> Any:
+        from wandb import errors
+
+        try:
+            return super().experiment
+        except (errors.Error, ValueError) as e:
+            own = ", ".join(name for name in os.environ if name.startswith("WANDB_")) or "none"
+            raise UserError(
+                f"logger.wandb: W&B cannot start: {' '.join(str(e).split())}. Type logger.wandb.mode=offline, or correct the key or the "
+                f"variables of the environment (set: {own})."
+            ) from e
 
 
 def wandb(
@@ -118,8 +156,13 @@ def wandb(
     import wandb as client
 
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", "online" if has_wandb_key() else "offline")
-    logger = WandbLogger(
+        mode = os.environ.get("WANDB_MODE", "")
+        if not mode:
+            mode = "online" if has_wandb_key() else "offline"
+            if mode == "online" and rank_zero_only.rank == 0 and (why := unreachable(server())):
+                log.warning("W&B logs offline: %s", why)
+                mode = "offline"
+    logger = Wandb(
         name=run,
         save_dir=str(run_dir),
         id=id,
