@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.compat.wandb_anonymous import without_anonymous
-from lockstep.errors import UserError
+from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import files
 from lockstep.training.steps import steps_done
 
@@ -47,13 +47,22 @@ class MetricsCsv(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         row: dict[str, Any] = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        if not self.columns and self.path.exists():
+        if not self.path.exists():
+            self.begin_anew()
+        elif not self.columns:
             self.columns = self.rows()[0]
         new = [name for name in row if name not in self.columns]
         if new:
             self.widen(new)
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
+
+    def begin_anew(self) -> None:
+        if not self.path.parent.is_dir():
+            raise TrainingFailed(f"{self.path.parent} was removed while the run was going on. Start it again.")
+        if self.columns:
+            log.warning("%s was removed while the run was going on: its earlier rows are lost", self.path)
+        self.columns = []
 
     def rows(self) -> tuple[list[str], list[dict[str, str]]]:
         """Columns and rows, without a last row that a kill cut off."""
@@ -159,7 +168,7 @@ def wandb(
         mode = os.environ.get("WANDB_MODE", "")
         if not mode:
             mode = "online" if has_wandb_key() else "offline"
-            if mode == "online" and rank_zero_only.rank == 0 and (why := unreachable(server())):
+            if mode == "online" and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server())):
                 log.warning("W&B logs offline: %s", why)
                 mode = "offline"
     logger = Wandb(

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -191,6 +192,9 @@ class Recorder:
             self.report["error"] = f"{type(error).__name__}: {error}"
         if self.rank != 0 or (not self.handlers and (error is None or isinstance(error, UserError))):
             return
+        if self.handlers and not self.dir.is_dir():  # it was removed meanwhile
+            self.close_logs()
+            return
         if not self.handlers:  # a user's class failed before the run began
             self.make_folder()
             self.open_logs()
@@ -207,6 +211,9 @@ class Recorder:
             return self.undo()
         write_json(self.dir / "report.json", self.report)
         if error is None:
+            if not (self.dir / "config.yaml").is_file():
+                gone = f"{self.dir}/config.yaml was removed while the run was going on: eval.py needs it."
+                print(f"WARNING: {gone}", file=sys.stderr)
             from lockstep.reporting.summary import show_run
 
             show_run(self.cfg, self.report, self.module)
