@@ -2,8 +2,8 @@
 
 python benchmarks/refused.py [--only <text>] [--every 3] [--jobs 2] [--before <file>] [--save <file>] [--out docs/refused.md]
 
-A case is refused well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run
-begins, and leaves no file. Each case is a process forked from one that has imported torch, as imports would take most of the time;
+A case is refused well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run's
+directory is made, and leaves no file. Some of these need torch: whether a network takes the images is known once it is made. Each case is a process forked from one that has imported torch, as imports would take most of the time;
 the table adds the time that they take to the cases that need them. The cases are in refused_cases.py. `--save` keeps the
 verdicts; `--before` compares with kept ones. Needs Linux.
 """
@@ -26,7 +26,8 @@ from lockstep.machine.world import cores
 from lockstep.reporting.provenance import versions
 
 MADE = ("a wrong value", "a key is", "a name is misspelt")  # families made from the schema's keys
-COLUMNS = (WELL, LATE, DIM, LEFT, TRACEBACK, SILENT)
+WITH_TORCH = "of these with torch"
+COLUMNS = (WELL, WITH_TORCH, LATE, DIM, LEFT, TRACEBACK, SILENT)
 
 
 def import_s(what: str) -> float:
@@ -62,6 +63,7 @@ def table(outcomes: list[Outcome]) -> str:
     for family in [*dict.fromkeys(o.family for o in refusable), "all"]:
         own = [o for o in refusable if family in (o.family, "all")]
         counts = Counter(o.verdict for o in own)
+        counts[WITH_TORCH] = sum(o.verdict == WELL and o.stage == "torch" for o in own)
         times = percentile([o.elapsed_s for o in own])
         lines.append(f"| {family} | {len(own)} | {' | '.join(str(counts[name]) for name in COLUMNS)} | {times} |")
     works = Counter(o.verdict for o in outcomes)

@@ -22,6 +22,7 @@ from lockstep.machine.world import World
 LIMIT_S = 20.0  # a case that trains longer than this was accepted
 MEMORY_BYTES = 3 * 2**30  # of data, so an archive that unpacks to more ends in a MemoryError
 WELL, LATE, DIM, TRACEBACK, SILENT = "refused well", "late", "dim", "traceback", "accepted in silence"
+STAGES = {b"r": "run", b"t": "torch", b"c": "classes"}  # the letters that a process writes, the last stage first
 LEFT, WORKS, WRONGLY = "left files", "works", "refused wrongly"
 BASE = ["data.root=own", "data.source=disk", "data.batch_size=16", "data.image_size=12", "trainer.accelerator=cpu", "trainer.max_steps=2",
         "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false"]  # fmt: skip
@@ -29,7 +30,7 @@ BASE = ["data.root=own", "data.source=disk", "data.batch_size=16", "data.image_s
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. `stage`: config (nothing but the config was read), classes, or run."""
+    """What became of a case. `stage`: config (nothing but the config was read), classes, torch (everything was made), or run."""
 
     family: str
     name: str
@@ -70,6 +71,7 @@ def lay_out(case: Case, folder: Path) -> None:
 def noted(stages: int) -> None:
     """Makes this process write how far it has come; and run the processes of a run in this one."""
     from lockstep.launch import jobs, local, start
+    from lockstep.reporting.recorder import Recorder
 
     def note(letter: bytes, call: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -84,8 +86,10 @@ def noted(stages: int) -> None:
         jobs.load(script)(cfg, world)
 
     stage: Any = start
+    recorder: Any = Recorder
     stage.check_classes = note(b"c", stage.check_classes)
-    stage.identify = note(b"r", stage.identify)
+    stage.identify = note(b"t", stage.identify)
+    recorder.open = note(b"r", recorder.open)
     local.run_processes = alone
 
 
@@ -152,12 +156,9 @@ class Running:
             os.waitpid(pid, 0)
         letters = os.read(self.read, 100)
         os.close(self.read)
-        stage = "run" if b"r" in letters else "classes" if b"c" in letters else "config"
-        imports = (
-            "torch"
-            if stage == "run" or any("_target_" in a or a[0] == "+" for a in self.case.args if stage == "classes")
-            else "config"
-        )
+        stage = next((name for letter, name in STAGES.items() if letter in letters), "config")
+        asked = stage == "classes" and any("_target_" in arg or arg[0] == "+" for arg in self.case.args)
+        imports = "torch" if stage in ("torch", "run") or asked else "config"
         message = self.folder.with_suffix(".err").read_text(errors="replace")
         left = sorted(str(path.relative_to(self.folder)) for path in set(self.folder.rglob("*")) - self.before)
         what = verdict(self.case, code, message, stage, left)

@@ -140,7 +140,6 @@ def preload() -> None:
     import lockstep.build
     import lockstep.launch.start
     import lockstep.reporting.comparison
-    import lockstep.reporting.flops
     import lockstep.reporting.page
     import lockstep.sweeps.table
     import lockstep.training.memory  # noqa: F401

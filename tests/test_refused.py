@@ -139,6 +139,30 @@ def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):
     assert Path("runs/a/notes.txt").read_text() == "mine"
 
 
+def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys):
+    from lockstep.callbacks import FiniteLoss
+
+    removed = []
+
+    def remove(self, trainer, *_) -> None:
+        if trainer.global_step == 5:
+            path = Path("runs/a", removed[-1])
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", remove)
+    for name in ("config.yaml", "metrics.csv", "checkpoints"):
+        removed.append(name)
+        assert train("run=a", "trainer.log_every_n_steps=2")["status"] == "done"
+        assert (
+            name == "checkpoints" or f"runs/a/{name} was removed while the run was going on" in capsys.readouterr().err
+        )
+        shutil.rmtree("runs")
+    removed.append(".")
+    with pytest.raises(TrainingFailed, match="runs/a was removed while the run was going on"):
+        train("run=a", "trainer.log_every_n_steps=2")
+    assert not Path("runs/a").exists()
+
+
 def test_weights_that_do_not_fit_are_refused(train, run_a):
     with pytest.raises(UserError, match=r"does not fit the network: .*classifier"):
         train("run=c", "init_from=a", "data.image_size=16")

@@ -4,7 +4,6 @@ from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightni
 
 # isort: split
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_module_weights, load_weights, read
 from lockstep.checkpoints.plain import plain
 from lockstep.config.classes import optimizer_node
-from lockstep.config.components import missing_groups
+from lockstep.config.components import missing_groups, monitor_problems, monitors
 from lockstep.config.identity import title
 from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, to_plain
 from lockstep.config.project import of_users_code
 from lockstep.config.signatures import accepted, locate
-from lockstep.config.words import nearest
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
@@ -35,10 +33,11 @@ from lockstep.machine.world import World, gpu_count, threads
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.tasks import Task
-from lockstep.training import foreign, memory
+from lockstep.training import foreign, memory, rehearsal
+from lockstep.training.micro_batches import batches
 from lockstep.training.module import TaskModule
 
-__all__ = ["data", "evaluate", "fit", "module", "process", "seed", "trainer", "with_numbers"]
+__all__ = ["data", "evaluate", "fit", "module", "process", "rehearse", "seed", "trainer", "with_numbers"]
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
@@ -140,12 +139,8 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         metrics=metrics(cfg, goal),
         network_arguments=offered,
     )
-    watching = {f"callbacks.{name}.monitor": str(node.get("monitor")) for name, node in cfg.callbacks.items()}
-    watched = {"checkpoint.monitor": str(cfg.checkpoint.monitor)}
-    watched |= {key: monitor for key, monitor in watching.items() if monitor.startswith("val/")}
-    raise_problems(
-        problem for key, monitor in watched.items() for problem in monitor_problems(key, monitor, made.figure_names())
-    )
+    figures = made.figure_names()
+    raise_problems(p for key, monitor in monitors(cfg).items() for p in monitor_problems(key, monitor, figures))
     return made
 
 
@@ -168,11 +163,10 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
     return found
 
 
-def monitor_problems(key: str, monitor: str, figures: list[str]) -> Iterator[str]:
-    names = [f"val/{figure}" for figure in ("loss", *figures)]
-    known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
-    if not known:
-        yield f"{key}={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
+def rehearse(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
+    """Tries a step without computing it. Raises UserError if the parts do not fit together."""
+    micro_batch = batches(cfg, world)["micro_batch"]
+    rehearsal.rehearse(cfg, module, data, device=trainer.strategy.root_device, micro_batch=micro_batch or 1)
 
 
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:

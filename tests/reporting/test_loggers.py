@@ -1,6 +1,7 @@
 """Where metrics go: metrics.csv loses no row; TensorBoard and offline W&B leave files that hold the figures."""
 
 import csv
+import os
 import shlex
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
 from lockstep.checkpoints import resuming
+from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
+from lockstep.errors import UserError
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
 
@@ -178,6 +181,7 @@ def test_the_mode_is_what_was_said_or_follows_from_the_key(
         monkeypatch.setenv("WANDB_MODE", variable)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(loggers, "unreachable", lambda _: "")
     assert wandb_logger(tmp_path / "run", given)._wandb_init["mode"] == expected
 
 
@@ -234,3 +238,40 @@ def test_a_resumed_run_keeps_the_id_of_a_logger_of_any_name(tmp_path):
     assert len(first.logger.mine.id) == 8
     OmegaConf.save(first, tmp_path / "config.yaml")
     assert resuming.same_identity(cfg, tmp_path / "config.yaml").logger.mine.id == first.logger.mine.id
+
+
+def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, no_key, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(loggers.socket, "create_connection", refuse)
+    made = loggers.wandb(
+        run_dir=tmp_path, run="a", project="p", entity=None, group=None, tags=[], id="abc", mode="auto"
+    )
+    assert made._wandb_init["mode"] == "offline"
+    assert "api.wandb.ai cannot be reached (Network is unreachable)" in caplog.text
+
+
+def test_what_wandb_refuses_is_told_in_one_message(tmp_path, monkeypatch):
+    made = loggers.Wandb(name="a", save_dir=str(tmp_path), mode="online")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("API key must have 40+ characters")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    with pytest.raises(UserError, match=r"logger.wandb: W&B cannot start: API key .*\(set: .*WANDB_API_KEY") as error:
+        made.experiment  # noqa: B018
+    assert "secret" not in str(error.value)
+
+
+def test_a_mode_that_wandb_does_not_have_is_told_without_its_client(monkeypatch):
+    cfg = compose_config("train", ["logger=[csv,wandb]", "trainer.accelerator=cpu"])
+    monkeypatch.setenv("WANDB_MODE", "onlin")
+    assert [problem.partition(" in ")[0] for problem in check(cfg)] == ["WANDB_MODE=onlin"]
+    cfg.logger.wandb.mode = "offline"
+    assert check(cfg) == []

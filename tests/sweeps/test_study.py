@@ -1,5 +1,8 @@
 """What a sweep of Optuna leaves: its best config can be typed, whatever was searched in."""
 
+import csv
+import logging
+
 import optuna
 import pytest
 from omegaconf import OmegaConf
@@ -24,13 +27,17 @@ def composed_best(tmp_path, fixed: dict, params: dict, distributions: dict):
     return compose.compose_config("train", [*where, "experiment=best"])
 
 
-def test_the_best_config_has_groups_and_values_of_the_trial(tmp_path):
+def test_the_best_config_has_groups_and_values_of_the_trial(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("optuna"), "propagate", True)
     cfg = composed_best(
-        tmp_path, {"callbacks": "[default,ema]", "trainer.max_epochs": "3"}, {"optim": "sgd", "optim.lr": 0.02},
+        tmp_path, {"callbacks": "[default,ema]", "trainer.max_epochs": "3", "steps": 12}, {"optim": "sgd", "optim.lr": 0.02},
         {"optim": CategoricalDistribution(["adamw", "sgd"]), "optim.lr": FloatDistribution(0.01, 0.1)},
     )  # fmt: skip
     assert cfg.optim == compose.compose_config("train", ["optim=sgd", "optim.lr=0.02"]).optim
     assert (cfg.trainer.max_epochs, "ema" in cfg.callbacks) == (3, True)
+    with (tmp_path / "trials.csv").open() as file:
+        assert [row["steps"] for row in csv.DictReader(file)] == ["12", ""]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # of plots without a pruner
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from lockstep.config.batches import accumulated, auto_problems, batch_problems
 from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
+from lockstep.config.environment import environment_problems
 from lockstep.config.length import length_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
 from lockstep.config.structure import structure_problems
@@ -204,7 +205,15 @@ def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 EVALUATION = (device_problems, strategy_problems, data_set_problems)
-TRAINING = (*EVALUATION, batch_problems, auto_problems, task_problems, training_problems, length_problems)
+TRAINING = (
+    *EVALUATION,
+    batch_problems,
+    auto_problems,
+    task_problems,
+    training_problems,
+    length_problems,
+    environment_problems,
+)
 
 
 def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:

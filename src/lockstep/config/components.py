@@ -6,6 +6,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lockstep.config.identity import title
+from lockstep.config.words import nearest, plain
 
 SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
 
@@ -21,9 +22,47 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
         if cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
             yield f"checkpoint.mode={cfg.checkpoint.mode} is not possible; it takes one of max, min. Type checkpoint.mode=min."
         return
+    for name in {"loss", "count"} & set(cfg.task.get("metrics") or ()):
+        yield f"task.metrics.{name}: every task already logs {name}. Type another name."
     yield from missing_groups(cfg)
     if not str(cfg.checkpoint.monitor).startswith("val/"):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor or 'null'} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
+
+    if cfg.task.get("traits"):
+        figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in cfg.task.metrics for rest in ("", "/*"))]
+        for key, monitor in monitors(cfg).items():
+            yield from monitor_problems(key, monitor, figures)
+
+
+def monitors(cfg: DictConfig) -> dict[str, str]:
+    """The keys that name a figure of the validation, with their figures."""
+    watching = {f"callbacks.{name}.monitor": str(node.get("monitor")) for name, node in cfg.callbacks.items()}
+    own = {key: monitor for key, monitor in watching.items() if monitor.startswith("val/")}
+    typed = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
+    return {typed: str(cfg.checkpoint.monitor), **own}
+
+
+def monitor_problems(key: str, monitor: str, figures: list[str]) -> Iterator[str]:
+    names = [f"val/{figure}" for figure in ("loss", *figures)]
+    known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
+    if not known:
+        yield f"{key}={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
+
+
+def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the data has what a shipped task needs, by the task's traits."""
+    traits = cfg.task.get("traits") if is_shipped(cfg.task) else None
+    if traits is None:
+        return
+    if missing := [name for name in traits.needs if not about.get(name)]:
+        yield (
+            f"task={title(cfg.task)} needs {', '.join(missing)} in the `about` of the data; data={title(cfg.data)} has "
+            f"{', '.join(k for k in about if about[k]) or 'nothing'}. Choose another task or data, or add it to the `about` of your data set."
+        )
+    for name, of in traits.one_each.items():
+        given, count = plain(cfg.task.get(name)), len(about.get(of) or ())
+        if given is not None and len(given) != count:
+            yield f"task.{name} has {len(given)} numbers; the data has {count} {of}. Give one for each."
 
 
 def missing_groups(cfg: DictConfig) -> Iterator[str]:

@@ -83,8 +83,9 @@ def key_of(override: str) -> str:
 def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
     """Typed keys that belong to an option as a whole."""
     for override in overrides:
-        if key_of(override) == "strategy.name" or key_of(override).startswith("strategy.traits"):
-            yield f"{override}: {key_of(override)} cannot be set, because it says what the strategy is. Choose one with strategy=<name>."
+        key, group = key_of(override), key_of(override).partition(".")[0]
+        if key == "strategy.name" or key.startswith(("strategy.traits", "task.traits")):
+            yield f"{override}: {key} cannot be set, because it says what the {group} is. Choose one with {group}=<name>."
 
 
 def beyond_schema(overrides: Sequence[str]) -> bool:
@@ -125,6 +126,8 @@ def message(error: BaseException, override: str) -> str:
         return (
             f"{override}: {key} is not in the config then, and the engine reads it. Choose an option with {key}=<name>."
         )
+    if "@" in override.partition("=")[0] and key in GROUPS:
+        return f"{override}: the options of {key} have one place in the config. Type {key}={override.partition('=')[2] or '<name>'}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
         near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]

@@ -21,10 +21,11 @@ from lockstep.errors import UserError, raise_problems
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
 # Keys of a node that the engine reads itself. They are passed on only if the signature names them.
 ENGINE = {
-    "task": ("name", "monitor", "mode", "metrics"),
+    "task": ("name", "monitor", "mode", "metrics", "traits"),
     "model": ("name",),
     "data": ("name",),
     "strategy": ("name", "traits"),
+    "schedule": ("needs_end",),
 }
 PARTIAL = ("optim", "schedule")  # the engine adds parameters or the optimizer, and makes the object
 MISSING = "???"  # OmegaConf's
@@ -48,10 +49,11 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
             kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in admitted.trusted()], _convert_="all"
         )
     except InstantiationException as e:
-        cause = e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")
-        if isinstance(cause, ValueError) and not isinstance(cause, UserError) and is_shipped(plain):
-            cause = UserError(f"{key}: {cause}")
-        raise cause from None
+        raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
+    except ValueError as e:
+        if isinstance(e, UserError) or not is_shipped(plain):
+            raise
+        raise UserError(f"{key}: {e}") from None
     except TypeError as e:
         raise_problems(refused_argument(e, kept, key))
         raise

@@ -142,11 +142,11 @@ class DataModule(pl.LightningDataModule):
             batch = self.dataset.augment(batch, seed=self.seed, epoch=epoch)
         return self.dataset.preprocess(batch)
 
-    def example(self, count: int, device: torch.device | str = "cpu") -> Batch:
-        """A training batch of the first samples, repeated if there are fewer than `count`."""
+    def example(self, count: int, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
+        """A batch of the first training samples, repeated if there are fewer than `count`; augmented for `training`."""
         batch = fetch(samples_of(self.dataset.train), np.arange(count) % len(self.dataset.train))
         moved = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
-        return self.finished(moved, training=True)
+        return self.finished(moved, training=training)
 
     @property
     def waited_s(self) -> float:

@@ -1,6 +1,7 @@
 """How a command ends: exit codes and messages on standard error instead of exceptions."""
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -43,6 +44,17 @@ def exit_with_agent(agent: int, env: Mapping[str, str] = os.environ) -> NoReturn
     exit_process(1)
 
 
+def refused_variable(error: Exception) -> str | None:
+    """What torch says about a variable of the environment that it refuses while it is imported."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    imported = any(code.co_name == "<module>" and "/torch/" in code.co_filename for code in frames)
+    named = [name for name in re.findall(r"\b[A-Z]+_[A-Z_]+\b", str(error)) if imported and name in os.environ]
+    if not named:
+        return None
+    why = str(error).strip().partition("\n")[0]
+    return f"{named[0]}={os.environ[named[0]]} in the environment is refused by torch: {why}. Type env -u {named[0]} python train.py ..."
+
+
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
     prefix = f"[rank {rank}] " if rank else ""
@@ -73,6 +85,9 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
                 file=sys.stderr,
             )
             return 1
+        if refused := refused_variable(e):
+            print(readable(f"error: {prefix}{refused}"), file=sys.stderr)
+            return 2
         lines = readable(traceback.format_exc()).splitlines()
         print("".join(prefix + line + "\n" for line in lines), end="", file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check
+from lockstep.config.components import about_problems
 from lockstep.config.compose import beyond_schema, fixed_keys
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.config.length import step_problems
@@ -48,7 +49,8 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | Non
     train, *_ = splits(
         data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train") if key in cfg.data}
     )
-    raise_problems(() if evaluating else step_problems(cfg, train.count))
+    if not evaluating:
+        raise_problems([*about_problems(cfg, data.about), *step_problems(cfg, train.count)])
     if data.notice and rank_of() == 0:
         print(readable(f"WARNING: {data.notice}"), file=sys.stderr)
     return data

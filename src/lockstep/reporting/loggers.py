@@ -1,9 +1,11 @@
 """Loggers: metrics.csv, which is always written, W&B and TensorBoard."""
 
 import csv
+import logging
 import netrc
 import os
 import shlex
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.compat.wandb_anonymous import without_anonymous
+from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import files
 from lockstep.training.steps import steps_done
 
+log = logging.getLogger("lockstep")
 WANDB_SERVER = "https://api.wandb.ai"
 
 
@@ -43,13 +47,22 @@ class MetricsCsv(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         row: dict[str, Any] = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        if not self.columns and self.path.exists():
+        if not self.path.exists():
+            self.begin_anew()
+        elif not self.columns:
             self.columns = self.rows()[0]
         new = [name for name in row if name not in self.columns]
         if new:
             self.widen(new)
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
+
+    def begin_anew(self) -> None:
+        if not self.path.parent.is_dir():
+            raise TrainingFailed(f"{self.path.parent} was removed while the run was going on. Start it again.")
+        if self.columns:
+            log.warning("%s was removed while the run was going on: its earlier rows are lost", self.path)
+        self.columns = []
 
     def rows(self) -> tuple[list[str], list[dict[str, str]]]:
         """Columns and rows, without a last row that a kill cut off."""
@@ -91,16 +104,50 @@ class CutAtResume(pl.Callback):
                 writer.purge_step = steps
 
 
+def server() -> str:
+    return os.environ.get("WANDB_BASE_URL") or WANDB_SERVER
+
+
 def has_wandb_key() -> bool:
     """Whether W&B's client would find an API key for its server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    server = urlsplit(os.environ.get("WANDB_BASE_URL") or WANDB_SERVER).hostname or ""
     try:
-        found = netrc.netrc(os.environ.get("NETRC")).authenticators(server)
+        found = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(server()).hostname or "")
     except (OSError, netrc.NetrcParseError):
         return False
     return bool(found and found[2])
+
+
+def unreachable(server: str, timeout_s: float = 5.0) -> str:
+    """Why W&B's server cannot be reached; empty if it can, or if a proxy decides that."""
+    url = urlsplit(server)
+    if any(name.lower().endswith("_proxy") for name in os.environ):
+        return ""
+    try:
+        socket.create_connection(
+            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout_s
+        ).close()
+    except OSError as e:
+        return f"{url.netloc} cannot be reached ({e})"
+    return ""
+
+
+class Wandb(WandbLogger):
+    """Refuses the run when W&B cannot start, which it does when the run begins."""
+
+    @property
+    def experiment(self) -> Any:
+        from wandb import errors
+
+        try:
+            return super().experiment
+        except (errors.Error, ValueError) as e:
+            own = ", ".join(name for name in os.environ if name.startswith("WANDB_")) or "none"
+            raise UserError(
+                f"logger.wandb: W&B cannot start: {' '.join(str(e).split())}. Type logger.wandb.mode=offline, or correct the key or the "
+                f"variables of the environment (set: {own})."
+            ) from e
 
 
 def wandb(
@@ -118,8 +165,13 @@ def wandb(
     import wandb as client
 
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", "online" if has_wandb_key() else "offline")
-    logger = WandbLogger(
+        mode = os.environ.get("WANDB_MODE", "")
+        if not mode:
+            mode = "online" if has_wandb_key() else "offline"
+            if mode == "online" and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server())):
+                log.warning("W&B logs offline: %s", why)
+                mode = "offline"
+    logger = Wandb(
         name=run,
         save_dir=str(run_dir),
         id=id,

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -142,7 +143,6 @@ class Recorder:
 
     def trained(self, checkpoint: str | None) -> None:
         """Adds the figures of training. Call it on every rank."""
-        from lockstep.reporting.flops import flops_per_s
         from lockstep.reporting.loggers import MetricsCsv
         from lockstep.training.steps import steps_done
 
@@ -158,9 +158,9 @@ class Recorder:
             **offered_figures(trainer),
         }
         rate = self.report[f"train/{unit}_per_s"] if self.rank == 0 else None
-        model = OmegaConf.to_container(self.cfg.model, resolve=True)
+        flops = getattr(self.module, "flops_per_sample", None)
         self.report |= {
-            "train/flops_per_s": flops_per_s(self.module, model, self.data, rate),  # type: ignore[arg-type]
+            "train/flops_per_s": None if rate is None or flops is None else flops * rate,
             "peak_memory_bytes": peak_memory_bytes(trainer),
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.dir) if checkpoint else None,
@@ -192,6 +192,9 @@ class Recorder:
             self.report["error"] = f"{type(error).__name__}: {error}"
         if self.rank != 0 or (not self.handlers and (error is None or isinstance(error, UserError))):
             return
+        if self.handlers and not self.dir.is_dir():  # it was removed meanwhile
+            self.close_logs()
+            return
         if not self.handlers:  # a user's class failed before the run began
             self.make_folder()
             self.open_logs()
@@ -208,6 +211,9 @@ class Recorder:
             return self.undo()
         write_json(self.dir / "report.json", self.report)
         if error is None:
+            if not (self.dir / "config.yaml").is_file():
+                gone = f"{self.dir}/config.yaml was removed while the run was going on: eval.py needs it."
+                print(f"WARNING: {gone}", file=sys.stderr)
             from lockstep.reporting.summary import show_run
 
             show_run(self.cfg, self.report, self.module)

@@ -199,6 +199,8 @@ class StudySweeper(SweeperSteps):
         """Tells the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
         report = {"status": "failed"} | read_report(self.folder / str(trial.number))
         values: list[Any] = [report.get(name) for name in self.objectives]
+        if "train/steps" in report:
+            trial.set_user_attr("steps", report["train/steps"])
         if report["status"] in ("preempted", "interrupted"):
             self.unfinished.add(trial.number)
         elif report["status"] == "pruned":

@@ -45,7 +45,7 @@ def write_table(study: optuna.Study, objectives: list[str], path: Path) -> None:
         for trial in trials:
             values = trial.values or [""] * len(objectives)
             own = [trial.params.get(name, "") for name in names]
-            steps = max(trial.intermediate_values, default="")
+            steps = trial.user_attrs.get("steps", max(trial.intermediate_values, default=""))
             writer.writerow(
                 [trial.number, trial.state.name.lower(), *values, *own, steps, trial.user_attrs.get("error", "")]
             )
@@ -53,7 +53,7 @@ def write_table(study: optuna.Study, objectives: list[str], path: Path) -> None:
 
 def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folder: Path, name: str) -> str:
     """An experiment config with the trial's values and with the overrides that all trials shared."""
-    skipped = ("sweep", "error", "resume", "runs_dir")
+    skipped = ("sweep", "error", "resume", "runs_dir", "steps")
     chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
     chosen = {
         key: OmegaConf.create(f"it: {value}").it if isinstance(value, str) else value for key, value in chosen.items()
@@ -89,7 +89,9 @@ def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> Non
     from optuna.visualization import matplotlib as drawn
 
     one = len(objectives) == 1
-    kinds = ["optimization_history", "param_importances", "parallel_coordinate", "slice", "intermediate_values"]
+    kinds = ["optimization_history", "param_importances", "parallel_coordinate", "slice"]
+    if any(trial.intermediate_values for trial in study.trials):  # Optuna warns without a pruner
+        kinds.append("intermediate_values")
     plots = kinds if one else ["pareto_front"]
     options = {} if one else {"target_names": objectives}
     pages: list[str] = []

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
-from lockstep.tasks.task import Task, class_weight
+from lockstep.tasks.task import Task, class_weight, refuse_outputs
 
 
 class Classification(Task):
@@ -36,6 +36,7 @@ class Classification(Task):
         return {"num_classes": len(self.about["classes"])}
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        refuse_outputs(output, len(batch["target"]), len(self.about["classes"]))
         return F.cross_entropy(
             output, batch["target"], self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, refuse_outputs
 
 
 class LanguageModel(Task):
@@ -33,6 +33,7 @@ class LanguageModel(Task):
         }
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        refuse_outputs(output, *batch["target"].shape, len(self.about["vocabulary"]))
         logits_NV, target_N = self.metric_inputs(output, batch)
         loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
         loss_BT = loss_N.view(batch["target"].shape)

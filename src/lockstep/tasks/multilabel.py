@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 
 from lockstep.errors import UserError
-from lockstep.tasks.task import Task, class_weight
+from lockstep.tasks.task import Task, class_weight, refuse_outputs
 
 
 class Multilabel(Task):
@@ -42,6 +42,7 @@ class Multilabel(Task):
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BL = batch["target"].to(output.dtype)
+        refuse_outputs(output, *target_BL.shape)
         loss_BL = F.binary_cross_entropy_with_logits(output, target_BL, reduction="none", pos_weight=self.pos_weight_L)
         return loss_BL.mean(1)
 

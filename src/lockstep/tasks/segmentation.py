@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from lockstep.errors import UserError
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, refuse_outputs
 
 
 class Segmentation(Task):
@@ -37,6 +37,7 @@ class Segmentation(Task):
                 f"task=segmentation needs a class per pixel and a network for it; the data has targets of shape {tuple(target_BHW.shape)}, the network "
                 f"gives {tuple(output.shape)}. Choose another task, or other data and another model."
             )
+        refuse_outputs(output, len(target_BHW), len(self.about["classes"]), *target_BHW.shape[1:])
         loss_BHW = F.cross_entropy(output, target_BHW, reduction="none", ignore_index=self.ignore_index)
         loss_B = loss_BHW.sum((1, 2)) / (target_BHW != self.ignore_index).sum((1, 2)).clamp(min=1)
         return loss_B + self.dice * dice_loss(output, target_BHW, self.ignore_index) if self.dice else loss_B

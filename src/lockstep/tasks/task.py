@@ -78,6 +78,17 @@ class Task(nn.Module):
         return [*curves, *((name, name, (f"val/{name}",)) for name in self.metrics())]
 
 
+def refuse_outputs(output: Tensor, *shape: int) -> None:
+    """Raises UserError if a network's output has another shape; -1 is any size."""
+    if len(output.shape) != len(shape) or any(
+        wanted not in (-1, given) for wanted, given in zip(shape, output.shape, strict=True)
+    ):
+        raise UserError(
+            f"the network gives {tuple(output.shape)}, but the task and the data need ({', '.join('any' if n == -1 else str(n) for n in shape)}). "
+            "Choose another model, or give it the number of outputs that the data needs."
+        )
+
+
 def per_sample(loss: Tensor) -> Tensor:
     """loss_B: the mean over each sample's elements."""
     return loss if loss.dim() == 1 else loss.flatten(1).mean(1)

@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -50,6 +51,7 @@ class TaskModule(QuickHookNames):
         self.net, self.task, self.network_arguments = net, task, network_arguments
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.call_net: Callable[..., Any] | None = None
+        self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
         self.mean_loss = MeanLoss()
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
@@ -172,7 +174,7 @@ class TaskModule(QuickHookNames):
         if isinstance(value, Tensor) and value.numel() > 1:
             names = self.task.about.get(self.task.names, ())
             names = names if len(names) == value.numel() else range(value.numel())
-            return {f"{name}/{each}": part for each, part in zip(names, value.flatten(), strict=True)}
+            return {f"{name}/{each}": part for each, part in zip(names, value.float().flatten(), strict=True)}
         return {name: value.float() if isinstance(value, Tensor) else torch.tensor(float(value))}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -197,12 +199,15 @@ class TaskModule(QuickHookNames):
             )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def new_optimizer(self) -> Optimizer:
+    def new_optimizer(self, net: nn.Module | None = None) -> Optimizer:
         """Of the network's parameters; a function of the user's may ask for `named_parameters`, to treat some differently."""
-        if "named_parameters" in inspect.signature(self.make_optimizer).parameters:
-            return self.make_optimizer(named_parameters=list(self.net.named_parameters()))
+        net, make = self.net if net is None else net, self.make_optimizer
+        if any(p.is_meta for p in net.parameters()) and getattr(make, "keywords", {}).get("fused"):
+            make = partial(make, fused=False)  # fused optimizers refuse meta tensors
+        if "named_parameters" in inspect.signature(make).parameters:
+            return make(named_parameters=list(net.named_parameters()))
         try:
-            return self.make_optimizer(self.net.parameters())
+            return make(net.parameters())
         except ValueError as e:
             if "only supports 2D parameters" in str(e):  # torch.optim.Muon
                 raise UserError(

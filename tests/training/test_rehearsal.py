@@ -1,0 +1,109 @@
+"""A step on the meta device: what does not fit together is refused before a file is written, and operations are counted."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lockstep.config.compose import compose_config
+from lockstep.data import Arrays, Images
+from lockstep.data.datamodule import DataModule
+from lockstep.errors import UserError
+from lockstep.tasks import Classification
+from lockstep.training import schedules
+from lockstep.training.module import TaskModule
+from lockstep.training.rehearsal import rehearse
+
+
+class Black(Images):
+    """Four black images."""
+
+    classes = tuple("0123456789")
+
+    def __init__(self, channels: int, image_size: int) -> None:
+        super().__init__(image_size=image_size, mean=[0.5] * channels, std=[0.5] * channels)
+        self.train = self.test = Arrays(input=np.zeros((4, channels, 28, 28), np.uint8), target=np.zeros(4, np.int64))
+
+
+def flops_per_sample(channels: int, image_size: int, *overrides: str) -> int | None:
+    data, task = Black(channels, image_size), Classification()
+    task.bind(data.about)
+    module = TaskModule(
+        nn.Identity(),
+        task,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        schedule=schedules.constant,
+        parallelize=pytest.fail,
+        metrics={},
+        network_arguments=data.network_arguments() | task.network_arguments(),
+    )
+    cfg = compose_config("train", [*overrides, "data.batch_size=2", f"data.image_size={image_size}"])
+    made = DataModule(data, batch_size=2, eval_batch_size=2)
+    rehearse(cfg, module, made, device=torch.device("cpu"), micro_batch=2)
+    return module.flops_per_sample
+
+
+def test_basic_nets_operations_are_those_of_its_shapes():
+    first = 26 * 26 * 32 * 9  # multiplications and additions
+    second = 24 * 24 * 64 * 32 * 9
+    linear = 9216 * 128 + 128 * 10
+    forward = first + second + linear
+    backward = first + 2 * (second + linear)  # no gradient of the images
+    assert flops_per_sample(1, 28) == 2 * (forward + backward)
+
+
+def test_resnet50d_at_336_pixels():
+    pretrained = ["model=resnet50d", "model.pretrained=true"]  # nothing is fetched
+    assert flops_per_sample(3, 336, *pretrained) == pytest.approx(59.3e9, rel=0.001)
+
+
+F1 = "+task.metrics.f1={_target_:torchmetrics.classification.%s}"
+ONE_CYCLE = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR ~schedule.warmup_steps"
+PLAIN = "~model.dropout_conv ~model.dropout_fc"
+
+
+@pytest.mark.parametrize(("typed", "told"), [
+    ("data.image_size=5", r"data.image_size=5: BasicNet needs images of at least 6 pixels"),
+    ("model=timm model.name=test_vit data.image_size=3", r"data.image_size=3 and task=classification do not fit .*patch size"),
+    (f"model._target_=torch.nn.Identity {PLAIN}", r"model=identity, data=mnist .* do not fit together: the network gives .*\(2, 1, 12, 12\)"),
+    (f"model._target_=torchvision.models.squeezenet1_0 {PLAIN}", r"model=squeezenet1_0, .* to have 3 channels, but got 1 channels"),
+    ("+model.num_classes=5", r"model.num_classes=5 has no effect: the data and the task need 10"),
+    ("task=segmentation", r"task=segmentation needs a class per pixel"),
+    ("optim._target_=torch.optim.SparseAdam ~optim.fused ~optim.weight_decay", r"optim: SparseAdam does not support dense gradients"),
+    (ONE_CYCLE, r"schedule: .*max_lr"),
+    (f"{ONE_CYCLE} +schedule.max_lr=1 trainer.max_epochs=-1", r"schedule: .*total_steps"),
+    (F1 % "BinaryF1Score", r"task.metrics.f1 does not fit task=classification .* the same shape"),
+    (F1 % "MulticlassF1Score,num_classes:3", r"task.metrics.f1 does not fit task=classification"),
+])  # fmt: skip
+def test_what_does_not_fit_together_is_refused_before_a_file_is_written(train, typed, told):
+    with pytest.raises(UserError, match=told):
+        train(*typed.split())
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "optim._target_=torch.optim.LBFGS ~optim.betas ~optim.fused ~optim.weight_decay ~optim.eps channels_last=false",
+        f"{ONE_CYCLE} +schedule.max_lr=0.1",
+        F1 % "MulticlassConfusionMatrix",
+    ],
+)
+def test_what_cannot_run_without_numbers_is_not_refused(train, typed):
+    assert train(*typed.split(), "trainer.max_steps=1")["status"] == "done"
+
+
+def test_a_rehearsal_changes_nothing(train, monkeypatch):
+    """Neither weights nor the order of random numbers, on whatever device the step was tried."""
+    from lockstep.training import rehearsal
+
+    losses = [train("run=a", "trainer.max_steps=2")["test/loss"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal, "on_meta", lambda *_: 1 / 0)
+        losses.append(train("run=b", "trainer.max_steps=2")["test/loss"])
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *_, **__: None)
+    losses.append(train("run=c", "trainer.max_steps=2")["test/loss"])
+    assert len(set(losses)) == 1
