@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.checkpoints import content, room, shards
 from lockstep.checkpoints.plain import refused
 from lockstep.checkpoints.trees import leaves
-from lockstep.errors import NotSaved
+from lockstep.errors import NotSaved, chain
 
 Write = Callable[[dict[str, Any], Path], None]
 Buffers = dict[tuple[Any, ...], Tensor]  # the host memory of a snapshot's tensors, by their paths
@@ -190,10 +190,7 @@ def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> No
 
 def os_error(error: BaseException) -> OSError | None:
     """The operating system's error, which torch wraps in its own."""
-    cause: BaseException | None = error
-    while cause and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause if isinstance(cause, OSError) else None
+    return next((each for each in chain(error) if isinstance(each, OSError)), None)
 
 
 def reason(error: BaseException) -> str:

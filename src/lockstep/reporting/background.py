@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.config.project import of_users_code
+from lockstep.errors import chain
 
 METHODS = ("log_metrics", "save", "after_save_checkpoint", "finalize")
 PENDING = 10_000  # calls that wait; later ones are dropped
@@ -91,12 +92,6 @@ class Background:
 
 def exit_thread() -> None:
     raise SystemExit
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def of_network(error: BaseException) -> bool:
