@@ -33,6 +33,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -57,6 +58,7 @@ COLUMNS = {
 COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}  # fmt: skip
 PLACE = ("run", "runs_dir", "resume")  # keys that say where a run is, not what it is
 ABSENT = object()
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,13 +75,22 @@ class Run:
         except Exception:  # any error of YAML, OmegaConf or the disk: one damaged file must not hide the other runs
             return OmegaConf.create()
 
+    @cached_property
+    def values(self) -> Any:
+        """The same without OmegaConf, which takes 20 ms for a config where libyaml takes 2."""
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            return yaml.load((self.folder / "config.yaml").read_text(), LOADER)
+        return {}
+
     def get(self, key: str) -> Any:
         if key in self.report or key.partition(".")[0] not in (*GROUPS, *KEYS):
-            return self.report.get(key, ABSENT)  # config.yaml is read when it is needed: 10 ms each
-        value = OmegaConf.select(self.config, key, default=ABSENT)
-        if isinstance(value, DictConfig):
-            return title(value) if value.keys() & {"name", "_target_"} else ABSENT
-        return plain(value)
+            return self.report.get(key, ABSENT)  # config.yaml is read when it is needed
+        value: Any = self.values
+        for part in key.split("."):
+            value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
+        if isinstance(value, dict):
+            return title(OmegaConf.create(value)) if value.keys() & {"name", "_target_"} else ABSENT
+        return value
 
     def written_s(self) -> float:
         try:

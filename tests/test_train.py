@@ -37,6 +37,12 @@ def test_an_average_is_what_is_validated_tested_and_saved(train):
     assert averaged["test/loss"] != plain["test/loss"]
     again = lockstep.evaluate(["run=ema", "trainer.accelerator=cpu"])
     assert again["test/loss"] == pytest.approx(averaged["test/loss"], rel=1e-6)
+    assert again["test/raw/acc"] == pytest.approx(averaged["test/raw/acc"], rel=1e-6)
+    last = {run: f"checkpoint=runs/{run}/checkpoints/last.ckpt" for run in ("plain", "ema")}
+    of = {run: lockstep.evaluate([path, "trainer.accelerator=cpu"]) for run, path in last.items()}
+    assert of["ema"]["test/raw/loss"] == pytest.approx(of["plain"]["test/loss"], rel=1e-6)
+    assert of["ema"]["test/loss"] != of["plain"]["test/loss"]
+    assert "test/raw/loss" not in of["plain"]
 
 
 @pytest.mark.parametrize(

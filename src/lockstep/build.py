@@ -18,8 +18,9 @@ from torchmetrics import Metric
 from lockstep import strategies
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_module_weights, load_weights, read
+from lockstep.checkpoints.content import load_module_weights, load_weights, raw_weights, read
 from lockstep.checkpoints.plain import plain
+from lockstep.checkpoints.weights import load_into
 from lockstep.config.classes import optimizer_node
 from lockstep.config.components import missing_groups, monitor_problems, monitors
 from lockstep.config.identity import title
@@ -190,7 +191,10 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
 def evaluate(
     cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule, stage: str = "test"
 ) -> dict[str, float]:
-    """The test (or `val`) figures of a checkpoint or of a module. Training and eval.py both use this function."""
+    """The test (or `val`) figures of a checkpoint or of a module. Training and eval.py both use this function.
+
+    Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves.
+    """
     step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if cfg.trainer[f"limit_{stage}_batches"] == 0:
         return {}
@@ -198,6 +202,19 @@ def evaluate(
     if not foreign.evaluates(subject, data, step, stage):
         console.say(f"no {run}: {type(subject).__name__} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
+    figures = figures_of(cfg, world, data, subject, run)
+    raw = raw_weights(Path(tested)) if isinstance(tested, str) else None
+    if raw is not None:
+        subject = module(cfg, data, weights=str(tested))
+        load_into(subject.state_dict(), raw, Path(str(tested)))
+        of_raw = figures_of(cfg, world, data, subject, run)
+        figures |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
+    return figures
+
+
+def figures_of(
+    cfg: DictConfig, world: World, data: pl.LightningDataModule, subject: pl.LightningModule, run: str
+) -> dict[str, float]:
     trainer = evaluator(cfg, world)
     with memory.explained(cfg, trainer, subject, data):
         found = getattr(trainer, run)(subject, data, verbose=False, weights_only=True)  # one for each dataloader

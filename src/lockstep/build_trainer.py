@@ -20,7 +20,7 @@ from lockstep.config.signatures import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine.world import World
-from lockstep.reporting.loggers import CutAtResume, MetricsCsv
+from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
 from lockstep.training import foreign
 from lockstep.training.profiler import NoProfiler
 
@@ -37,7 +37,10 @@ def loggers(cfg: DictConfig) -> list[Logger]:
     nodes = {str(name): node for name, node in cfg.logger.items() if name != "csv"}
     return [
         MetricsCsv(**place),
-        *(create(node, f"logger.{name}", **accepted(node["_target_"], place)) for name, node in nodes.items()),
+        *(
+            in_background(create(node, f"logger.{name}", **accepted(node["_target_"], place)), name)
+            for name, node in nodes.items()
+        ),
     ]
 
 

@@ -1,6 +1,6 @@
 """Lockstep's exceptions. UserError is for what a user can correct: exit code 2, no traceback."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -88,3 +88,10 @@ def raise_problems(problems: Iterable[str]) -> None:
     found = list(dict.fromkeys(problems))
     if found:
         raise UserError(*found)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

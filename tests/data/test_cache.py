@@ -281,3 +281,13 @@ def test_arrays_that_were_changed_are_written_anew(root, cache):
             path.write_bytes(content[: len(content) // 2] if damage in ("cut off", "about") else content)
         assert same(arrays(prepared(root, cache).cached), before), damage
     assert (folder / "train/input.npy").stat().st_mtime_ns == 0  # it was not written again
+
+
+def test_without_a_home_the_cache_is_among_the_temporary_files(tmp_path, monkeypatch):
+    def none() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", none)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert default_cache().parent == tmp_path

@@ -44,6 +44,11 @@ def load_module_weights(module: Any, path: Path) -> None:
     load_into(module.state_dict(), content["state_dict"], path)
 
 
+def raw_weights(path: Path) -> dict[str, Tensor] | None:
+    """The weights that training goes on with, if the run averaged its weights and `state_dict` holds the average."""
+    return read(path).get("current_model_state")
+
+
 def holds_module(path: Path) -> bool:
     """Whether it is a checkpoint of a user's LightningModule, which defines its own network."""
     return "network" not in read(path)

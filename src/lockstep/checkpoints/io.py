@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import logging
 import sys
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.checkpoints import content, shards
+from lockstep.checkpoints import content, room, shards
 from lockstep.checkpoints.plain import refused
 from lockstep.checkpoints.trees import leaves
-from lockstep.errors import NotSaved
+from lockstep.errors import NotSaved, chain
 
 Write = Callable[[dict[str, Any], Path], None]
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger("lockstep")
 
 
@@ -212,15 +214,18 @@ def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> No
     except Exception as e:
         with contextlib.suppress(OSError):
             shards.remove(shards.part_of(path))  # it takes disk space
+        full = getattr(os_error(e), "errno", None) in NO_SPACE
         raise NotSaved(
-            f"the checkpoint {path} could not be saved: {reason(e)}. The earlier ones are complete and still there. "
+            f"the checkpoint {path} could not be saved: {reason(e)}.{room.missing(checkpoint, path.parent) if full else ''} The earlier ones are complete and still there. "
             "Free some space or repair the disk, then type the command again with resume=auto."
         ) from e
 
 
+def os_error(error: BaseException) -> OSError | None:
+    """The operating system's error, which torch wraps in its own."""
+    return next((each for each in chain(error) if isinstance(each, OSError)), None)
+
+
 def reason(error: BaseException) -> str:
-    """The operating system's message, which torch wraps in its own."""
-    cause: BaseException | None = error
-    while cause and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return cause.strerror or str(cause) if isinstance(cause, OSError) else f"{type(error).__name__}: {error}"
+    cause = os_error(error)
+    return cause.strerror or str(cause) if cause else f"{type(error).__name__}: {error}"

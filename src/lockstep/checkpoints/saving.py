@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from omegaconf import DictConfig
 
-from lockstep.checkpoints import shards
+from lockstep.checkpoints import room, shards
 from lockstep.checkpoints.finding import BEST
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import save_logged_step, set_logged_step
@@ -138,6 +138,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
+        room.refuse_small(trainer, pl_module, self.path.parent)
         trainer.ckpt_path = None  # ModelCheckpoint never removes this path, even when it is no longer among the best
 
     def on_train_batch_start(

@@ -23,3 +23,13 @@ def shown(value: Any) -> str:
 def readable(text: str) -> str:
     """`text` with control characters spelt out, except line ends and tabs: a terminal would obey its escape sequences."""
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else ascii(c)[1:-1] for c in text)
+
+
+def size(n_bytes: float | None) -> str:
+    if n_bytes is None:
+        return "an unknown amount"
+    for unit in ("B", "KiB", "MiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} GiB"

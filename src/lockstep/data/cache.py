@@ -45,11 +45,11 @@ class Cached:
 
 
 def default_cache() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
     try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
         base.mkdir(parents=True, exist_ok=True)
         return base
-    except OSError:  # the home directory is not writable, as in some containers
+    except (OSError, RuntimeError):  # the home directory is not writable, or there is none, as in some containers
         return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 

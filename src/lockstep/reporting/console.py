@@ -78,16 +78,6 @@ def number(value: Any) -> str:
     )
 
 
-def size(n_bytes: float | None) -> str:
-    if n_bytes is None:
-        return "an unknown amount"
-    for unit in ("B", "KiB", "MiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} GiB"
-
-
 def speed(report: dict[str, Any]) -> str:
     """How fast training was, and how close to the limits: the share of waiting for data, and FLOP/s."""
     unit = report["unit"]

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lockstep.compat.wandb_anonymous import without_anonymous
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import files
+from lockstep.reporting.background import LATE_S, Background
 from lockstep.training.steps import steps_done
 
 log = logging.getLogger("lockstep")
@@ -171,6 +172,8 @@ def wandb(
             if mode == "online" and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server())):
                 log.warning("W&B logs offline: %s", why)
                 mode = "offline"
+    if mode == "online":  # W&B's own process would wait for ever at the end for a server that is gone
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(LATE_S))
     logger = Wandb(
         name=run,
         save_dir=str(run_dir),
@@ -193,6 +196,11 @@ def wandb_sync_line(run_dir: Path) -> str | None:
     return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one part per resume
 
 
+def in_background(logger: Logger, name: str) -> Logger:
+    logger.background = Background(logger, name)  # type: ignore[attr-defined]
+    return logger
+
+
 def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
     return TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
 
@@ -201,5 +209,7 @@ def finish(loggers: list[Logger], status: str) -> None:
     """Flushes loggers and ends W&B's run; otherwise the next job of a multirun would continue in it."""
     for logger in loggers:
         logger.finalize("success" if status == "done" else "failed")  # again, for the test figures
+        if background := getattr(logger, "background", None):
+            background.finish()
         if isinstance(logger, WandbLogger):
             logger.experiment.finish(exit_code=0 if status == "done" else 1)

@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from lockstep.config.identity import evaluation_file, run_dir
 from lockstep.config.project import command
 from lockstep.config.run_files import read_metrics
+from lockstep.config.words import size
 from lockstep.machine.files import write_json
 from lockstep.machine.world import World
 from lockstep.reporting.report_file import evaluated
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModule") -> None:
     """Writes report.html and prints the table at the end of a run."""
-    from lockstep.reporting.console import figures_table, number, say, size, speed
+    from lockstep.reporting.console import figures_table, number, say, speed
     from lockstep.reporting.loggers import wandb_sync_line
     from lockstep.reporting.page import write_html
     from lockstep.training.module import TaskModule

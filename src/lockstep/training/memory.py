@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
 
+from lockstep.data import workers
 from lockstep.data.datamodule import DataModule
-from lockstep.errors import OutOfMemory
+from lockstep.errors import LostProcess, OutOfMemory
 from lockstep.training.micro_batches import accumulations
 from lockstep.training.module import TaskModule
 
@@ -44,10 +45,13 @@ def ran_out(error: BaseException) -> bool:
 def explained(
     cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
 ) -> Iterator[None]:
-    """Raises OutOfMemory in place of torch's errors when memory runs out."""
+    """Raises OutOfMemory in place of torch's errors when memory runs out, and LostProcess when a data worker ended."""
     try:
         yield
     except Exception as e:
+        if worker := workers.lost(e):
+            log.info("%s: %s", type(e).__name__, e)
+            raise LostProcess(worker) from None
         if not ran_out(e):
             raise
         log.info("%s: %s", type(e).__name__, e)
