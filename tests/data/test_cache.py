@@ -17,7 +17,7 @@ from shipped_data import arrays, die_while_writing, prepare_at_once, prepared, r
 from lockstep.data import Mnist, mnist
 from lockstep.data import cache as cache_module
 from lockstep.data.cache import Parts, default_cache
-from lockstep.errors import UserError
+from lockstep.errors import DataChanged, UserError
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -194,6 +194,7 @@ def test_a_cache_is_hashed_only_if_its_files_were_touched(root, cache, monkeypat
     os.utime(first.folder / "train" / "input.npy")  # a copy of the cache
     assert prepared(root, cache).cached == first
     monkeypatch.setattr(cache_module, "digest_of", unwanted)
+    monkeypatch.setattr(cache_module, "verified", {})  # another process
     with pytest.raises(AssertionError):
         prepared(root, cache)
 
@@ -281,3 +282,18 @@ def test_arrays_that_were_changed_are_written_anew(root, cache):
             path.write_bytes(content[: len(content) // 2] if damage in ("cut off", "about") else content)
         assert same(arrays(prepared(root, cache).cached), before), damage
     assert (folder / "train/input.npy").stat().st_mtime_ns == 0  # it was not written again
+
+
+def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cache, monkeypatch):
+    data = prepared(root, cache)
+    before = data.fingerprint
+    os.utime(data.cached.folder / "train" / "input.npy")
+    assert data.fingerprint == before
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "digest_of", unwanted)
+        assert data.fingerprint == before  # not hashed again
+    flip(data.cached.folder / "train" / "input.npy", -100)
+    with pytest.raises(DataChanged, match=str(data.cached.folder)):
+        _ = data.fingerprint
+    shutil.rmtree(data.cached.folder)
+    assert data.fingerprint == before  # what is mapped stays

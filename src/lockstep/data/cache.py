@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import DataChanged
 from lockstep.machine.files import refuse_unwritable, remove, replacing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+verified: dict[Path, dict[str, list[int]]] = {}  # files that were hashed: their sizes and times
 
 FORMAT = 3  # version of the cache; raise it when the arrays change
 
@@ -30,6 +33,15 @@ class Cached:
 
     folder: Path
     sha256: str  # of the decoded arrays, so equal for compressed and plain files
+
+    def unchanged(self) -> "Cached":
+        """Itself. Raises DataChanged if the files that this process has mapped are no longer what was decoded."""
+        if self.folder.exists() and not intact(self.folder):
+            raise DataChanged(
+                f"the decoded data in {self.folder} was changed while this run used it. It is made anew when you type the command "
+                "again with resume=auto; the run then continues from its last checkpoint, which was saved before the change was there."
+            )
+        return self
 
     def arrays(self, part: str) -> "Parts":
         """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
@@ -100,10 +112,11 @@ def intact(folder: Path) -> Cached | None:
     try:
         about = json.loads((folder / "about.json").read_text())
         now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
-        if not now or now != about["stamps"]:
+        if not now or now not in (about["stamps"], verified.get(folder)):
             arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
             if digest_of(arrays, about["extra"]) != about["sha256"]:
                 return None
+            verified[folder] = now
         return Cached(folder, about["sha256"])
     except (OSError, ValueError, TypeError, KeyError, EOFError):
         return None
