@@ -1,6 +1,7 @@
 """How a command ends: exit codes and messages on standard error instead of exceptions."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,18 @@ LOST = (
     "NCCL communicator was aborted",
     "Connection was likely closed",
 )
+SILENT = "Timed out waiting"  # gloo, after strategy.timeout_s
+PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # how gloo names it
+
+
+def lost_process(error: str) -> str:
+    """What an error of gloo or nccl means for people; empty if no other process is missing."""
+    if SILENT in error:
+        return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
+    address = PEER.search(error)
+    whose = f" at {address[1]}" if address else ""
+    lost = any(sign in error for sign in LOST)
+    return f"the connection to another process{whose} is lost: the first error is that one's" if lost else ""
 
 
 def exit_process(code: int) -> NoReturn:
@@ -55,11 +68,8 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             return 1
         raise
     except Exception as e:
-        if isinstance(e, RuntimeError) and any(sign in str(e) for sign in LOST):
-            print(
-                f"error: {prefix}the connection to another process is lost: the first error is that one's",
-                file=sys.stderr,
-            )
+        if isinstance(e, RuntimeError) and (why := lost_process(str(e))):
+            print(f"error: {prefix}{why}", file=sys.stderr)
             return 1
         lines = readable(traceback.format_exc()).splitlines()
         print("".join(prefix + line + "\n" for line in lines), end="", file=sys.stderr)
