@@ -1,5 +1,6 @@
 """How a command ends: exit codes and messages on standard error instead of exceptions."""
 
+import errno
 import os
 import re
 import sys
@@ -25,8 +26,19 @@ SILENT = "Timed out waiting"  # gloo, after strategy.timeout_s
 PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # how gloo names it
 
 
-def lost_process(error: str) -> str:
+def disk_error(error: Exception) -> str:
+    """What happened to the disk; empty if nothing did."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return ""
+    return (
+        f"{error.filename or 'a file'} could not be written: {error.strerror}. What was saved before is still there. Free some "
+        "space or repair the disk, then type the command again with resume=auto."
+    )
+
+
+def lost_process(e: Exception) -> str:
     """What an error of gloo or nccl means for people; empty if no other process is missing."""
+    error = str(e) if isinstance(e, RuntimeError) else ""
     if SILENT in error:
         return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
     address = PEER.search(error)
@@ -68,7 +80,7 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             return 1
         raise
     except Exception as e:
-        if isinstance(e, RuntimeError) and (why := lost_process(str(e))):
+        if why := disk_error(e) or lost_process(e):
             print(f"error: {prefix}{why}", file=sys.stderr)
             return 1
         lines = readable(traceback.format_exc()).splitlines()
