@@ -297,3 +297,10 @@ def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cach
         _ = data.fingerprint
     shutil.rmtree(data.cached.folder)
     assert data.fingerprint == before  # what is mapped stays
+
+
+def test_a_disk_without_room_for_the_decoded_data_is_told_with_the_file(root, cache, monkeypatch):
+    monkeypatch.setattr(np, "save", lambda _, array: np.repeat(array, 99).tofile("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: .*npy"):
+        prepared(root, cache)
+    assert not folders(cache)

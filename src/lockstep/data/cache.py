@@ -4,6 +4,7 @@ NumPy and filelock (0.3 s) are imported where data is read: the config check imp
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -145,7 +146,11 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
         for name, array in arrays.items():
             path = part / f"{name}.npy"
             path.parent.mkdir(exist_ok=True)
-            np.save(path, array)
+            try:
+                np.save(path, array)
+            except OSError as e:  # "8 requested and 4 written": of a full disk, NumPy tells no number
+                code = e.errno or errno.ENOSPC
+                raise OSError(code, os.strerror(code), str(path)) from None
             stamps[name] = stamp(path)
         sha256 = digest_of(arrays, extra)
         (part / "about.json").write_text(json.dumps({"sha256": sha256, "extra": extra, "stamps": stamps}))
