@@ -176,8 +176,9 @@ def test_processes_that_prepare_at_once_get_the_same_arrays_of_one_folder(root, 
         lambda folder: (folder / "test" / "input.npy").write_bytes(b"\x93NUMPY"),
         lambda folder: (folder / "about.json").write_text("{"),
         lambda folder: (folder / "about.json").write_text('{"sha256": "", "extra": {}, "stamps": {}}'),
+        lambda folder: flip(folder / "about.json", 20),
     ],
-    ids=["bit", "labels", "file", "cut off", "about", "empty"],
+    ids=["bit", "labels", "file", "cut off", "about", "empty", "sha256"],
 )
 def test_a_damaged_cache_is_made_anew_with_a_warning(root, cache, damage, capsys):
     first = prepared(root, cache).cached

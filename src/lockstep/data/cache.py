@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 verified: dict[Path, dict[str, list[int]]] = {}  # files that were hashed: their sizes and times
 
-FORMAT = 3  # version of the cache; raise it when the arrays change
+FORMAT = 4  # version of the cache; raise it when the files change
 
 Parts = dict[str, "NDArray[Any]"]  # `train/input`, `train/target`, `test/input`, ...
 
@@ -112,6 +112,8 @@ def intact(folder: Path) -> Cached | None:
 
     try:
         about = json.loads((folder / "about.json").read_text())
+        if about.pop("check") != check_of(about):
+            return None
         now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
         if not now or now not in (about["stamps"], verified.get(folder)):
             arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
@@ -121,6 +123,10 @@ def intact(folder: Path) -> Cached | None:
         return Cached(folder, about["sha256"])
     except (OSError, ValueError, TypeError, KeyError, EOFError):
         return None
+
+
+def check_of(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def stamp(path: Path) -> list[int]:
@@ -153,5 +159,6 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
                 raise OSError(code, os.strerror(code), str(path)) from None
             stamps[name] = stamp(path)
         sha256 = digest_of(arrays, extra)
-        (part / "about.json").write_text(json.dumps({"sha256": sha256, "extra": extra, "stamps": stamps}))
+        about = {"sha256": sha256, "extra": extra, "stamps": stamps}
+        (part / "about.json").write_text(json.dumps(about | {"check": check_of(about)}))
     return Cached(folder, sha256)
