@@ -21,6 +21,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
         (f"{GLOO}pair.cc:534] Read error [fe80::1]:9: Connection reset by peer", "another process at fe80::1 is lost"),
         ("NCCL communicator was aborted on rank 1.", "another process is lost"),
         (f"{GLOO}unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation", "within strategy.timeout_s"),
+        ("Application timeout caused pair closure", "within strategy.timeout_s"),
     ],
 )
 def test_a_lost_process_is_named_by_its_address_without_a_traceback(error, said, capsys):

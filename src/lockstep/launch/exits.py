@@ -22,7 +22,7 @@ LOST = (
     "NCCL communicator was aborted",
     "Connection was likely closed",
 )
-SILENT = "Timed out waiting"  # gloo, after strategy.timeout_s
+SILENT = ("Timed out waiting", "Application timeout caused pair closure")  # gloo, after strategy.timeout_s
 PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # how gloo names it
 
 
@@ -39,7 +39,7 @@ def disk_error(error: Exception) -> str:
 def lost_process(e: Exception) -> str:
     """What an error of gloo or nccl means for people; empty if no other process is missing."""
     error = str(e) if isinstance(e, RuntimeError) else ""
-    if SILENT in error:
+    if any(sign in error for sign in SILENT):
         return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
     address = PEER.search(error)
     whose = f" at {address[1]}" if address else ""
