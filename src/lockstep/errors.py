@@ -36,6 +36,16 @@ class NotSaved(TrainingFailed):
     """A checkpoint could not be written; earlier ones are intact."""
 
 
+class Damaged(TrainingFailed):
+    """A checkpoint that was saved is no longer complete."""
+
+    alike = True
+
+
+class DataChanged(TrainingFailed):
+    """What is trained on or tested is no longer what it was."""
+
+
 class Pruned(TrainingFailed):
     """The study's pruner ended this trial."""
 

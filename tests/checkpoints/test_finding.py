@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoints import shards
 from lockstep.checkpoints.finding import checkpoints, find_run, is_checkpoint, run_folders, step_of
-from lockstep.errors import UserError
+from lockstep.checkpoints.shards import open_file
+from lockstep.errors import Damaged, UserError
 
 CONTENT = {"epoch": 3, "global_step": 70_000, "state_dict": {"net.w": torch.arange(5000.0)}}
 
@@ -56,6 +57,24 @@ def test_a_flipped_bit_in_a_tensor_is_seen(data, file, tmp_path):
     damaged[place] ^= 1 << data.draw(st.integers(0, 7))
     (tmp_path / "damaged.ckpt").write_bytes(damaged)
     assert not is_checkpoint(tmp_path / "damaged.ckpt")
+
+
+def test_no_flipped_bit_of_the_table_of_contents_gives_other_values(tmp_path):
+    path, small = tmp_path / "flipped.ckpt", {"global_step": 7, "w": torch.arange(6.0)}
+    shards.write(small, path)
+    whole, seen = path.read_bytes(), set()
+    for place in range(whole.index(b"PK\1\2"), len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            outcome = "skipped" if not is_checkpoint(path) else "right" if same(open_file(path), small) else "wrong"
+        except Damaged as e:
+            outcome = "named" if str(path) in str(e) else "wrong"
+        seen.add(outcome)
+    assert seen == {"skipped", "right", "named"}
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and a["global_step"] == b["global_step"] and torch.equal(a["w"], b["w"])
 
 
 def test_what_is_something_else_is_no_checkpoint(tmp_path):

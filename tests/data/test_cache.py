@@ -17,7 +17,7 @@ from shipped_data import arrays, die_while_writing, prepare_at_once, prepared, r
 from lockstep.data import Mnist, mnist
 from lockstep.data import cache as cache_module
 from lockstep.data.cache import Parts, default_cache
-from lockstep.errors import UserError
+from lockstep.errors import DataChanged, UserError
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -176,8 +176,9 @@ def test_processes_that_prepare_at_once_get_the_same_arrays_of_one_folder(root, 
         lambda folder: (folder / "test" / "input.npy").write_bytes(b"\x93NUMPY"),
         lambda folder: (folder / "about.json").write_text("{"),
         lambda folder: (folder / "about.json").write_text('{"sha256": "", "extra": {}, "stamps": {}}'),
+        lambda folder: flip(folder / "about.json", 20),
     ],
-    ids=["bit", "labels", "file", "cut off", "about", "empty"],
+    ids=["bit", "labels", "file", "cut off", "about", "empty", "sha256"],
 )
 def test_a_damaged_cache_is_made_anew_with_a_warning(root, cache, damage, capsys):
     first = prepared(root, cache).cached
@@ -194,6 +195,7 @@ def test_a_cache_is_hashed_only_if_its_files_were_touched(root, cache, monkeypat
     os.utime(first.folder / "train" / "input.npy")  # a copy of the cache
     assert prepared(root, cache).cached == first
     monkeypatch.setattr(cache_module, "digest_of", unwanted)
+    monkeypatch.setattr(cache_module, "verified", {})  # another process
     with pytest.raises(AssertionError):
         prepared(root, cache)
 
@@ -291,3 +293,25 @@ def test_without_a_home_the_cache_is_among_the_temporary_files(tmp_path, monkeyp
     monkeypatch.setattr(Path, "home", none)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert default_cache().parent == tmp_path
+
+
+def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cache, monkeypatch):
+    data = prepared(root, cache)
+    before = data.fingerprint
+    os.utime(data.cached.folder / "train" / "input.npy")
+    assert data.fingerprint == before
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "digest_of", unwanted)
+        assert data.fingerprint == before  # not hashed again
+    flip(data.cached.folder / "train" / "input.npy", -100)
+    with pytest.raises(DataChanged, match=str(data.cached.folder)):
+        _ = data.fingerprint
+    shutil.rmtree(data.cached.folder)
+    assert data.fingerprint == before  # what is mapped stays
+
+
+def test_a_disk_without_room_for_the_decoded_data_is_told_with_the_file(root, cache, monkeypatch):
+    monkeypatch.setattr(np, "save", lambda _, array: np.repeat(array, 99).tofile("/dev/full"))
+    with pytest.raises(OSError, match=r"No space left on device: .*npy"):
+        prepared(root, cache)
+    assert not folders(cache)

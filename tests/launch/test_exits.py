@@ -1,8 +1,67 @@
-"""What a command answers to errors that are neither the user's bugs nor its own refusals."""
+"""What a command says to errors that are neither the user's bugs nor its own refusals: a lost process, a full disk, the environment."""
+
+import logging
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from lockstep.launch.exits import exit_code
+from lockstep.machine.files import replacing
+from lockstep.reporting.loggers import MetricsCsv
+from lockstep.reporting.recorder import LogFile
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (f"{GLOO}pair.cc:538] Connection closed by peer [10.77.0.2]:24577", "another process at 10.77.0.2 is lost"),
+        (f"{GLOO}pair.cc:534] Read error [fe80::1]:9: Connection reset by peer", "another process at fe80::1 is lost"),
+        ("NCCL communicator was aborted on rank 1.", "another process is lost"),
+        (f"{GLOO}unbound_buffer.cc:78] Timed out waiting 15000ms for recv operation", "within strategy.timeout_s"),
+        ("Application timeout caused pair closure", "within strategy.timeout_s"),
+    ],
+)
+def test_a_lost_process_is_named_by_its_address_without_a_traceback(error, said, capsys):
+    def fail() -> None:
+        raise RuntimeError(error)
+
+    assert exit_code(fail, rank=3) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("error: [rank 3] ") and said in told and told.count("\n") == 1
+
+
+def row(folder: Path) -> None:
+    logger = MetricsCsv(run_dir=folder, run="a")
+    logger.columns = ["step", "loss"]
+    logger.path.symlink_to("/dev/full")
+    logger.log_metrics({"loss": 1.0}, 1)
+
+
+def whole_file(folder: Path) -> None:
+    with replacing(folder / "metrics.csv"):
+        Path("/dev/full").write_text("text")
+
+
+@pytest.mark.parametrize("write", [row, whole_file])
+def test_a_full_disk_is_told_with_the_file_and_without_a_traceback(write, tmp_path, capsys):
+    assert exit_code(lambda: write(tmp_path)) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {tmp_path}/metrics.csv could not be written: No space left on device.")
+    assert told.count("\n") == 1
+
+
+def test_a_log_on_a_full_disk_is_silent(capsys):
+    full, fine = LogFile("/dev/full"), LogFile("/dev/null")
+    full.handle(logging.makeLogRecord({"msg": "text"}))
+    with suppress(OSError):
+        full.close()
+    assert not capsys.readouterr().err
+    fine.handle(logging.makeLogRecord({"msg": "%d", "args": ("a user's mistake",)}))
+    fine.close()
+    assert "a user's mistake" in capsys.readouterr().err
 
 
 def refused_at_import(text: str, file: str) -> None:

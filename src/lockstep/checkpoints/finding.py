@@ -25,7 +25,7 @@ def is_complete_file(path: Path) -> bool:
             entries = archive.infolist()  # torch.save compresses nothing
             plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
             return plain and sum(e.file_size for e in entries) <= path.stat().st_size and archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError):
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # RuntimeError: it seems to be encrypted
         return False
 
 

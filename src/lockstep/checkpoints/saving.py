@@ -9,10 +9,10 @@ from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from omegaconf import DictConfig
 
 from lockstep.checkpoints import room, shards
-from lockstep.checkpoints.finding import BEST
+from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import save_logged_step, set_logged_step
-from lockstep.errors import UserError
+from lockstep.errors import Damaged, UserError
 from lockstep.training.steps import steps_done
 
 
@@ -195,10 +195,13 @@ def last_checkpoint(cfg: DictConfig, folder: Path) -> LastCheckpoint:
 
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
-    """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and Path(callback.best_model_path or "absent").exists():
-            return callback.best_model_path
-        if isinstance(callback, LastCheckpoint) and callback.path.exists():
-            return str(callback.path)
-    return None
+    """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated. Raises Damaged."""
+    paths = [c.best_model_path or "absent" for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    paths += [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
+    found = next((path for path in paths if Path(path).exists()), None)
+    if found and not is_checkpoint(Path(found)):
+        raise Damaged(
+            f"{found} was damaged after it was saved, and cannot be tested. Bring it back from a copy, or remove it to test the last "
+            "checkpoint instead; then type the command again with resume=auto."
+        )
+    return found

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.checkpoints.trees import mapped
+from lockstep.errors import Damaged
 
 REST = "rest.pt"
 NOTE = "sharded tensor "  # followed by the tensor's place; no other string in a checkpoint begins like this
@@ -34,8 +36,14 @@ def write(content: Any, path: Path) -> None:
 
 
 def open_file(path: Path) -> Any:
-    """Tensors and plain values, memory-mapped."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Tensors and plain values, memory-mapped. Raises Damaged: the checksums do not cover the table of contents."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, LookupError, EOFError, UnpicklingError) as e:
+        raise Damaged(
+            f"{path} is damaged ({str(e).splitlines()[0]}). Bring it back from a copy, or remove it: "
+            "resume=auto takes the newest checkpoint that is complete."
+        ) from None
 
 
 def row_range(rows: int, rank: int, world: int) -> tuple[int, int]:

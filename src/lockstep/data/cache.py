@@ -4,6 +4,7 @@ NumPy and filelock (0.3 s) are imported where data is read: the config check imp
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -14,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.errors import DataChanged
 from lockstep.machine.files import refuse_unwritable, remove, replacing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FORMAT = 3  # version of the cache; raise it when the arrays change
+verified: dict[Path, dict[str, list[int]]] = {}  # files that were hashed: their sizes and times
+
+FORMAT = 4  # version of the cache; raise it when the files change
 
 Parts = dict[str, "NDArray[Any]"]  # `train/input`, `train/target`, `test/input`, ...
 
@@ -30,6 +34,15 @@ class Cached:
 
     folder: Path
     sha256: str  # of the decoded arrays, so equal for compressed and plain files
+
+    def unchanged(self) -> "Cached":
+        """Itself. Raises DataChanged if the files that this process has mapped are no longer what was decoded."""
+        if self.folder.exists() and not intact(self.folder):
+            raise DataChanged(
+                f"the decoded data in {self.folder} was changed while this run used it. It is made anew when you type the command "
+                "again with resume=auto; the run then continues from its last checkpoint, which was saved before the change was there."
+            )
+        return self
 
     def arrays(self, part: str) -> "Parts":
         """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
@@ -99,14 +112,21 @@ def intact(folder: Path) -> Cached | None:
 
     try:
         about = json.loads((folder / "about.json").read_text())
+        if about.pop("check") != check_of(about):
+            return None
         now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
-        if not now or now != about["stamps"]:
+        if not now or now not in (about["stamps"], verified.get(folder)):
             arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
             if digest_of(arrays, about["extra"]) != about["sha256"]:
                 return None
+            verified[folder] = now
         return Cached(folder, about["sha256"])
     except (OSError, ValueError, TypeError, KeyError, EOFError):
         return None
+
+
+def check_of(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
 def stamp(path: Path) -> list[int]:
@@ -132,8 +152,13 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
         for name, array in arrays.items():
             path = part / f"{name}.npy"
             path.parent.mkdir(exist_ok=True)
-            np.save(path, array)
+            try:
+                np.save(path, array)
+            except OSError as e:  # "8 requested and 4 written": of a full disk, NumPy tells no number
+                code = e.errno or errno.ENOSPC
+                raise OSError(code, os.strerror(code), str(path)) from None
             stamps[name] = stamp(path)
         sha256 = digest_of(arrays, extra)
-        (part / "about.json").write_text(json.dumps({"sha256": sha256, "extra": extra, "stamps": stamps}))
+        about = {"sha256": sha256, "extra": extra, "stamps": stamps}
+        (part / "about.json").write_text(json.dumps(about | {"check": check_of(about)}))
     return Cached(folder, sha256)

@@ -153,8 +153,12 @@ class DataModule(pl.LightningDataModule):
         """How long training in this process has waited for batches and their preparation."""
         return self.place.waited_s
 
+    def teardown(self, stage: str) -> None:
+        """After training, validation and test. Raises DataChanged if the decoded data was changed meanwhile."""
+        _ = self.dataset.fingerprint
+
     def state_dict(self) -> dict[str, Any]:
-        """Records which data the weights of a checkpoint were trained on."""
+        """Records which data the weights of a checkpoint were trained on. Raises DataChanged."""
         data = self.dataset
         sizes = {"train": len(data.train), "test": len(data.test)}
         return {"source": data.source, "sha256": data.fingerprint, **sizes, "about": self.about}

@@ -163,7 +163,7 @@ class Folder(Images):
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # of the files, not of the decoded pixels
-        return str(self.cached.extra()["sha256"])
+        return str(self.cached.unchanged().extra()["sha256"])
 
     @cached_property
     def about(self) -> dict[str, Any]:

@@ -100,4 +100,4 @@ class Published(Images):
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # decoding has computed it
-        return self.cached.sha256
+        return self.cached.unchanged().sha256

@@ -1,5 +1,6 @@
 """How a command ends: exit codes and messages on standard error instead of exceptions."""
 
+import errno
 import os
 import re
 import sys
@@ -23,6 +24,29 @@ LOST = (
     "NCCL communicator was aborted",
     "Connection was likely closed",
 )
+SILENT = ("Timed out waiting", "Application timeout caused pair closure")  # gloo, after strategy.timeout_s
+PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # how gloo names it
+
+
+def disk_error(error: Exception) -> str:
+    """What happened to the disk; empty if nothing did."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return ""
+    return (
+        f"{error.filename or 'a file'} could not be written: {error.strerror}. What was saved before is still there. Free some "
+        "space or repair the disk, then type the command again with resume=auto."
+    )
+
+
+def lost_process(e: Exception) -> str:
+    """What an error of gloo or nccl means for people; empty if no other process is missing."""
+    error = str(e) if isinstance(e, RuntimeError) else ""
+    if any(sign in error for sign in SILENT):
+        return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
+    address = PEER.search(error)
+    whose = f" at {address[1]}" if address else ""
+    lost = any(sign in error for sign in LOST)
+    return f"the connection to another process{whose} is lost: the first error is that one's" if lost else ""
 
 
 def exit_process(code: int) -> NoReturn:
@@ -79,11 +103,8 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             return 1
         raise
     except Exception as e:
-        if isinstance(e, RuntimeError) and any(sign in str(e) for sign in LOST):
-            print(
-                f"error: {prefix}the connection to another process is lost: the first error is that one's",
-                file=sys.stderr,
-            )
+        if why := disk_error(e) or lost_process(e):
+            print(f"error: {prefix}{why}", file=sys.stderr)
             return 1
         if refused := refused_variable(e):
             print(readable(f"error: {prefix}{refused}"), file=sys.stderr)

@@ -16,6 +16,16 @@ PROBE_BYTES = 2**16
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the operating system within the block name `path`: an error of a write names no file."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields the path of a new file, which replaces `path` when the block ends without an error; or of a new folder.
 
@@ -24,8 +34,9 @@ def replacing(path: Path) -> Iterator[Path]:
     part = path.with_name(f"{path.name}.part")
     remove(part)
     try:
-        yield part
-        part.replace(path)
+        with naming(path):
+            yield part
+            part.replace(path)
     except BaseException:
         remove(part)
         raise

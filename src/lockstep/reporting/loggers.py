@@ -55,7 +55,7 @@ class MetricsCsv(Logger):
         new = [name for name in row if name not in self.columns]
         if new:
             self.widen(new)
-        with self.path.open("a", newline="") as file:
+        with files.naming(self.path), self.path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
 
     def begin_anew(self) -> None:

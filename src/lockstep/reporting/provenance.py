@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ def git_sha() -> str | None:
     return done.stdout.strip() or None
 
 
+@cache  # asked at every checkpoint; reading the packages' metadata takes 30 ms
 def versions() -> str:
     found = [f"python {platform.python_version()}"]
     for package in PACKAGES:

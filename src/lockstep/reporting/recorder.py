@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,14 @@ def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         figures |= getattr(callback, "report_figures", dict)()
     return figures
+
+
+class LogFile(logging.FileHandler):
+    """train.log: a full disk ends no run here, and prints no traceback for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
@@ -116,7 +125,7 @@ class Recorder:
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
 
     def open_logs(self) -> None:
-        to_file, to_screen = logging.FileHandler(self.dir / "train.log", encoding="utf-8"), logging.StreamHandler()
+        to_file, to_screen = LogFile(self.dir / "train.log", encoding="utf-8"), logging.StreamHandler()
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         to_screen.setLevel(logging.WARNING)
         logging.captureWarnings(True)  # warnings go to both
@@ -131,7 +140,8 @@ class Recorder:
         for handler in self.handlers:
             for name in LOGGED:
                 logging.getLogger(name).removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # what a full disk did not take
+                handler.close()
         logging.captureWarnings(False)
 
     def add(self, **figures: Any) -> None:
