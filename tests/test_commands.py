@@ -194,7 +194,7 @@ def test_a_warning_to_one_process_saves_and_ends_all_at_one_step(forked_command,
     env = hook(tmp_path, "if trainer.global_rank == 1: os.kill(os.getpid(), signal.SIGTERM)")
     done = forked_command("train.py", "run=a", *TWO, *SMALL, "trainer.max_epochs=500", env=env, timeout_s=200)
     assert done.code == 1, done
-    assert "error: ended by a signal to another process after" in done.err, done
+    assert "error: ended by SIGTERM to rank 1 after" in done.err, done
     assert done.err.count("error:") == 1, done
     assert report(forked_command, "a")["status"] == "preempted"
     assert (forked_command.folder / "runs/a/checkpoints/last.ckpt").is_file()

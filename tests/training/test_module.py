@@ -86,6 +86,19 @@ def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():
     assert checkpoint["window"] == {"loss": 1.0, "weight": 1.0}
 
 
+def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch):
+    """It adds up the processes' sums, which is another order of additions: in float32 the last digit differed."""
+    monkeypatch.setattr("lockstep.training.module.completes_step", lambda *_: False)
+    losses = iter([2.0**24, 1.0, 1.0])
+    made = module(Segmentation(), nn.Identity())
+    monkeypatch.setattr(made.task, "loss", lambda *_: torch.tensor([next(losses)]))
+    monkeypatch.setattr(made.task, "weight", lambda _: None)
+    made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: value))
+    for index in range(3):
+        made.training_step({"input": torch.zeros(1, 2, 1, 1)}, index)
+    assert made.window().tolist() == [2.0**24 + 2, 3]
+
+
 class Late(Metric):
     """Has a value for each of its samples, and none before the first."""
 

@@ -67,7 +67,7 @@ class Preemption(pl.Callback):
         return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
 
     def words(self, trainer: pl.Trainer) -> str:
-        by = signals.received[0].name if signals.received else "a signal to another process"
+        by = signals.received[0].name if signals.received else rendezvous.store.get(WARNED).decode()
         ended = f"ended by {by} after {steps_done(trainer)} steps"
         if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
             return (
@@ -86,7 +86,7 @@ class Preemption(pl.Callback):
         store = rendezvous.store
         look = next(looks)
         if signals.received:
-            store.set(WARNED, signals.received[0].name)
+            store.set(WARNED, f"{signals.received[0].name} to rank {trainer.global_rank}")
         if trainer.global_rank == 0:
             since, began_s = self.looked_at
             self.looked_at = step, time.monotonic()

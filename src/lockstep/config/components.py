@@ -1,6 +1,6 @@
 """Checks that apply only to the classes that come with Lockstep. Free of torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from omegaconf import DictConfig
@@ -25,13 +25,12 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
     for name in {"loss", "count"} & set(cfg.task.get("metrics") or ()):
         yield f"task.metrics.{name}: every task already logs {name}. Type another name."
     yield from missing_groups(cfg)
-    if not str(cfg.checkpoint.monitor).startswith("val/"):
-        yield f"checkpoint.monitor={cfg.checkpoint.monitor or 'null'} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
-
     if cfg.task.get("traits"):
         figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in cfg.task.metrics for rest in ("", "/*"))]
         for key, monitor in monitors(cfg).items():
             yield from monitor_problems(key, monitor, figures)
+    elif not str(cfg.checkpoint.monitor).startswith("val/"):
+        yield f"checkpoint.monitor={cfg.checkpoint.monitor or 'null'} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
 
 
 def monitors(cfg: DictConfig) -> dict[str, str]:
@@ -54,13 +53,18 @@ def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
     traits = cfg.task.get("traits") if is_shipped(cfg.task) else None
     if traits is None:
         return
-    if missing := [name for name in traits.needs if not about.get(name)]:
+    there = [
+        name
+        for name, value in about.items()
+        if value is not None and not (isinstance(value, Sized) and len(value) == 0)
+    ]
+    if missing := [name for name in traits.needs if name not in there]:
         yield (
             f"task={title(cfg.task)} needs {', '.join(missing)} in the `about` of the data; data={title(cfg.data)} has "
-            f"{', '.join(k for k in about if about[k]) or 'nothing'}. Choose another task or data, or add it to the `about` of your data set."
+            f"{', '.join(there) or 'nothing'}. Choose another task or data, or add it to the `about` of your data set."
         )
     for name, of in traits.one_each.items():
-        given, count = plain(cfg.task.get(name)), len(about.get(of) or ())
+        given, count = plain(cfg.task.get(name)), len(about[of]) if of in there else 0
         if given is not None and len(given) != count:
             yield f"task.{name} has {len(given)} numbers; the data has {count} {of}. Give one for each."
 

@@ -123,7 +123,7 @@ def has_wandb_key() -> bool:
 def unreachable(server: str, timeout_s: float = 5.0) -> str:
     """Why W&B's server cannot be reached; empty if it can, or if a proxy decides that."""
     url = urlsplit(server)
-    if any(name.lower().endswith("_proxy") for name in os.environ):
+    if any(name.lower().endswith("proxy") for name in os.environ):
         return ""
     try:
         socket.create_connection(
@@ -172,8 +172,11 @@ def wandb(
             if mode == "online" and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server())):
                 log.warning("W&B logs offline: %s", why)
                 mode = "offline"
-    if mode == "online":  # W&B's own process would wait for ever at the end for a server that is gone
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(LATE_S))
+    settings = client.Settings(console="off", silent=True)
+    if mode == "online" and hasattr(settings, "finish_timeout"):  # not in wandb 0.24
+        settings.finish_timeout = float(
+            os.environ.get("WANDB_FINISH_TIMEOUT", LATE_S)
+        )  # else it waits for ever for a lost server
     logger = Wandb(
         name=run,
         save_dir=str(run_dir),
@@ -184,7 +187,7 @@ def wandb(
         group=group,
         tags=list(tags),
         mode=mode,
-        settings=client.Settings(console="off", silent=True),
+        settings=settings,
     )
     without_anonymous(logger)
     return logger

@@ -73,23 +73,26 @@ class TaskModule(QuickHookNames):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss_B, weight_B = self.task.loss(self(batch), batch), self.task.weight(batch)
         loss = loss_B.mean() if weight_B is None else (loss_B * weight_B).mean()
-        self.window_loss += loss.detach()
+        self.window_loss += loss.detach().to(
+            self.mean_loss.exact
+        )  # so a checkpoint, which adds up processes, changes no row
         if weight_B is None:
             self.window_weight += 1.0
         else:
             mean_weight = weight_B.float().mean()
-            self.window_weight += mean_weight
+            self.window_weight += mean_weight.to(self.mean_loss.exact)
             self.step_weight = mean_weight if self.step_weight is None else self.step_weight + mean_weight
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
             # The mean over the global batches since the last row; the only communication about the loss.
             loss_sum, weight_sum = self.window()
-            self.log("train/loss", loss_sum / weight_sum, prog_bar=True)
+            self.log("train/loss", (loss_sum / weight_sum).float(), prog_bar=True)
             self.window_loss = self.window_weight = 0.0
         return loss
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""
-        both = torch.stack([torch.as_tensor(x, device=self.device) for x in (self.window_loss, self.window_weight)])
+        sums, exact = (self.window_loss, self.window_weight), self.mean_loss.exact
+        both = torch.stack([torch.as_tensor(x, dtype=exact, device=self.device) for x in sums])
         mean: Tensor = self.trainer.strategy.reduce(both, reduce_op="mean")
         return mean
 
