@@ -114,6 +114,7 @@ def test_a_multirun_of_two_processes_each_goes_on_after_a_job_that_cannot_run(fo
     assert sorted(path.name for path in (sweep / "1").iterdir()) == ["report.json"]
 
 
+@pytest.mark.slow
 def test_a_multirun_typed_twice_harms_nothing(forked_command):
     args = ["-m", "seed=0,1", "run=sweep", "trainer.limit_test_batches=1", *SHORT]
     assert forked_command("train.py", *args).code == 0

@@ -98,7 +98,7 @@ def project(tmp_path_factory, mnist) -> Path:
         pytest.param(
             case,
             id=case.name,
-            marks=[pytest.mark.xdist_group(f"module-{case.name}"), *[pytest.mark.slow] * (case.name == "own_data")],
+            marks=[pytest.mark.xdist_group(f"module-{case.name}"), *[pytest.mark.slow] * (case.name != "classifier")],
         )
         for case in CASES
     ],
