@@ -1,9 +1,10 @@
 """Measures what more processes, parameters and samples cost: tables in Markdown and, with --out, a page with plots beside it.
 
-python benchmarks/growth.py [--only world,memory,sampler,data] [--rounds 3] [--data-root <folder>] [--out docs/growth.md]
+python benchmarks/growth.py [--only world,memory,sampler,data,long] [--rounds 3] [--data-root <folder>] [--out docs/growth.md]
 
 world: images per second; memory: of each process under ddp and fsdp; sampler: of the order of a billion samples; data: of the
-images that the processes of a machine share. All on the CPU. Rounds alternate, because machines are shared. Needs Linux.
+images that the processes of a machine share; long: memory, open files and threads over the steps of a long run. All on the CPU.
+Rounds alternate, because machines are shared. Needs Linux.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import growth_steps
 from growth_sampler import sampler
 from parity import silenced
 from watch import Watch
@@ -209,13 +211,18 @@ def plot(section: Section, path: Path) -> None:
         figure.subplots(1, len(section.plots), squeeze=False)[0], section.plots.items(), strict=True
     ):
         for name, points in lines.items():
-            axes.plot(*zip(*points, strict=True), label=name, marker="o", linestyle="--" if "theory" in name else "-")
+            axes.plot(
+                *zip(*points, strict=True),
+                label=name,
+                marker="o" if len(points) < 30 else "",
+                linestyle="--" if "theory" in name else "-",
+            )
         axes.set(
             xlabel=section.x,
             ylabel=label,
             **({"xscale": "log", "yscale": "log"} if section.log else {"ylim": (0, None)}),
         )
-        if not section.log:
+        if not section.log and section.x == "processes":
             axes.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
@@ -227,7 +234,32 @@ def sampled(_: argparse.Namespace) -> Section:
     return Section("The order of samples over their number", text, plots, x="samples", log=True)
 
 
-SECTIONS = {"world": world, "memory": memory, "sampler": sampled, "data": data}
+def long(args: argparse.Namespace) -> Section:
+    given = [
+        f"runs_dir={args.folder}/runs",
+        f"data.cache_dir={args.folder}/cache",
+        f"trainer.max_steps={args.long_steps}",
+    ]
+
+    def run() -> None:
+        with silenced():
+            lockstep.train([*growth_steps.OPTIONS, *given])
+
+    processes = growth_steps.looked_at(run, args.folder / "runs/long/metrics.csv")
+    lines = {
+        kind: {name: [(one.step, one.values[i]) for one in looks] for name, looks in processes.items()}
+        for i, kind in enumerate(growth_steps.KINDS)
+    }
+    head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 1.0))]
+    text = (
+        "ddp with two processes, all loggers (W&B offline), a checkpoint every 200 steps, a validation every epoch. The processes are the "
+        "ranks and those that they start; memory is that of pages that belong to no file."
+    )
+    shown = table(head, growth_steps.rows(processes, args.long_steps))
+    return Section("What a long run holds", f"{text}\n\n{shown}", lines, x="steps")
+
+
+SECTIONS = {"world": world, "memory": memory, "sampler": sampled, "data": data, "long": long}
 HEADER = "# What size costs\n\nMade by `{command}` with {versions}, on {cores} CPU cores.\n"
 
 
@@ -243,12 +275,16 @@ def main() -> int:
         default=12,
         help="blocks of the network of the section memory, 12.6 million parameters each",
     )
+    parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
     parser.add_argument("--data-root", help="a folder with MNIST and CIFAR-10; without it, the embedded images")
     parser.add_argument("--out", type=Path, help="write the page there as well, and its plots beside it")
     args = parser.parse_args()
     if unknown := set(args.only.split(",")) - SECTIONS.keys():
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; use some of {','.join(SECTIONS)}")
-    words = [f"--{key}={getattr(args, key)}" for key in ("only", "worlds", "rounds", "steps", "depth")]
+    words = [
+        f"--{key}={getattr(args, key.replace('-', '_'))}"
+        for key in ("only", "worlds", "rounds", "steps", "depth", "long-steps")
+    ]
     args.worlds = [int(n) for n in args.worlds.split(",")]
     args.data_root = Path(args.data_root).resolve() if args.data_root else None
     command = " ".join(["python benchmarks/growth.py", *words, *(["--data-root=<folder>"] if args.data_root else [])])

@@ -6,6 +6,7 @@ import sys
 
 import growth
 import growth_sampler
+import growth_steps
 import pytest
 import watch
 
@@ -89,3 +90,23 @@ def test_a_section_is_drawn(tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("plot.png", "two.png"))
     assert growth.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     assert growth.spread([1000.0, 3000.0, 2000.0]) == "2,000 (1,000 to 3,000)"
+
+
+@linux
+def test_what_a_process_holds_is_seen(tmp_path):
+    code = "import sys, threading; files = [open(sys.argv[1]) for _ in range(9)]; threading.Thread(target=sys.stdin.read).start(); print(1, flush=True)"
+    (tmp_path / "a").touch()
+    metrics = tmp_path / "metrics.csv"
+    assert growth_steps.last_step(metrics) == 0
+    metrics.write_text("step,train/loss\n19,1.0\n39,")
+    assert growth_steps.last_step(metrics) == 39
+    command = [sys.executable, "-c", code, str(tmp_path / "a")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        assert process.pid in set(growth_steps.descendants())
+        looks = [growth_steps.held(process.pid, step) for step in (10, 90)]
+        process.stdin.close()
+    assert looks[0].values[1:] == (3 + 9, 2)
+    assert growth_steps.at(looks, 80).step == 90
+    assert growth_steps.rows({"0 python": looks}, 100)[1][:2] == ["0 python", "open files"]
