@@ -166,8 +166,9 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
 
 def rehearse(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
     """Tries a step without computing it. Raises UserError if the parts do not fit together."""
-    micro_batch = batches(cfg, world)["micro_batch"]
-    rehearsal.rehearse(cfg, module, data, device=trainer.strategy.root_device, micro_batch=micro_batch or 1)
+    samples = batches(cfg, world)["micro_batch"] or 1
+    samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
+    rehearsal.rehearse(cfg, module, data, device=trainer.strategy.root_device, samples=samples)
 
 
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:

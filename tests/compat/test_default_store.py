@@ -8,7 +8,8 @@ from lockstep.strategies import rendezvous
 
 
 def test_the_store_of_a_group_that_is_there_already_is_used(monkeypatch):
-    monkeypatch.setattr(rendezvous, "store", None)
+    monkeypatch.setattr(rendezvous, "store", "of an earlier group")
+    monkeypatch.setattr(rendezvous, "group", None)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         rendezvous.meet(None, timedelta(seconds=1))

@@ -24,7 +24,7 @@ class EMA(pl.Callback):
     normalisation are averaged too; counters are taken as they are.
     """
 
-    saved_weights = 1  # how often checkpoints hold the weights besides state_dict
+    saved_weights = 1  # copies of the weights in a checkpoint, besides state_dict
 
     def __init__(self, decay: float = 0.999, update_every_n_steps: int = 1, *, warmup: bool = True) -> None:
         self.decay, self.update_every_n_steps, self.warmup = decay, update_every_n_steps, warmup

@@ -34,9 +34,10 @@ class Preemption(pl.Callback):
         self.looked_at = (0, 0.0)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. One of several processes gets
+        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. A process of a launcher gets
         # each Ctrl-C from the terminal and from its parent.
-        signals.install(interrupt=signals.on_interrupt if trainer.world_size == 1 else signals.on_signal)
+        alone = trainer.world_size == 1 and not signals.supervised
+        signals.install(interrupt=signals.on_interrupt if alone else signals.on_signal)
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
 

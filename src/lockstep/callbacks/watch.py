@@ -23,10 +23,10 @@ from lockstep.strategies import rendezvous
 
 QUIET, PATIENCE = 0.75, 0.1  # shares of strategy.timeout_s: without a batch, and without an answer; together below 1
 LOOK_S = 2.0  # seconds between two looks, at most
-END_S = 6.0  # seconds for a process to end by itself after another failed
+END_S, SAVE_S = 6.0, 60.0  # seconds for a process to end by itself after another failed, and more while it saves
 LIBRARIES = f"lib{os.sep}python"
 WAITING = tuple(f"torch{os.sep}{part}{os.sep}" for part in ("distributed", "autograd"))  # DDP waits in backward
-watched = 0  # watchers begun in this process; the same number in all of them
+watched = 0  # how many watchers this process has started; equal in all processes
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 
 
 def hanging(signs: dict[int, Sign], silent: Sequence[int], limit_s: float) -> list[int]:
-    """The ranks that the others wait for: those that do not answer, else the least far ones. Empty if all are equally far, as
+    """The ranks that the others wait for: those that do not answer, else those that have done the least. Empty if all are equally far, as
     while all compile: then the collective's own timeout decides."""
     answers = {rank: sign for rank, sign in signs.items() if rank not in silent}
     if any(sign.quiet_s < limit_s for sign in answers.values()):
@@ -110,12 +110,15 @@ class Watcher:
             innermost, own = where(sys._current_frames().get(self.thread))
             if innermost != line:
                 line, line_since_s = innermost, now_s
-            waits = any(part in line for part in WAITING) and now_s - line_since_s > self.patience_s
-            if now_s - since_s > self.limit_s >= self.sign.quiet_s:
-                self.write_stacks(now_s - since_s)
+            inside = any(part in line for part in WAITING)
+            waits = inside and now_s - line_since_s > self.patience_s
+            began_s = max(since_s, line_since_s) if inside else since_s  # work before a collective is no waiting
+            if now_s - began_s > self.limit_s >= self.sign.quiet_s:
+                self.write_stacks(now_s - began_s)
                 seen = {}
-            self.sign = Sign(self.sign.beat + 1, place, waits, now_s - since_s, own)
-            if self.failed is not None and now_s > (failed_s := min(failed_s, now_s + END_S)):
+            self.sign = Sign(self.sign.beat + 1, place, waits, now_s - began_s, own)
+            saving = any((self.folder / "checkpoints").glob("*.part")) if self.failed is not None else False
+            if self.failed is not None and now_s > (failed_s := min(failed_s, now_s + END_S)) + saving * SAVE_S:
                 self.end(f"ended, because rank {self.failed} failed", speaks=True)
             if self.sign.quiet_s > self.limit_s and not self.left:
                 self.look_for_hanging(seen, now_s)

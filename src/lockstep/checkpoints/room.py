@@ -47,7 +47,7 @@ def state_bytes(optimizer: Optimizer) -> int:
         for group in optimizer.param_groups
     ]
     try:
-        trial.step()
+        type(optimizer).step(trial)  # not the instance's own, which a scheduler binds to the real one
     except Exception:
         return 0
     return tensor_bytes(list(trial.state.values()))

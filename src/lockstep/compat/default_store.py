@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-dist: Any = torch.distributed  # whose stubs know no stores
+dist: Any = torch.distributed  # its type stubs lack the stores
 
 
 def default_store() -> Any:

@@ -28,6 +28,9 @@ FORMAT = 4  # version of the cache; raise it when the files change
 Parts = dict[str, "NDArray[Any]"]  # `train/input`, `train/target`, `test/input`, ...
 
 
+DAMAGE = (ValueError, TypeError, KeyError, EOFError)  # of a file that was cut off or changed
+
+
 @dataclass(frozen=True)
 class Cached:
     """Decoded arrays in a folder of the cache."""
@@ -37,7 +40,13 @@ class Cached:
 
     def unchanged(self) -> "Cached":
         """Itself. Raises DataChanged if the files that this process has mapped are no longer what was decoded."""
-        if self.folder.exists() and not intact(self.folder):
+        try:
+            found = checked(self.folder)
+        except OSError:  # it was removed, or cannot be read now: what is mapped stays
+            return self
+        except DAMAGE:
+            found = None
+        if found is None or found.sha256 != self.sha256:
             raise DataChanged(
                 f"the decoded data in {self.folder} was changed while this run used it. It is made anew when you type the command "
                 "again with resume=auto; the run then continues from its last checkpoint, which was saved before the change was there."
@@ -104,25 +113,30 @@ def remove_left(cache: Path) -> None:
 
 
 def intact(folder: Path) -> Cached | None:
-    """The arrays in `folder`, unless they are missing or damaged.
+    """The arrays in `folder`, unless they are missing or damaged."""
+    try:
+        return checked(folder)
+    except (OSError, *DAMAGE):
+        return None
+
+
+def checked(folder: Path) -> Cached | None:
+    """The arrays in `folder`; None if they are not what was written. Raises OSError or one of DAMAGE if they cannot be read.
 
     Files are hashed (0.7 GB/s) only if their size or time is not what it was when they were written.
     """
     import numpy as np
 
-    try:
-        about = json.loads((folder / "about.json").read_text())
-        if about.pop("check") != check_of(about):
-            return None
-        now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
-        if not now or now not in (about["stamps"], verified.get(folder)):
-            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
-            if digest_of(arrays, about["extra"]) != about["sha256"]:
-                return None
-            verified[folder] = now
-        return Cached(folder, about["sha256"])
-    except (OSError, ValueError, TypeError, KeyError, EOFError):
+    about = json.loads((folder / "about.json").read_text())
+    if about.pop("check") != check_of(about):
         return None
+    now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
+    if not now or now not in (about["stamps"], verified.get(folder)):
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
+        if digest_of(arrays, about["extra"]) != about["sha256"]:
+            return None
+        verified[folder] = now
+    return Cached(folder, about["sha256"])
 
 
 def check_of(about: dict[str, Any]) -> str:
@@ -154,7 +168,7 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
             path.parent.mkdir(exist_ok=True)
             try:
                 np.save(path, array)
-            except OSError as e:  # "8 requested and 4 written": of a full disk, NumPy tells no number
+            except OSError as e:  # NumPy's "8 requested and 4 written" has no errno
                 code = e.errno or errno.ENOSPC
                 raise OSError(code, os.strerror(code), str(path)) from None
             stamps[name] = stamp(path)

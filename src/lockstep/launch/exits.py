@@ -40,7 +40,8 @@ def disk_error(error: Exception) -> str:
 
 def lost_process(e: Exception) -> str:
     """What an error of gloo or nccl means for people; empty if no other process is missing."""
-    error = str(e) if isinstance(e, RuntimeError) else ""
+    met = sys.modules.get("lockstep.strategies.rendezvous")
+    error = str(e) if isinstance(e, RuntimeError) and met and met.store is not None else ""
     if any(sign in error for sign in SILENT):
         return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
     address = PEER.search(error)
@@ -71,7 +72,7 @@ def exit_with_agent(agent: int, env: Mapping[str, str] = os.environ) -> NoReturn
 def refused_variable(error: Exception) -> str | None:
     """What torch says about a variable of the environment that it refuses while it is imported."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    imported = any(code.co_name == "<module>" and "/torch/" in code.co_filename for code in frames)
+    imported = any(code.co_name == "<module>" and "/site-packages/torch/" in code.co_filename for code in frames)
     named = [name for name in re.findall(r"\b[A-Z]+_[A-Z_]+\b", str(error)) if imported and name in os.environ]
     if not named:
         return None

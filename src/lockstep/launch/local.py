@@ -71,6 +71,7 @@ def received_job() -> tuple[DictConfig, World] | None:
     """The job that `run_processes` gave to this process; None in a process that a user started."""
     if JOB not in os.environ:
         return None
+    signals.supervised = True
     job: dict[str, Any] = json.loads(os.environ.pop(JOB))
     threading.Thread(target=exit_with_parent, daemon=True).start()
     return OmegaConf.create(job["config"]), World(**job["world"])
@@ -165,7 +166,9 @@ def wait(
         if failed and not first:
             saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
             first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
-            deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
+            deadline = time.monotonic() + (
+                SAVING_S if saving or first == 2 else FAILING_S
+            )  # 2: all find it, and rank 0 tells it
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)

@@ -28,6 +28,7 @@ PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, sent by SL
 
 Handler = Callable[[int, FrameType | None], None]
 received: list[signal.Signals] = []
+supervised = False  # whether Lockstep's launcher started this process, and passes on its own signals
 first_s = 0.0  # time of the first signal
 before: dict[signal.Signals, Any] = {}  # the previous handlers
 

@@ -15,9 +15,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from lockstep.config.project import of_users_code
 from lockstep.errors import chain
 
+BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)  # no connection and no disk
 METHODS = ("log_metrics", "save", "after_save_checkpoint", "finalize")
 PENDING = 10_000  # calls that wait; later ones are dropped
 LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
+SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
 log = logging.getLogger("lockstep")
 
 
@@ -77,12 +79,12 @@ class Background:
             self.warned = True
             log.warning("logger.%s %s. Training goes on without it; metrics.csv has all figures.", self.name, what)
 
-    def finish(self) -> None:
-        """Waits for the calls so far, for at most LATE_S, and ends the thread."""
+    def finish(self, patience_s: float = LATE_S) -> None:
+        """Waits for the calls so far, for at most `patience_s`, and ends the thread."""
         if self.thread is None:
             return
         self.enqueue(exit_thread)
-        self.thread.join(max(0.0, LATE_S - self.running_s()))
+        self.thread.join(max(0.0, patience_s - self.running_s()))
         if self.thread.is_alive():
             self.warn("does not answer")
         self.thread = None
@@ -96,4 +98,6 @@ def exit_thread() -> None:
 
 def of_network(error: BaseException) -> bool:
     """Whether a connection failed, or a file could not be written."""
-    return any(isinstance(each, OSError | http.client.HTTPException) for each in chain(error))
+    return any(
+        isinstance(each, OSError | http.client.HTTPException) and not isinstance(each, BUGS) for each in chain(error)
+    )

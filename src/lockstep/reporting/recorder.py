@@ -200,6 +200,9 @@ class Recorder:
         self.report["wall_s"] = time.perf_counter() - self.began_s
         if error is not None:
             self.report["error"] = f"{type(error).__name__}: {error}"
+        rendezvous = sys.modules.get("lockstep.strategies.rendezvous")
+        if rendezvous and isinstance(error, Exception) and not isinstance(error, UserError | TrainingFailed):
+            rendezvous.report_failure(self.rank)  # now, because the others wait for this process
         if self.rank != 0 or (not self.handlers and (error is None or isinstance(error, UserError))):
             return
         if self.handlers and not self.dir.is_dir():  # it was removed meanwhile
@@ -212,6 +215,8 @@ class Recorder:
             # Expected errors need no traceback; train.log gets the traceback of all others.
             trace = None if isinstance(error, UserError | TrainingFailed) else error
             logging.getLogger("lockstep").info("%s", self.report["error"], exc_info=trace)
+        if not isinstance(error, UserError):
+            write_json(self.dir / "report.json", self.report)  # first, because a logger's server may take its time
         if self.trainer is not None:
             from lockstep.reporting.loggers import finish
 
@@ -219,7 +224,6 @@ class Recorder:
         self.close_logs()
         if isinstance(error, UserError):  # a mistake found late: restore everything
             return self.undo()
-        write_json(self.dir / "report.json", self.report)
         if error is None:
             if not (self.dir / "config.yaml").is_file():
                 gone = f"{self.dir}/config.yaml was removed while the run was going on: eval.py needs it."

@@ -20,8 +20,9 @@ from lockstep.errors import NoRendezvous
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
 FAILED = "failed"  # in the store of the attempt: a rank that has ended in failure
-dist: Any = torch.distributed  # whose stubs know no stores
+dist: Any = torch.distributed  # its type stubs lack the stores
 store: Any = None  # of the running attempt
+group: Any = None  # to which it belongs
 
 
 def meet(strategy: Any, timeout: timedelta) -> None:
@@ -30,9 +31,10 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     Raises:
         NoRendezvous: the processes did not find each other within `timeout`.
     """
-    global store
+    global store, group
     if dist.is_initialized():  # by an earlier fit of this process, or by the caller
-        store = store or default_store()
+        if group is not dist.group.WORLD:
+            store, group = default_store(), dist.group.WORLD
         return
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
@@ -55,6 +57,7 @@ def meet(strategy: Any, timeout: timedelta) -> None:
         timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
+    group = dist.group.WORLD
 
 
 def connect(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:

@@ -36,7 +36,7 @@ class Classification(Task):
         return {"num_classes": len(self.about["classes"])}
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        refuse_outputs(output, len(batch["target"]), len(self.about["classes"]))
+        refuse_outputs(output, len(batch["target"]), max(len(self.about["classes"]), *output.shape[-1:]))
         return F.cross_entropy(
             output, batch["target"], self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
         )

@@ -33,7 +33,8 @@ class LanguageModel(Task):
         }
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        refuse_outputs(output, *batch["target"].shape, len(self.about["vocabulary"]))
+        size = max(len(self.about["vocabulary"]), *output.shape[-1:])  # vocabularies are padded for speed
+        refuse_outputs(output, *batch["target"].shape, size)
         logits_NV, target_N = self.metric_inputs(output, batch)
         loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
         loss_BT = loss_N.view(batch["target"].shape)

@@ -6,11 +6,13 @@ cannot run on that device; a step of a copy of the network on the run's device d
 
 import copy
 import logging
+import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from omegaconf import DictConfig
@@ -27,6 +29,7 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.models.network import network
 from lockstep.tasks import Task
+from lockstep.training.memory import ran_out
 from lockstep.training.module import TaskModule
 from lockstep.training.schedules import scheduler
 from lockstep.training.trees import first_rows, float32
@@ -34,10 +37,9 @@ from lockstep.training.trees import first_rows, float32
 SAMPLES = 2
 FEW = 8  # parameters whose update is tried
 LARGEST = 200_000_000  # parameters of a network that is copied for a step on the run's device
-MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
-def rehearse(cfg: DictConfig, module: object, data: object, *, device: torch.device, micro_batch: int) -> None:
+def rehearse(cfg: DictConfig, module: object, data: object, *, device: torch.device, samples: int) -> None:
     """Sets `module.flops_per_sample`.
 
     Raises:
@@ -46,8 +48,8 @@ def rehearse(cfg: DictConfig, module: object, data: object, *, device: torch.dev
     """
     if not isinstance(module, TaskModule) or not isinstance(data, DataModule):
         return
-    count = min(SAMPLES, micro_batch)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    count = min(SAMPLES, samples)
+    with warnings.catch_warnings(), same_random_numbers(device):
         warnings.simplefilter("ignore")  # training shows them
         try:
             outputs = on_meta(cfg, module, data, count)
@@ -59,6 +61,16 @@ def rehearse(cfg: DictConfig, module: object, data: object, *, device: torch.dev
             outputs = on_device(cfg, module, data, count, device) if all_shipped(cfg) and size <= LARGEST else None
         if outputs is not None:
             try_metrics(cfg, module, data, outputs, count)
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leaves the generators of Python, NumPy and torch as they were, so training draws what it would have drawn."""
+    python, numbers = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(numbers)
 
 
 def is_refusal(error: Exception) -> bool:
@@ -90,7 +102,7 @@ def on_device(cfg: DictConfig, module: TaskModule, data: DataModule, count: int,
     try:
         return step(cfg, module, data, net, task, batch)
     except UserError as e:
-        if isinstance(e.__cause__, MEMORY):
+        if e.__cause__ and ran_out(e.__cause__):
             return None
         raise
 
@@ -115,8 +127,8 @@ def step(cfg: DictConfig, module: TaskModule, data: DataModule, net: nn.Module, 
 
 
 def try_metrics(cfg: DictConfig, module: TaskModule, data: DataModule, outputs: Any, count: int) -> None:
-    """Updates each metric of the config with outputs of 0 and the targets of real samples."""
-    blank = apply_to_collection(outputs, Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype))
+    """Updates each metric of the config with outputs of 1, which all of them take, and the targets of real samples."""
+    blank = apply_to_collection(outputs, Tensor, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
     batch = first_rows(data.example(count, training=False), count)
     for name in map(str, cfg.task.metrics):
         metric = copy.deepcopy(module.figures[name])
