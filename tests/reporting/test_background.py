@@ -132,7 +132,7 @@ def test_an_error_of_the_users_own_is_raised(tmp_path):
         time.sleep(0.001)
     with pytest.raises(KeyError, match="my bug"):
         logger.log_metrics({})
-    worker.finish()
+    worker.finish(done=True)
 
 
 def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
@@ -146,7 +146,7 @@ def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
             logger.log_metrics({}, step)
     assert [record.getMessage().split(".")[1] for record in caplog.records] == ["mine does not keep up"]
     gate.set()
-    worker.finish()
+    worker.finish(done=True)
     assert seen[0] == 0 and len(seen) < 5
 
 

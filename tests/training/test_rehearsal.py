@@ -42,7 +42,7 @@ def flops_per_sample(channels: int, image_size: int, *overrides: str) -> int | N
     )
     cfg = compose_config("train", [*overrides, "data.batch_size=2", f"data.image_size={image_size}"])
     made = DataModule(data, batch_size=2, eval_batch_size=2)
-    rehearse(cfg, module, made, device=torch.device("cpu"), micro_batch=2)
+    rehearse(cfg, module, made, device=torch.device("cpu"), samples=2)
     return module.flops_per_sample
 
 

@@ -166,9 +166,7 @@ def wait(
         if failed and not first:
             saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
             first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
-            deadline = time.monotonic() + (
-                SAVING_S if saving or first == 2 else FAILING_S
-            )  # 2: all find it, and rank 0 tells it
+            deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)

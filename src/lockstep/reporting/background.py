@@ -79,12 +79,12 @@ class Background:
             self.warned = True
             log.warning("logger.%s %s. Training goes on without it; metrics.csv has all figures.", self.name, what)
 
-    def finish(self, patience_s: float = LATE_S) -> None:
-        """Waits for the calls so far, for at most `patience_s`, and ends the thread."""
+    def finish(self, *, done: bool) -> None:
+        """Waits for the calls so far, for at most LATE_S, or SHORT_S if the run failed, and ends the thread."""
         if self.thread is None:
             return
         self.enqueue(exit_thread)
-        self.thread.join(max(0.0, patience_s - self.running_s()))
+        self.thread.join(max(0.0, (LATE_S if done else SHORT_S) - self.running_s()))
         if self.thread.is_alive():
             self.warn("does not answer")
         self.thread = None

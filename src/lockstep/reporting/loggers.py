@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lockstep.compat.wandb_anonymous import without_anonymous
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import files
-from lockstep.reporting.background import LATE_S, SHORT_S, Background
+from lockstep.reporting.background import LATE_S, Background
 from lockstep.training.steps import steps_done
 
 log = logging.getLogger("lockstep")
@@ -213,6 +213,6 @@ def finish(loggers: list[Logger], status: str) -> None:
     for logger in loggers:
         logger.finalize("success" if status == "done" else "failed")  # again, for the test figures
         if background := getattr(logger, "background", None):
-            background.finish(LATE_S if status == "done" else SHORT_S)
+            background.finish(done=status == "done")
         if isinstance(logger, WandbLogger):
             logger.experiment.finish(exit_code=0 if status == "done" else 1)
