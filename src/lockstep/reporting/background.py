@@ -28,7 +28,7 @@ class Background:
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.name, self.warned = name, False
-        self.calls: queue.Queue[Callable[[], Any]] = queue.Queue(PENDING)
+        self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
         self.thread: threading.Thread | None = None
         self.began_s: float | None = None  # of the call that is running
         self.bug: Exception | None = None
@@ -46,7 +46,7 @@ class Background:
             self.warn("does not answer")
         self.enqueue(partial(call, *args, **kwargs))
 
-    def enqueue(self, call: Callable[[], Any]) -> None:
+    def enqueue(self, call: Callable[[], Any] | None) -> None:
         try:
             self.calls.put_nowait(call)
         except queue.Full:
@@ -58,11 +58,11 @@ class Background:
     def work(self) -> None:
         while True:
             call = self.calls.get()
+            if call is None:
+                return
             self.began_s = time.monotonic()
             try:
                 call()
-            except SystemExit:
-                return
             except Exception as e:
                 if of_users_code(e) and not of_network(e):
                     self.bug = e
@@ -83,17 +83,13 @@ class Background:
         """Waits for the calls so far, for at most LATE_S, or SHORT_S if the run failed, and ends the thread."""
         if self.thread is None:
             return
-        self.enqueue(exit_thread)
+        self.enqueue(None)
         self.thread.join(max(0.0, (LATE_S if done else SHORT_S) - self.running_s()))
         if self.thread.is_alive():
             self.warn("does not answer")
         self.thread = None
         if self.bug is not None:
             log.warning("logger.%s failed", self.name, exc_info=self.bug)
-
-
-def exit_thread() -> None:
-    raise SystemExit
 
 
 def of_network(error: BaseException) -> bool:

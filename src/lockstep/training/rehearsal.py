@@ -142,10 +142,12 @@ def try_metrics(cfg: DictConfig, module: TaskModule, data: DataModule, outputs: 
 
 def misfit(cfg: DictConfig, batch: Batch) -> str:
     shapes = [f"{name} {list(v.shape)}" for name, v in batch.items() if isinstance(v, Tensor) and name != "index"]
-    size = {"data.image_size": f" at data.image_size={cfg.data.image_size}"} if "image_size" in cfg.data else {}
+    keys, size = ["model", "data", "task"], ""
+    if "image_size" in cfg.data:
+        keys, size = [*keys, "data.image_size"], f" at data.image_size={cfg.data.image_size}"
     return (
-        f"model={title(cfg.model)}, data={title(cfg.data)}{''.join(size.values())} and task={title(cfg.task)} do not fit together: {{}}. "
-        f"A batch holds {', '.join(shapes)}. Change one of them: {', '.join(['model', 'data', *size, 'task'])}."
+        f"model={title(cfg.model)}, data={title(cfg.data)}{size} and task={title(cfg.task)} do not fit together: {{}}. "
+        f"A batch holds {', '.join(shapes)}. Change one of them: {', '.join(keys)}."
     )
 
 
