@@ -26,7 +26,7 @@ def train(cfg: DictConfig, world: launch.World) -> None:
         run.trained(best)
         if not run.was_validated:
             run.add(**build.evaluate(cfg, world, data, module, "val"))
-        run.add(**build.evaluate(cfg, world, data, best or module))
+        run.add(**build.evaluate(cfg, world, data, best or module, panels=run.panels))
 
 
 JOB = train

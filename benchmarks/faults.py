@@ -41,7 +41,7 @@ COMMAND = [
     "trainer.accelerator=cpu", "trainer.max_epochs=2", "trainer.val_check_interval=10", "trainer.precision=32-true", "trainer.log_every_n_steps=3",
     "trainer.gradient_clip_val=1.0", "trainer.enable_progress_bar=false", "checkpoint.every_n_steps=7", "checkpoint.monitor=val/loss",
     "checkpoint.mode=min", "checkpoint.save_top_k=2", "schedule=cosine", "schedule.warmup_steps=5", "optim.lr=3e-3",
-    "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9", "callbacks.early_stopping.patience=9", "data.random_shift=2", "resume=auto",
+    "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9", "callbacks.early_stopping.patience=9", "augment=[shift]", "augment.shift.pixels=2", "resume=auto",
 ]  # fmt: skip
 TIMEOUT_S = 15
 TWO, NODES = ["trainer.devices=2"], ["trainer.devices=1", "trainer.num_nodes=2"]

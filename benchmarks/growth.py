@@ -250,7 +250,7 @@ def long(args: argparse.Namespace) -> Section:
         kind: {name: [(one.step, one.values[i]) for one in looks] for name, looks in processes.items()}
         for i, kind in enumerate(growth_steps.KINDS)
     }
-    head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 1.0))]
+    head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 0.99))]
     text = (
         "ddp with two processes, all loggers (W&B offline), a checkpoint every 200 steps, a validation every epoch. The processes are the "
         "ranks and those that they start; memory is that of pages that belong to no file."

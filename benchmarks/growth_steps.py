@@ -85,10 +85,10 @@ def at(looks: list[Held], step: float) -> Held:
 
 
 def rows(processes: dict[str, list[Held]], steps: int) -> list[list[str]]:
-    """Each process: what it held after a tenth, a half and all of the steps."""
+    """Each process: what it held after a tenth, a half and 99% of the steps: at the end it closes."""
     found = []
     for name, looks in processes.items():
-        points = [at(looks, share * steps).values for share in (0.1, 0.5, 1.0)]
+        points = [at(looks, share * steps).values for share in (0.1, 0.5, 0.99)]
         for kind, values in zip(KINDS, zip(*points, strict=True), strict=True):
             found.append([name, kind, *(f"{value:,.0f}" for value in values)])
     return found

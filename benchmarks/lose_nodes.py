@@ -30,7 +30,7 @@ COMMON = [
     "trainer.precision=64-true", "data.source=embedded", "data.batch_size=60", "trainer.limit_train_batches=60", f"trainer.max_epochs={EPOCHS}",
     "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.log_every_n_steps=1",
     "trainer.enable_progress_bar=false", "checkpoint.every_n_steps=10", "optim=sgd", "optim.lr=0.001", "schedule=cosine", "trainer.gradient_clip_val=0.5",
-    "model.dropout_conv=0", "model.dropout_fc=0", "data.random_shift=2", "resume=auto",
+    "model.dropout_conv=0", "model.dropout_fc=0", "augment=[shift]", "augment.shift.pixels=2", "resume=auto",
 ]  # fmt: skip
 LIMIT = 1e-6
 # The job's train.py, which notes the round, the world, the time, the step, and the indices of the images that it trains on.
@@ -117,8 +117,11 @@ class Job:
         node.connect()
         self.agents[node.name] = self.start(node)
 
-    def wait(self) -> None:
+    def wait(self, away: hosts.Host | None) -> None:
+        """Until the run has ended, and each host's agent. That of a host which is still `away` would look for the others."""
         until(self.ended, ROUND_S, "the end of the run")
+        if away:
+            away.kill()
         for agent in self.agents.values():
             agent.wait(120)
         self.log.close()
@@ -126,7 +129,7 @@ class Job:
 
 def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, draw: random.Random) -> list[str]:
     """Trains while nodes are lost and come back; returns what was lost when."""
-    job, lost = Job(folder, run, nodes), []
+    job, lost, away = Job(folder, run, nodes), [], None
     last = STEPS_PER_EPOCH * EPOCHS
     until(lambda: job.trains_with(3, 0), START_S, "the first round of three")
     for number in range(losses):
@@ -136,15 +139,17 @@ def elastic_run(folder: Path, run: str, nodes: list[hosts.Host], losses: int, dr
         node, how, since = draw.choice(nodes[1:]), draw.choice(("killed", "cut off")), time.time()
         at = job.steps()
         job.lose(node, how)
+        away = node
         print(f"{run}: {node.address} {how} after step {at}", flush=True)
         lost.append(f"{how} after step {at}")
         until(lambda since=since: job.trains_with(2, since), ROUND_S, "a round of two")  # type: ignore[misc]
         if number + 1 < losses or draw.random() < 0.5:
             since = time.time()
             job.come_back(node)
+            away = None
             until(lambda since=since: job.trains_with(3, since) or job.ended(), ROUND_S, "a round of three")  # type: ignore[misc]
             print(f"{run}: {node.address} is back at step {job.steps()}", flush=True)
-    job.wait()
+    job.wait(away)
     for node in nodes:
         node.kill()
         node.connect()

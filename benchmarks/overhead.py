@@ -103,7 +103,7 @@ def lockstep(steps: int, *more: str) -> float:
         data = build.data(cfg)
         assert isinstance(data, DataModule)
         parallelize = partial(strategies.parallelize, sync_batchnorm=False, channels_last=False, compile=False)
-        parts = {"optimizer": build.optimizer(cfg), "schedule": create(cfg.schedule, "schedule")}
+        parts = {**build.optimizer(cfg), "schedule": create(cfg.schedule, "schedule")}
         trainer = build.trainer(cfg, world, data)
         trainer.callbacks.append(clock)  # type: ignore[attr-defined]
         task = Classification()

@@ -21,7 +21,7 @@ from lockstep.reporting import comparison
 
 LIMIT = 1e-6
 COMMON = [
-    "trainer.precision=32-true", "data.source=embedded", "data.batch_size=64", "data.random_shift=2", "data.random_flip=true", "trainer.accelerator=cpu",
+    "trainer.precision=32-true", "data.source=embedded", "data.batch_size=64", "augment=[shift,flip]", "augment.shift.pixels=2", "trainer.accelerator=cpu",
     "trainer.log_every_n_steps=1", "trainer.gradient_clip_val=0.5", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
     "trainer.enable_progress_bar=false", "optim=sgd", "optim.lr=0.003", "schedule=cosine", "trainer.max_epochs=10",
 ]  # fmt: skip

@@ -109,8 +109,8 @@ LINES = {
     "no effect or no sense": """
         trainer.gradient_clip_val=inf | trainer.max_epochs=0 | trainer.max_steps=0 | trainer.min_epochs=5 trainer.max_epochs=2
         trainer.min_steps=1000000 | trainer.max_time={days:-1} | trainer.max_time={dayz:1} | trainer.max_time={days:abc} | trainer.max_time={}
-        trainer.max_time=00:00:00:00 | strategy.name=abc | strategy.name=ddp | strategy=ddp strategy.name=single | data.random_shift=1000
-        data.random_shift=12 | data.std=[inf] | data.std=[nan] | data.mean=[inf] | data.mean=[nan] | data.mean=[true]
+        trainer.max_time=00:00:00:00 | strategy.name=abc | strategy.name=ddp | strategy=ddp strategy.name=single | augment=[shift] augment.shift.pixels=1000
+        augment=[shift] augment.shift.pixels=12 | data.std=[inf] | data.std=[nan] | data.mean=[inf] | data.mean=[nan] | data.mean=[true]
         callbacks=[early_stopping] callbacks.early_stopping.monitor=val/nothing | callbacks=[early_stopping] callbacks.early_stopping.monitor=5
         callbacks=[early_stopping] callbacks.early_stopping.mode=abc | checkpoint.monitor=val/nothing | task.monitor=val/nothing | task.monitor=acc
         trainer.val_check_interval=0 | trainer.val_check_interval=0.0 | trainer.check_val_every_n_epoch=null | data.image_size=1
@@ -192,7 +192,8 @@ def works() -> Iterator[Case]:
     for args in ("", "optim=sgd", "schedule=cosine", "trainer.max_time=00:01:00:00", "trainer.max_time={days:1}", "optim.betas=[0.5,0.9]",
                  "seed=4294967295", "schedule=step schedule.milestones=[0.2,0.4]", "trainer.max_epochs=2", "seed=null",
                  "callbacks=[default,ema]", "callbacks=[default,early_stopping]", "logger=[]", "callbacks=[]", "run=a/b", "run=7",
-                 "trainer.val_check_interval=1", "trainer.gradient_clip_val=0.5", "schedule=cosine trainer.max_epochs=-1", "strategy=ddp", "strategy=fsdp", "data.random_shift=2",
+                 "trainer.val_check_interval=1", "trainer.gradient_clip_val=0.5", "schedule=cosine trainer.max_epochs=-1", "strategy=ddp", "strategy=fsdp",
+                 "augment=[shift] augment.shift.pixels=2", "augment=strong",
                  "trainer.precision=32", "trainer.devices=1", "data.std=[1]", "data.num_workers=0", "+optim.amsgrad=true", "optim.eps=1e-6",
                  "task.label_smoothing=0.1", "task.class_weights=[1,1,1,1,1,1,1,1,1,1]", "checkpoint.monitor=val/loss checkpoint.mode=min",
                  "+task.metrics.f1={_target_:torchmetrics.classification.MulticlassF1Score}"):  # fmt: skip

@@ -1,8 +1,10 @@
-"""Exports a trained network as a folder that needs only torch (and timm, for timm's networks).
+"""Exports a trained network as a folder that needs only torch and Pillow (and timm, for timm's networks).
 
-python scripts/export.py <run or checkpoint> [<folder>]
+python scripts/export.py <run or checkpoint> [<folder>] [--onnx] [--pt2] [--images <folder>]
 
-The folder contains model.safetensors, config.yaml, classes.json, preprocessing.json, and load.py, which shows how to use it.
+The folder contains model.safetensors, load.py, which loads it and predicts files, and README.md, the model card. --onnx adds
+model.onnx, --pt2 the graph of torch.export; both take uint8 images of any size. All are compared with the trained network on 100
+test images of the run's data, or on --images, before the folder is kept.
 """
 
 import argparse
@@ -20,10 +22,18 @@ def main() -> None:
         "what", help="a run's name in ./runs, its directory, or a checkpoint; of a run, the checkpoint that it tested"
     )
     parser.add_argument("folder", nargs="?", type=Path, help="where to write; default: exports/<run>")
+    parser.add_argument("--onnx", action="store_true", help="also write model.onnx; needs lockstep[onnx]")
+    parser.add_argument("--pt2", action="store_true", help="also write model.pt2, for torch.export.load")
+    parser.add_argument(
+        "--images", help="compare on these images, if the run's data is not here: a folder, a glob or a CSV"
+    )
     args = parser.parse_args()
     path = tested_checkpoint(args.what, "export")
     folder = args.folder or Path("exports") / path.resolve().parents[1].name
-    print(f"{path} is exported to {export(path, folder)}. Try it: python {folder}/load.py <image>")
+    formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
+    print(
+        f"{path} is exported to {export(path, folder, formats, args.images)}. Try it: python {folder}/load.py <image>"
+    )
 
 
 if __name__ == "__main__":

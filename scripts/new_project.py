@@ -2,8 +2,8 @@
 
 python scripts/new_project.py <folder> --package <name> [--data folder|arrays|none] [--full [--strip]]
 
-By default a THIN project, which depends on Lockstep: train.py, eval.py, configs/ with what differs, src/<name>/, tests of
-Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. It can upgrade Lockstep.
+By default a THIN project, which depends on Lockstep: train.py, eval.py, predict.py, configs/ with what differs, src/<name>/,
+tests of Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. It can upgrade Lockstep.
   --data folder   images in class folders (default) · arrays: a data set of arrays · none: MNIST, until you have data
   --full          a renamed copy of all of Lockstep instead; --strip leaves out its benchmarks, notebook and templates
   --lockstep      the requirement of a thin project, such as 'lockstep @ git+https://...'; default: this checkout
@@ -31,7 +31,8 @@ FIRST_LINE = {
 }
 STRIPPED = (
     "benchmarks/", "tests/benchmarks/", "NOTEBOOK.md", "templates/", "scripts/new_project.py", "tests/scripts/test_new_project.py",
-    "tests/test_readme.py",
+    "tests/test_readme.py", "tests/test_documented_commands.py",
+    "tests/test_waits.py", "tests/prediction/test_flat_memory.py", "tests/reporting/test_browser.py",  # of benchmarks
 )  # fmt: skip
 
 

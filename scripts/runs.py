@@ -1,11 +1,13 @@
 """Lists runs from their report.json and config.yaml, shows one, and prints the commands that repeat failed ones.
 
 python scripts/runs.py [--where status=failed] [--where 'test/acc>0.9'] [--sort -test/acc] [--format table|csv|json]
+python scripts/runs.py html [<sweep>] [--where ...] [--sort ...] [-o runs.html]
 python scripts/runs.py show <run>
 python scripts/runs.py failed [<sweep>] [--stale-min 30]
 
 --where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, such as optim.lr=0.001. A run
-without the key meets no condition and is sorted last. `show` prints what differs from the defaults, as overrides.
+without the key meets no condition and is sorted last. `html` writes a page with the curves of the runs, their figures and the
+settings that differ. `show` prints what differs from the defaults, as overrides.
 
 A run has `died` if its report says `running` but no process on this machine has it: SIGKILL, or power lost. `failed` prints a
 shell command for each run that failed, died, was interrupted, or is `running` on another machine but wrote nothing for
@@ -34,21 +36,21 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints, run_folders
-from lockstep.config.compose import compose_config, config_file, default_options, is_group, key_of, options
+from lockstep.config.compose import key_of
 from lockstep.config.identity import title
-from lockstep.config.keys import dotted
+from lockstep.config.overrides import ABSENT, LOADER, PLACE, as_overrides, typed
 from lockstep.config.project import command
 from lockstep.config.run_files import load_config
 from lockstep.config.schema import GROUPS, KEYS
-from lockstep.config.words import nearest, plain, readable, shown
+from lockstep.config.words import nearest, readable, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
+from lockstep.machine.files import write_text
 from lockstep.reporting.console import number, out
 from lockstep.reporting.report_file import status
 
@@ -56,9 +58,6 @@ COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
 }  # fmt: skip
 COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}  # fmt: skip
-PLACE = ("run", "runs_dir", "resume")  # keys that say where a run is, not what it is
-ABSENT = object()
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,46 +213,6 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
         Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 10_000).print(table)
 
 
-def typed(value: Any) -> str:
-    """A value in Hydra's syntax."""
-    if isinstance(value, list):
-        return f"[{','.join(map(typed, value))}]"
-    word = r"(?!(?:null|true|false|nan|inf)$)(?=.*[^\de.+_-])[\w/][\w/.+-]*"  # or as a number
-    bare = not isinstance(value, str) or re.fullmatch(word, value, re.IGNORECASE | re.ASCII)
-    return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
-
-
-def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The options of a group that a config may come from, each with its distance; the smallest is the best match."""
-    found: dict[str, tuple[int, int]] = {}
-    for name in options(group):
-        option = dotted(plain(OmegaConf.load(config_file(f"{group}/{name}"))), group)
-        what = {k: v for k, v in option.items() if k.endswith(("._target_", ".name"))}
-        fits = all(v in (own.get(k), "???") for k, v in what.items())
-        if fits and (option or f"{group}._target_" not in own):  # an option without keys means no class
-            same = sum(v == own.get(k) for k, v in what.items())
-            found[name] = (-same, len(option.keys() - own.keys() - {f"{group}.defaults"}))
-    return found
-
-
-def as_overrides(config: DictConfig) -> list[str]:
-    """The overrides that give this config: group options, then keys. A key that the config lacks is newer than the run."""
-    own, defaults, chosen = dotted(plain(config)), default_options("train"), []
-    usual = dotted(plain(compose_config("train", [])))
-    for group in filter(is_group, map(str, config)):
-        found = options_of(group, own)
-        if group in defaults:
-            default, choice = defaults[group], min(found, key=found.__getitem__, default=defaults[group])
-        else:  # it takes several
-            default, choice = list(options_of(group, usual)), list(found)
-        chosen += [f"{group}={typed(choice)}"] if choice != default else []
-    composed = compose_config("train", chosen)
-    OmegaConf.resolve(composed)
-    base = dotted(plain(composed))
-    changed = [key for key in own if key not in PLACE and shown(own[key]) != shown(base.get(key, ABSENT))]
-    return chosen + [f"{'' if key in base else '++'}{key}={typed(own[key])}" for key in changed]
-
-
 def show(run: Run) -> None:
     files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
     figures = [f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"]
@@ -287,17 +246,37 @@ def again(run: Run, runs_dir: Path) -> str:
     return shlex.join([*command("train").split(), f"run={typed(name)}", *place, *words])
 
 
+def write_html(runs: list[Run], runs_dir: Path, out: Path) -> None:
+    from lockstep.reporting.runs_page import RunFiles, runs_page
+
+    if not runs:
+        raise UserError("no run meets the conditions. Leave out a --where.")
+    files = [
+        RunFiles(run.name, run.folder, run.report, run.values if isinstance(run.values, dict) else {}) for run in runs
+    ]
+    write_text(out, runs_page(files, runs_dir, out.resolve()))
+    print(f"{len(runs)} runs: {out}")
+
+
 def main() -> None:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--runs-dir", type=Path, default=argparse.SUPPRESS, help="default: runs")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common])
-    parser.add_argument(
-        "--where", action="append", default=[], metavar="'key=value'", help="may be repeated; all conditions must hold"
+    chosen = argparse.ArgumentParser(add_help=False)
+    chosen.add_argument(
+        "--where",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="'key=value'",
+        help="may be repeated; all conditions must hold",
     )
-    parser.add_argument("--sort", default="", metavar="[-]key", help="default: the newest last")
+    chosen.add_argument("--sort", default=argparse.SUPPRESS, metavar="[-]key", help="default: the newest last")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, parents=[common, chosen])
     parser.add_argument("--format", choices=["table", "csv", "json"], default="table")
-    commands = parser.add_subparsers(dest="command", metavar="{show,failed}")
+    commands = parser.add_subparsers(dest="command", metavar="{html,show,failed}")
+    html = commands.add_parser("html", parents=[common, chosen])
+    html.add_argument("run", nargs="?", metavar="sweep")
+    html.add_argument("-o", "--out", type=Path, default=Path("runs.html"))
     commands.add_parser("show", parents=[common]).add_argument("run")
     failed = commands.add_parser("failed", parents=[common])
     failed.add_argument("run", nargs="?", metavar="sweep")
@@ -306,10 +285,14 @@ def main() -> None:
     with suppress(ValueError):  # argparse would read the value of `--sort -test/acc` as an option
         at = argv.index("--sort")
         argv[at : at + 2] = ["=".join(argv[at : at + 2])]
-    args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs")))
-    if args.command and (args.where or args.sort or args.format != "table"):
+    args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs"), where=[], sort=""))
+    picks = args.command in (None, "html")
+    if (args.format != "table" and args.command) or ((args.where or args.sort) and not picks):
         raise UserError(f"--where, --sort and --format have no effect on {args.command}. Leave them out.")
     runs = find_runs(args.runs_dir)
+    if args.command == "html":
+        named_runs = runs if args.run is None else named(runs, args.run, args.runs_dir)
+        return write_html(arranged(named_runs, args.where, args.sort)[0], args.runs_dir, args.out)
     if args.command is None:
         print_runs(*arranged(runs, args.where, args.sort), args.format)
         return

@@ -127,7 +127,9 @@ class Commands:
         return self.start(script, *args, env=env).done(timeout_s)
 
     def start(self, script: str, *args: str, env: dict[str, str] | None = None) -> Started:
-        given = [] if script == "eval.py" else [f"data.root={self.data}", f"data.cache_dir={self.cache}"]
+        given = (
+            [] if script in ("eval.py", "predict.py") else [f"data.root={self.data}", f"data.cache_dir={self.cache}"]
+        )
         out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         process = self.popen(
             [sys.executable, str(ROOT / script), *given, *args],

@@ -72,9 +72,10 @@ def report(run: str | Path) -> dict[str, Any]:
 
 
 def rows(run: str | Path) -> list[dict[str, str]]:
-    """Of metrics.csv, without the speed."""
+    """Of metrics.csv, without speed and memory."""
+    measured = ("train/images_per_s", "train/peak_memory_gib")
     with Path("runs", run, "metrics.csv").open() as file:
-        return [{k: v for k, v in row.items() if k != "train/images_per_s"} for row in csv.DictReader(file)]
+        return [{k: v for k, v in row.items() if k not in measured} for row in csv.DictReader(file)]
 
 
 def logged_steps(run: str) -> list[int]:

@@ -82,7 +82,15 @@ def test_a_multirun_is_as_many_runs_as_jobs_and_a_table(any_command):
     assert done.code == 0, done
     sweep = command.folder / "runs/sweep"
     reports = [report(command, f"sweep/{job}") for job in range(4)]
-    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "2", "3", "multirun.yaml", "results.csv"]
+    assert sorted(path.name for path in sweep.iterdir()) == [
+        "0",
+        "1",
+        "2",
+        "3",
+        "multirun.yaml",
+        "results.csv",
+        "spread.csv",
+    ]
     assert [(each["status"], each["test/count"], each["seed"]) for each in reports] == [
         ("done", 103, seed) for seed in (0, 1, 0, 1)
     ]
@@ -145,7 +153,7 @@ def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
     assert (sweep / "0/checkpoints/last.ckpt").is_file()
     assert done.err.count("error:") == 1, done
     assert ended and ended[0] in done.err
-    assert done.err.count("Ctrl-C again ends at once") == 1
+    assert done.err.count("Ctrl-C again ends it at once") == 1
 
 
 FAILURES = {
@@ -301,7 +309,7 @@ def test_resnet50d_at_336_pixels(forked_command, strategy, precision):
     assert (found["train/steps"], found["parameters"] > 23_000_000, found["precision"]) == (2, True, precision)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_and_uncompiled_checkpoints_have_the_same_keys(command, forked_command):
     import torch
 

@@ -39,7 +39,7 @@ OPTIONS = [
     "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=10", "trainer.gradient_clip_val=1.0", "checkpoint.every_n_steps=4",
     "schedule=cosine", "schedule.warmup_steps=3", "optim.lr=3e-3", "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9",
     "callbacks.early_stopping.patience=2", "callbacks.early_stopping.monitor=val/loss", "callbacks.early_stopping.mode=max",
-    "checkpoint.monitor=val/loss", "checkpoint.mode=min", "data.random_shift=2", "data.random_flip=true", "trainer.enable_progress_bar=false", "resume=auto",
+    "checkpoint.monitor=val/loss", "checkpoint.mode=min", "augment=[light,mixup]", "trainer.enable_progress_bar=false", "resume=auto",
 ]  # fmt: skip
 
 pytestmark = pytest.mark.xdist_group("kills")
@@ -94,7 +94,10 @@ def assert_ended_alike(run: str, whole: str, place: str) -> None:
     assert files(run) == files(whole), place
 
 
-@pytest.mark.parametrize(("setup", "rank"), [("single", 0), pytest.param("shards", 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("setup", "rank"),
+    [pytest.param("single", 0, marks=pytest.mark.slow), pytest.param("shards", 1, marks=pytest.mark.slow)],
+)
 def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_room(
     setup, rank, train, moments, monkeypatch
 ):
@@ -116,11 +119,11 @@ def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_ro
 @pytest.mark.parametrize(
     ("setup", "rank", "kinds"),
     [
-        ("single", 0, slice(0, None, 6)),
+        ("single", 0, slice(0, None, 12)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                ("single", 0, slice(2, None, 6)),
+                ("single", 0, slice(3, None, 6)),
                 ("plain", 0, slice(0)),
                 ("ddp3", 1, slice(0)),
                 ("ddp", 0, slice(0, None, 8)),

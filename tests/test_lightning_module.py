@@ -79,7 +79,10 @@ class Runs:
 
     def log(self, run: str) -> list[dict[str, str]]:
         with Path("runs", f"{self.case.name}-{run}", "metrics.csv").open() as file:
-            return [{k: v for k, v in row.items() if not k.endswith("_per_s")} for row in csv.DictReader(file)]
+            return [
+                {k: v for k, v in row.items() if not k.endswith(("_per_s", "_memory_gib"))}
+                for row in csv.DictReader(file)
+            ]
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def assert_ended_alike(run: str, whole: Path) -> None:
 
 @pytest.mark.parametrize(
     "saved_at",
-    [11, 17, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 12))],
+    [11, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 12, 17))],
 )  # 11: before the last batch of an epoch
 def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, whole, saved_at):
     crash_at(saved_at + 1)
@@ -222,6 +222,7 @@ def test_a_recipe_that_is_typed_again_keeps_the_normalisation_of_the_run(run_a):
     assert (cfg.data.mean, cfg.data.std) == ([0.1307], [0.3081])
 
 
+@pytest.mark.slow
 def test_a_run_from_weights_can_be_typed_again(train, run_a, crash_at):
     best = state(f"a/{run_a['checkpoint']}")
     common = ["init_from=a", "optim=sgd", "optim.lr=0", "trainer.max_epochs=2", "trainer.log_every_n_steps=1"]
@@ -276,6 +277,7 @@ def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
     assert epochs == [2, 2, 4]
 
 
+@pytest.mark.slow
 def test_workers_deal_out_the_same_batches(train, whole):
     train("run=with", *TWO_EPOCHS, "data.num_workers=2", "data.prefetch_factor=3", "data.persistent_workers=false")
     assert rows("with") == rows(whole)

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing())),
 ]
 OPTIONS = [
-    "strategy=ddp", *SMALL, "trainer.max_epochs=4", "trainer.log_every_n_steps=1", "data.random_shift=2",
+    "strategy=ddp", *SMALL, "trainer.max_epochs=4", "trainer.log_every_n_steps=1", "augment=[shift]", "augment.shift.pixels=2",
     "checkpoint.every_n_steps=10", "callbacks=[default,ema]", "schedule=cosine", "trainer.enable_progress_bar=false",
 ]  # fmt: skip
 STEPS, HELD_AT = 36, 15

@@ -74,11 +74,13 @@ def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
     uses = {
         "resume": lambda: lockstep.train(["run=a", "resume=auto", "trainer.max_epochs=2", *SMALL[1:]]),
         "run": lambda: lockstep.evaluate(["run=a", *SMALL[1:]]),
+        "predict": lambda: lockstep.predict(["run=a", "input=test", *SMALL[1:]]),
         "checkpoint": lambda: lockstep.evaluate(["checkpoint=moved.ckpt", *SMALL[1:]]),
         "load_model": lambda: lockstep.load_model("moved.ckpt"),
         "export": lambda: export(Path("moved.ckpt"), Path("out")),
     }
     needed = {"resume": True, "run": key in ("model", "task", "data"), "checkpoint": key in ("model", "task", "data")}
+    needed["predict"] = needed["run"]
     needed |= {"load_model": key == "model", "export": key in ("model", "task")}
     for name in [name for name, needs in needed.items() if needs]:
         with pytest.raises(UserError, match=r"may not be named|cannot be changed"):
@@ -180,7 +182,7 @@ def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
     monkeypatch.setattr(console.out, "width", 200)
     console.say(name)
     console.figures_table(name, [("report", name)])
-    console.sweep_table([{"run": name, "test/acc": 0.5}], ["test/acc"], Path("sweep.csv"))
+    console.sweep_table([{"run": name, "test/acc": 0.5}], [], ["test/acc"], Path("sweep.csv"))
 
     def refuse() -> None:
         raise UserError(f"model.name={name} is unknown")

@@ -34,7 +34,7 @@ def base(tmp_path_factory, mnist, cache, forked) -> list[str]:
         f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "data.eval_batch_size=20",
         "optim=sgd",
         "optim.momentum=0.5", "optim.lr=0.02", "model.dropout_conv=0", "model.dropout_fc=0", "trainer.gradient_clip_val=0.5",
-        "data.random_shift=2", "data.random_flip=true",
+        "augment=[light,strong]", "augment.shift.pixels=2", "data.repeats=2",
         "trainer.precision=32-true", "trainer.max_steps=10", "trainer.log_every_n_steps=1", *SMALL,
     ]  # fmt: skip
 
@@ -75,7 +75,15 @@ def test_each_run_is_one_directory_with_one_report(reports, runs):
         assert json.loads((runs / name / "report.json").read_text()) == report
         assert not any(isinstance(value, dict | list) for value in report.values())
         files = {path.name for path in (runs / name).iterdir()}
-        assert files == {"config.yaml", "metrics.csv", "checkpoints", "report.json", "report.html", "train.log"}
+        assert files == {
+            "config.yaml",
+            "metrics.csv",
+            "checkpoints",
+            "report.json",
+            "report.html",
+            "panels.json",
+            "train.log",
+        }
         assert (runs / name / "checkpoints" / "last.ckpt").is_file()
 
 
@@ -131,8 +139,14 @@ def test_a_checkpoint_is_enough_for_an_evaluation(reports, base, runs, tmp_path)
 
 def test_a_report_can_be_read_as_a_page(reports, runs):
     page = (runs / "ddp" / "report.html").read_text()
-    assert page.count("<svg") == 3
-    for text in ("Loss", "Accuracy", "Speed", f"{reports['ddp']['test/acc']:.2%}", reports["ddp"]["data/sha256"]):
+    for text in (
+        "<svg",
+        "Loss",
+        "Accuracy",
+        "Speed",
+        f"{100 * reports['ddp']['test/acc']:.2f}",
+        reports["ddp"]["data/sha256"],
+    ):
         assert text in page
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""

@@ -103,6 +103,14 @@ def test_jobs_run_side_by_side_and_one_that_fails_stops_no_other(command):
         assert [row["status"] for row in csv.DictReader(file)] == ["done", "failed"] * 3
 
 
+def test_a_job_that_fails_in_training_stops_no_other_and_the_exit_code_is_its_own(command):
+    loss = ["optim=sgd", "optim.lr=1e30,1e-3", "trainer.log_every_n_steps=1", "trainer.precision=32-true"]
+    done = command("train.py", "-m", *loss, "run=failing", *SHORT)
+    assert done.code == 1, done
+    assert [report(command.folder, f"failing/{job}")["status"] for job in (0, 1)] == ["failed", "done"]
+    assert done.err.count("error: ") == 1  # the job's own
+
+
 def test_ctrl_c_ends_all_jobs_and_processes(command):
     started = command.start("train.py", "-m", "seed=0,1,2", "strategy=ddp", "trainer.devices=2", "run=stopped",
                             "trainer.max_epochs=500", "trainer.log_every_n_steps=1", *SLOTS, *SMALL)  # fmt: skip
@@ -132,6 +140,7 @@ def test_a_warned_multirun_saves_its_jobs_and_goes_on_when_it_is_typed_again(com
     assert [(r["status"], r["train/steps"], r["resumed_from"] is not None) for r in reports] == [("done", 27, True)] * 2
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_killed_runs_what_is_missing(command, tmp_path):
     """Twelve trials, two at a time, some pruned; everything is killed when four have ended and two are running."""
     args = [*SPACE, *SLOTS, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
@@ -184,6 +193,7 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command, tmp_path):
     assert report(command.folder, "best")["val/acc"] == study(command.folder, "search").best_value
 
 
+@pytest.mark.full
 def test_failed_trials_and_such_without_a_number_are_recorded_and_end_nothing(command):
     done = command("train.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=9", "run=grid",
                    "optim.lr=1e30,1e-3", "data.batch_size=63,64", "strategy=single", "trainer.accumulate_grad_batches=2", *SHORT)  # fmt: skip
@@ -196,6 +206,7 @@ def test_failed_trials_and_such_without_a_number_are_recorded_and_end_nothing(co
     assert all(t.user_attrs["error"] for t in trials if t.state.name == "FAIL")
 
 
+@pytest.mark.full
 def test_two_objectives_leave_a_front(command):
     done = command("train.py", "-m", "hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=0",
                    "hydra.sweeper.objective=[val/loss,parameters]", "hydra.sweeper.n_trials=2", "run=front", "optim.lr=interval(1e-4,1e-2)",
@@ -264,6 +275,7 @@ def postgres() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+@pytest.mark.full
 def test_two_machines_work_on_one_study_in_a_database(command, postgres):
     args = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.study_name=shared", f"hydra.sweeper.storage={postgres}",
             "hydra/sweeper/pruner=median", "optim.lr=interval(1e-4,1e-2)", *SHORT]  # fmt: skip

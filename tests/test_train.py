@@ -103,6 +103,7 @@ def test_the_same_batch_can_be_overfitted(train):
     assert losses[-1] < 0.05 < 2 < losses[0]
 
 
+@pytest.mark.slow
 def test_several_loggers_write_at_once_and_the_id_of_wandb_is_kept(train):
     train("run=a", "logger=[wandb,tensorboard]", "trainer.log_every_n_steps=4")
     folder = Path("runs/a")

@@ -104,9 +104,7 @@ def vector(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.double().flatten() for value in state.values()])
 
 
-@pytest.mark.parametrize(
-    "setup", [pytest.param(name, marks=[pytest.mark.slow] * name.endswith("accumulated")) for name in SETUPS]
-)
+@pytest.mark.parametrize("setup", [pytest.param(name, marks=[pytest.mark.slow] * (name != "fsdp")) for name in SETUPS])
 def test_samples_weigh_alike_under_every_strategy(setup, options, plain, forked):
     report = lockstep.train([f"run={setup}", *SETUPS[setup], *options])
     state = read(Path("runs", setup, "checkpoints/last.ckpt"))["state_dict"]

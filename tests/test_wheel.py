@@ -75,7 +75,12 @@ def test_the_command_trains_and_evaluates_in_an_empty_folder(installed):
     assert done.returncode == 0, done.stderr
     figures = json.loads((installed.work / "runs/one/eval.json").read_text())
     assert figures["test/loss"] == pytest.approx(report["test/loss"], rel=1e-5)
+    assert "</html>" in (installed.work / "runs/one/report.html").read_text()
     assert installed.lockstep("runs").stdout.count("done") == 1
+    assert installed.lockstep("runs", "html").returncode == 0
+    done = installed.lockstep("predict", "run=one", "input=test", *TWO)
+    assert done.returncode == 0, done.stderr
+    assert len((installed.work / "runs/one/predictions.csv").read_text().splitlines()) == 1 + report["test/count"]
 
 
 def test_the_command_trains_in_two_processes(installed):

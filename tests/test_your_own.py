@@ -1,20 +1,20 @@
 """What docs/your-own says works as it is written there, touches no file of Lockstep's, and keeps every promise."""
 
 import io
+import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from your_own import FOLDER, Page, samples_seen
+from PIL import Image
+from your_own import FOLDER, Page, forget, samples_seen
 
 import lockstep
-from lockstep.config.checks import check
-from lockstep.config.compose import compose_config, tried_alone
 from lockstep.errors import OutOfMemory, RunFailed, UserError
 from lockstep.reporting import comparison
 
@@ -33,6 +33,7 @@ PAGES = [
     Page("model", ("model.dropout=0", *MNIST)),
     Page("loss", (*NO_DROPOUT, *MNIST), command=1),
     Page("metric", (*NO_DROPOUT, *MNIST)),
+    Page("panel", (*NO_DROPOUT, *MNIST)),
     Page("multilabel", ("data.image_size=16", "data.cache_dir={cache}", *NO_DROPOUT)),
     Page("regression", ("model.width=8",)),
     Page("segmentation", ("data.count=70", "data.image_size=16", "model.width=4")),
@@ -74,7 +75,7 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
     """The page's command, alone, as two processes, as two that shard the network, and as two that are killed and go on; and an evaluation."""
     page: Page = request.param
     quick = [text.format(mnist=mnist, cache=cache) for text in page.quick]
-    common = [*page.commands[page.command], *QUICK, *quick]
+    common = [*page.typed[page.command], *QUICK, *quick]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(page.write(tmp_path_factory.mktemp(page.name)))
         with redirect_stdout(io.StringIO()) as printed:
@@ -89,12 +90,6 @@ def runs(request, tmp_path_factory, forked, mnist, cache) -> Iterator[Runs]:
         evaluation = lockstep.evaluate(["run=ddp", "trainer.accelerator=cpu"])
         yield Runs(page, reports, evaluation, printed.getvalue())
     forget()
-
-
-def forget() -> None:
-    """The next page has modules of the same names."""
-    for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
-        del sys.modules[name]
 
 
 # --- the files ---
@@ -122,20 +117,11 @@ def test_every_page_is_tested_and_the_index_has_its_files_and_lines():
         assert [link for link in links if not (FOLDER / link).is_file()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_a_page_is_possible(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(page.write(tmp_path))
-    for command in page.commands:
-        problems, good = tried_alone("train", command)
-        assert problems == []
-        assert check(compose_config("train", good)) == []
-
-
 def test_a_key_that_the_class_does_not_have_is_refused(tmp_path, monkeypatch, mnist, cache):
     page = PAGES[1]
     monkeypatch.chdir(page.write(tmp_path))
     with pytest.raises(UserError) as refused:
-        lockstep.train([*page.commands[1], f"data.root={mnist}", f"data.cache_dir={cache}"])
+        lockstep.train([*page.typed[1], f"data.root={mnist}", f"data.cache_dir={cache}"])
     assert f"error: {refused.value}" in page.text
     assert not Path("runs").exists()
     forget()
@@ -184,6 +170,28 @@ def test_an_evaluation_repeats_the_figures(runs):
     found = {name: value for name, value in runs.evaluation.items() if name.startswith("test/")}
     assert len(expected) > 2
     assert found == pytest.approx(expected, rel=1e-6)
+
+
+PREDICTED = {"segmentation": "mask", "multilabel": "labels", "regression": "price", "language-model": "token"}
+
+
+def test_a_prediction_has_a_row_for_each_test_sample_from_one_process_and_from_two(runs, tmp_path):
+    asked = ["run=ddp", "input=test", "trainer.accelerator=cpu"]
+    tables = []
+    for name, more in {"one": (), "two": TWO}.items():
+        lockstep.predict([*asked, f"output={tmp_path}/{name}.jsonl", *more])
+        tables.append([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()])
+    one, two = tables
+    assert [row["index"] for row in one] == [row["index"] for row in two] == list(range(runs.evaluation["test/count"]))
+    column = PREDICTED.get(runs.page.name, "class")
+    assert {column, "loss"} <= one[0].keys()
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4, abs=1e-6)
+    if column == "mask":
+        for row, other in zip(one, two, strict=True):
+            masks = [np.asarray(Image.open(tmp_path / each["mask"])) for each in (row, other)]
+            assert masks[0].shape == (16, 16)
+            assert (masks[0] == masks[1]).mean() > 0.99
 
 
 def test_the_monitored_figure_chooses_the_checkpoint(runs):

@@ -3,19 +3,16 @@
 import json
 import re
 import shlex
-from dataclasses import dataclass
-from functools import cached_property
+import sys
 from pathlib import Path
 
 import numpy as np
-import thin_project
+from pages import Text
 from PIL import Image
 
 from lockstep import ROOT
 
 FOLDER = ROOT / "docs/your-own"
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-NAMED = re.compile(r"(?:# @package _global_\n)?# (\S+/\S+\.(?:py|yaml))\n")  # Hydra wants its own line first
 # A callback of the project's: writes down the samples of every step, and kills the last process at one.
 WITNESS = """import json, os, signal
 from pathlib import Path
@@ -93,28 +90,17 @@ def write_text(root: Path) -> None:
 DATA = {"folder": write_flowers, "multilabel": write_weather, "regression": write_houses, "language-model": write_text}
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(Text):
     """A page and what its test adds to the command, to be quick and to leave nothing to chance."""
 
-    name: str
-    quick: tuple[str, ...] = ()
-    command: int = 0  # which of its commands is run
-
-    @cached_property
-    def text(self) -> str:
-        return (FOLDER / f"{self.name}.md").read_text()
-
-    @cached_property
-    def files(self) -> dict[str, str]:
-        """Of blocks that begin with a path."""
-        blocks = [content for _, content in BLOCK.findall(self.text)]
-        return {found[1]: block for block in blocks if (found := NAMED.match(block))}
+    def __init__(self, name: str, quick: tuple[str, ...] = (), command: int = 0, folder: Path = FOLDER) -> None:
+        super().__init__(folder / f"{name}.md")
+        self.name, self.quick, self.command = name, quick, command  # which of its commands is run
 
     @property
-    def commands(self) -> list[list[str]]:
-        """The arguments of each `python train.py`, in the order of the page."""
-        console = "\n".join(content for language, content in BLOCK.findall(self.text) if language == "console")
+    def typed(self) -> list[list[str]]:
+        """The arguments of each `python train.py` in a console, in the order of the page."""
+        console = "\n".join(content for language, content in self.blocks if language == "console")
         return [shlex.split(line) for line in re.findall(r"^\$ python train\.py(.*)$", console, re.MULTILINE)]
 
     @property
@@ -123,10 +109,12 @@ class Page:
         lines = (line.strip() for text in self.files.values() for line in text.splitlines())
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
-    def write(self, root: Path) -> Path:
-        thin = {name: thin_project.FILES[name] for name in ("pyproject.toml", "train.py")}
-        for name, text in {**thin, **self.files, "src/witness/__init__.py": WITNESS}.items():
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_text(text)
+    def write(self, root: Path, **more: str) -> Path:
         DATA.get(self.name, lambda _: None)(root)
-        return root
+        return super().write(root, **{"src/witness/__init__.py": WITNESS, **more})
+
+
+def forget() -> None:
+    """The next page has modules of the same names."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
+        del sys.modules[name]

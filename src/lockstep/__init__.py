@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from lockstep.reporting.loaded import Report
+
 __version__ = "0.1.0"
 
 PACKAGE = Path(__file__).resolve().parent
@@ -14,8 +16,8 @@ WHEEL = (PACKAGE / "configs").is_dir()
 CONFIGS = PACKAGE / "configs" if WHEEL else ROOT / "configs"
 
 
-def train(overrides: list[str] | None = None) -> dict[str, Any]:
-    """Runs `python train.py <overrides>` from Python or a notebook and returns its report.json.
+def train(overrides: list[str] | None = None) -> "Report":
+    """Runs `python train.py <overrides>` from Python or a notebook and returns its report, as `load_report` does.
 
     Raises:
         UserError: the config or the input is wrong; nothing was started.
@@ -24,7 +26,8 @@ def train(overrides: list[str] | None = None) -> dict[str, Any]:
     """
     from lockstep.launch.call import call
 
-    return call("train", overrides or [])
+    report: Report = call("train", overrides or [])
+    return report
 
 
 def evaluate(overrides: list[str]) -> dict[str, Any]:
@@ -32,6 +35,30 @@ def evaluate(overrides: list[str]) -> dict[str, Any]:
     from lockstep.launch.call import call
 
     return call("eval", overrides)
+
+
+def predict(overrides: list[str]) -> dict[str, Any]:
+    """Runs `python predict.py <overrides>` from Python; returns `output`, the path of the table, `count` and `broken`.
+
+    Raises the same errors as `train`.
+    """
+    from lockstep.launch.call import call
+
+    return call("predict", overrides)
+
+
+def sweep(overrides: list[str]) -> list[dict[str, Any]]:
+    """Runs `python train.py -m <overrides>` from Python; returns a row for each job: its report, with `overrides`.
+
+    A job that failed is a row too, with `status` and, if it began, `error`.
+
+    Raises:
+        UserError: an override is wrong; nothing was started.
+        KeyboardInterrupt: Ctrl-C, which ends the sweep as a whole.
+    """
+    from lockstep.launch.call import sweep
+
+    return sweep(overrides)
 
 
 def load_model(what: str | Path) -> "nn.Module":
@@ -53,3 +80,16 @@ def load_model(what: str | Path) -> "nn.Module":
         from lockstep import build
 
         return build.load_module(path)
+
+
+def load_report(run: str | Path) -> "Report":
+    """The report of a run (a name or `runs/<name>`): the dict of report.json, with `curves`, `panels`, `frame()` and `folder`.
+
+    A notebook shows it as the page report.html. Of a run that is still going on, it holds what is known by now.
+
+    Raises:
+        UserError: there is no such run, or a file of it is damaged.
+    """
+    from lockstep.reporting.loaded import load_report
+
+    return load_report(run)

@@ -1,8 +1,9 @@
-"""From config nodes to objects, one function per stage. Only this file and build_trainer.py join the packages."""
+"""From config nodes to objects, one function per stage. Only this file, build_trainer.py and build_prediction.py join the packages."""
 
 from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
 
 # isort: split
+import inspect
 import os
 from functools import partial
 from pathlib import Path
@@ -16,27 +17,33 @@ from omegaconf import DictConfig, OmegaConf
 from torchmetrics import Metric
 
 from lockstep import strategies
+from lockstep.augment.augmentation import Augmentation
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_module_weights, load_weights, raw_weights, read
 from lockstep.checkpoints.plain import plain
 from lockstep.checkpoints.weights import load_into
+from lockstep.config.augmentation import operations
 from lockstep.config.classes import optimizer_node
 from lockstep.config.components import missing_groups, monitor_problems, monitors
 from lockstep.config.identity import title
-from lockstep.config.instantiate import ENGINE_DATA, create, create_data, has_own_loaders, to_plain
+from lockstep.config.instantiate import ENGINE, ENGINE_DATA, create, create_data, has_own_loaders, to_plain
+from lockstep.config.normalisation import with_numbers
 from lockstep.config.project import of_users_code
-from lockstep.config.signatures import accepted, locate
+from lockstep.config.signatures import accepted
+from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
+from lockstep.data.loaders import warn_of_small_shared_memory
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.tasks import Task
-from lockstep.training import foreign, memory, rehearsal
+from lockstep.training import foreign, memory, parameters, rehearsal
 from lockstep.training.micro_batches import batches
 from lockstep.training.module import TaskModule
+from lockstep.training.panels import TestPanels
 
 __all__ = ["data", "evaluate", "fit", "module", "process", "rehearse", "seed", "trainer", "with_numbers"]
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
@@ -62,39 +69,36 @@ def seed(cfg: DictConfig) -> None:
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
 
 
-def with_numbers(cfg: DictConfig) -> DictConfig:
-    """`cfg` with numbers in place of data.mean=model and data.std=model, so a newer timm cannot change a resumed run."""
-    cfg = cfg.copy()
-    wanted = [key for key in ("mean", "std") if cfg.data.get(key) == "model"]
-    if not wanted:
-        return cfg
-    dataset = locate(cfg.data._target_)
-    network_class = locate(cfg.model._target_) if cfg.model else None
-    of_network = getattr(network_class, "normalisation", lambda _: None)(cfg.model.get("name"))
-    own = dataset.normalisation(to_plain(cfg.data))
-    if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colour images, used on grey ones
-        of_network = None
-    numbers = dict(zip(("mean", "std"), of_network or own, strict=True))
-    for key in wanted:
-        cfg.data[key] = list(numbers[key])
-    return cfg
-
-
 def data(cfg: DictConfig) -> pl.LightningDataModule:
     if has_own_loaders(cfg):
+        warn_of_small_shared_memory()
         own: pl.LightningDataModule = create(cfg.data, "data")
         return own
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
-    made = DataModule(dataset, seed=cfg.seed, **{"eval_batch_size": node["batch_size"], **given})
+    augment = Augmentation(operations(cfg)) if cfg.get("augment") or given.get("repeats", 1) > 1 else None
+    made = DataModule(dataset, seed=cfg.seed, augment=augment, **{"eval_batch_size": node["batch_size"], **given})
     made.about = plain(made.about, "about")
     return made
 
 
-def optimizer(cfg: DictConfig) -> Any:
-    """A function from parameters to their optimizer."""
-    return create(optimizer_node(cfg), "optim")
+def optimizer(cfg: DictConfig) -> dict[str, Any]:
+    """Two functions: from parameters to their optimizer, and from a network to the parameters, in groups if a key asks for it."""
+    node = optimizer_node(cfg)
+    made: dict[str, Any] = {"optimizer": create(node, "optim")}
+    takes = inspect.signature(made["optimizer"]).parameters
+    own = set(ENGINE["optim"]) - takes.keys()
+    asked = {key: value for key, value in node.items() if key in own and value is not None and value is not False}
+    if asked:
+        raise_problems(
+            f"optim.{key}={shown(value)} has no effect: {node['_target_']} groups the parameters itself. Leave it out."
+            for key, value in asked.items()
+            if "named_parameters" in takes
+        )
+        rates = {key: node[key] for key in ("lr", "weight_decay") if key in node}
+        made["parameters"] = partial(parameters.groups, **rates, **asked)
+    return made
 
 
 def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = None) -> pl.LightningModule:
@@ -129,7 +133,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     made = TaskModule(
         net,
         goal,
-        optimizer=optimizer(cfg),
+        **optimizer(cfg),
         schedule=create(cfg.schedule, "schedule"),
         parallelize=partial(
             strategies.parallelize,
@@ -168,7 +172,8 @@ def rehearse(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object,
     """Tries a step without computing it. Raises UserError if the parts do not fit together."""
     samples = batches(cfg, world)["micro_batch"] or 1
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
-    rehearsal.rehearse(cfg, module, data, device=trainer.strategy.root_device, samples=samples)
+    device, callbacks = trainer.strategy.root_device, trainer.callbacks  # type: ignore[attr-defined]
+    rehearsal.rehearse(cfg, module, data, device=device, samples=samples, callbacks=callbacks)
 
 
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
@@ -190,9 +195,14 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
 
 
 def evaluate(
-    cfg: DictConfig, world: World, data: pl.LightningDataModule, tested: str | pl.LightningModule, stage: str = "test"
+    cfg: DictConfig,
+    world: World,
+    data: pl.LightningDataModule,
+    tested: str | pl.LightningModule,
+    stage: str = "test",
+    panels: list[Any] | None = None,
 ) -> dict[str, float]:
-    """The test (or `val`) figures of a checkpoint or of a module. Training and eval.py both use this function.
+    """The test (or `val`) figures of a checkpoint or of a module, for training and eval.py. `panels` gets the task's panels.
 
     Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves.
     """
@@ -203,6 +213,8 @@ def evaluate(
     if not foreign.evaluates(subject, data, step, stage):
         console.say(f"no {run}: {type(subject).__name__} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
+    if panels is not None and isinstance(subject, TaskModule):
+        subject.test_panels = TestPanels(subject.task, panels, compiled=bool(cfg.compile))
     figures = figures_of(cfg, world, data, subject, run)
     raw = raw_weights(Path(tested)) if isinstance(tested, str) else None
     if raw is not None:

@@ -1,5 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
-from lockstep.config.identity import run_dir
+from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.signatures import accepted
 from lockstep.data.datamodule import facts
@@ -32,16 +33,31 @@ PROFILERS: dict[str, type[Profiler]] = {
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
-    """All loggers, metrics.csv first. One that names `run_dir` or `run` in its signature gets it."""
+    """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
     place = {"run_dir": run_dir(cfg), "run": cfg.run}
+    offered = {**place, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
     nodes = {str(name): node for name, node in cfg.logger.items() if name != "csv"}
     return [
         MetricsCsv(**place),
         *(
-            in_background(create(node, f"logger.{name}", **accepted(node["_target_"], place)), name)
+            in_background(
+                create(node, f"logger.{name}", **accepted(node["_target_"], offered), **labels(cfg, node)), name
+            )
             for name, node in nodes.items()
         ),
     ]
+
+
+def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
+    """For a logger with the keys: its `group`, a sweep's name; and `tags` with what stands for the word `auto` among them."""
+    found: dict[str, Any] = {}
+    if "group" in node and node.group is None:
+        found["group"] = str(cfg.run).rpartition("/")[0] or None
+    if "auto" in (tags := list(node.get("tags") or ())):
+        place = tags.index("auto")
+        tags[place : place + 1] = [model_title(cfg), title(cfg.data), title(cfg.strategy)]
+        found["tags"] = list(dict.fromkeys(tags))
+    return found
 
 
 def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
@@ -58,6 +74,8 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     own: list[pl.Callback] = [
         callbacks.StepSeed(cfg.seed),
         callbacks.Plan(cfg, data, facts(data)),
+        callbacks.Clock(),
+        callbacks.FirstBatch(),
         CutAtResume(),
         saving.Position(to_plain(cfg)),
     ]
@@ -77,9 +95,10 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     return lightning_trainer(cfg, world, callbacks=[*foreign_callbacks(cfg, save), *chosen, *own], logger=loggers(cfg))
 
 
-def evaluator(cfg: DictConfig, world: World) -> pl.Trainer:
-    """A Trainer that tests only: no logger, the strategy and precision of the config."""
-    own = [*foreign_callbacks(cfg), callbacks.Preemption(None)]
+def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
+    """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
+    shown = [callbacks.PassProgress()] if cfg.trainer.enable_progress_bar else []
+    own = [*foreign_callbacks(cfg), callbacks.Preemption(None), *shown, *more]
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 

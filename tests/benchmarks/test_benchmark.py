@@ -119,7 +119,7 @@ def test_the_page_has_the_command_without_folders():
     assert benchmark.command(benchmark.arguments([])) == "python benchmarks/benchmark.py"
 
 
-@pytest.mark.slow  # five processes with torch, three of them with Lightning: half a minute on two cores
+@pytest.mark.full  # five processes with torch, three of them with Lightning: half a minute on two cores
 def test_a_whole_benchmark(tmp_path):
     """All contenders of --quick take turns, learn for as long as the plain loop does, and are told to end."""
     out = tmp_path / "page.md"

@@ -6,7 +6,7 @@ import pytest
 from lockstep.launch.exits import exit_code
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_table_of_agreement(tmp_path, cache, forked, monkeypatch, capsys):
     """With some of the setups; docs/parity.md has them all."""
     monkeypatch.setattr(
@@ -29,6 +29,7 @@ def test_the_table_of_agreement(tmp_path, cache, forked, monkeypatch, capsys):
     assert [row[1:4] for row in rows if row[0] == "BasicNet"] == [
         [s.strategy, str(s.world), str(s.accumulate)] for s in parity.SETUPS
     ]
-    assert all(max(map(float, row[4:6])) <= 1e-6 for row in rows)
-    assert max(float(row[6]) for row in rows if row[0] == "BasicNet") <= 1e-6
+    # rounding: 1e-7, and 1e-6 once it moves a number across a ReLU's zero
+    assert all(max(map(float, row[4:6])) <= 5e-6 for row in rows)
+    assert max(float(row[6]) for row in rows if row[0] == "BasicNet") <= 5e-6
     assert len(rows) == len(parity.SETUPS) + 2

@@ -70,7 +70,7 @@ def test_the_page_counts_by_family_now_and_before():
     assert page.count("| all |") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_all_cases_are_refused_well(tmp_path):
     command = [sys.executable, str(Path(ROOT, "benchmarks/refused.py")), "--save", str(tmp_path / "outcomes.json")]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, stdout=subprocess.DEVNULL)

@@ -1,7 +1,6 @@
 """What callbacks say and compute, in short real runs."""
 
 import itertools
-import re
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -12,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep.callbacks import EMA, Plan, Throughput, Timer, progress
+from lockstep.callbacks import EMA, Plan, Throughput, Timer
 from lockstep.callbacks import plan as plan_module
 from lockstep.callbacks.ema import tensors as ema_tensors
 from lockstep.callbacks.step_seed import seed_generators, step_seed
@@ -32,24 +31,6 @@ def test_each_step_and_rank_has_its_own_seed_and_always_the_same():
     assert len(seeds) == 4000
     assert step_seed(0, 3, 1) == step_seed(0, 3, 1)
     torch.manual_seed(max(seeds))  # torch takes them
-
-
-def test_without_a_terminal_a_line_tells_loss_speed_and_the_time_left(train, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "EVERY_S", -1.0)
-    train("trainer.log_every_n_steps=6", "trainer.max_epochs=2")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
-    assert [line.split(" · ")[:2] for line in lines] == [
-        [f"epoch {e}", f"step {s}/24"] for e, s in ((1, 6), (1, 12), (2, 18), (2, 24))
-    ]
-    for line in lines:
-        assert re.search(r"\d:\d\d left · loss \d\.\d{4} · images/s [\d,]+", line)
-    assert "val/acc" in lines[-1]
-
-
-def test_no_bar_no_line(train, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "EVERY_S", -1.0)
-    train("trainer.log_every_n_steps=6", "trainer.enable_progress_bar=false")
-    assert "left" not in capsys.readouterr().out
 
 
 def test_speed_is_all_images_over_the_time_of_training_without_the_first_window():

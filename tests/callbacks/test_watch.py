@@ -137,6 +137,9 @@ def test_a_store_that_does_not_answer_is_rank_0s_or_its_launchers(watcher, ended
     watcher.look_for_hanging(seen, 106.1)
     assert ended[0][0].startswith("rank 0 of 2, or the launcher that keeps its store, hung (no answer")
     assert ended[0][1]
+    watcher.store_ended = True  # its process has ended, and said why
+    watcher.look_for_hanging(seen, 106.1)
+    assert not ended[1][1]
 
 
 def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def test_a_project_may_replace_any_config(bouquet):
 
 def test_mistakes_name_the_projects_options_too(bouquet):
     problems, good = compose.tried_alone("train", ["model=tulp", "data=mnist", "experiment=gardn"])
-    assert "model has no tulp; use one of basic_net, " in problems[0]
+    assert "model has no tulp; use one of airbench, basic_net, " in problems[0]
     assert "(did you mean tulip?)" in problems[0]
     assert "did you mean garden?" in problems[1]
     assert good == ["data=mnist"]
@@ -156,7 +156,7 @@ def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
 def test_help_lists_the_projects_options_without_torch(bouquet, tmp_path):
     done = run(sys.executable, "bouquet/train.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0, done.stderr
-    assert "model: basic_net, " in done.stdout
+    assert "model: airbench, basic_net, " in done.stdout
     assert "timm, tulip" in done.stdout
     assert " torch\n" not in done.stderr
 

@@ -28,7 +28,12 @@ BROKEN = {
     "trainer.check_val_every_n_epoch=null": "Type trainer.val_check_interval=<number of batches>",
     "trainer.devices=[5] trainer.accelerator=cpu": "a CPU has none",
     "optim=sgd optim.momentum=0": "needs a momentum above 0",
-    "data.random_shift=28": "data.random_shift=28 would move whole images",
+    "augment=[shift] augment.shift.pixels=28": "augment.shift.pixels=28 would move whole images",
+    "data.random_shift=2": "Type augment=[shift] augment.shift.pixels=<n>",
+    "augment.shift=5": "augment.shift",
+    "augment=[crop] augment.crop.scale=[1,0.5]": "the lower number comes first",
+    "augment=[mixup] data.batch_size=33": "cannot be divided among 1 processes x 1 accumulated micro-batches of a multiple of 2 samples",
+    "data.repeats=5": "multiple of 5 samples (data.repeats=5 copies each sample within a micro-batch)",
 }
 UNREAL = {  # values that no run can use
     "trainer.gradient_clip_val": "inf", "trainer.max_epochs": "0", "trainer.max_steps": "0", "trainer.max_time": "{days:-1}",

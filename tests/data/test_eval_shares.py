@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.sampler import EvalShares, Split
@@ -13,6 +13,7 @@ def shares(count: int, batch: int, world: int, shuffled: bool = False) -> list[l
     return [list(EvalShares(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 100), st.integers(1, 8), st.booleans())
 def test_every_sample_comes_once_and_ranks_have_the_same_number_of_batches(count, batch, world, shuffled):
     if count < world:
@@ -29,6 +30,7 @@ def test_every_sample_comes_once_and_ranks_have_the_same_number_of_batches(count
         assert max(sizes) - min(sizes) <= 1
 
 
+@settings(deadline=None)
 @given(st.integers(8, 300), st.integers(1, 100), st.integers(2, 8))
 def test_global_batches_are_those_of_one_process_but_for_a_remainder_that_is_too_small(count, batch, world):
     one = [list(part) for (part,) in zip(*shares(count, max(batch, world), 1), strict=True)]

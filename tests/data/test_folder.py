@@ -13,8 +13,9 @@ from pictures import COLOURS, picture, write_classes, write_pictures
 from PIL import Image
 
 from lockstep.data import Arrays, folder
-from lockstep.data.decoding import Files, to_array
+from lockstep.data.decoding import Files
 from lockstep.data.folder import Folder
+from lockstep.data.pixels import to_array
 from lockstep.errors import UserError
 
 PLACES = np.arange(4)

@@ -63,9 +63,8 @@ def test_what_is_no_image_goes_to_the_network_as_it_is():
 
 
 @pytest.mark.parametrize(("options", "told"), [
-    ({"random_flip": True, "image_size": 64}, "data.image_size=64 and data.random_flip=true without effect"),
-    ({"random_shift": 2}, r"data.random_shift=2 without effect: `input` is float32 of shape \(5,\), no image of bytes"),
-    ({"channels": 1}, "data.channels=1 without effect"),
+    ({"channels": 1, "image_size": 64}, "data.image_size=64 and data.channels=1 without effect"),
+    ({"channels": 1}, r"data.channels=1 without effect: `input` is float32 of shape \(5,\), no image of bytes"),
 ])  # fmt: skip
 def test_options_of_images_are_refused_for_what_is_none(options, told):
     with pytest.raises(UserError, match=told):

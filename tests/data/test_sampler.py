@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import sampler
-from lockstep.data.sampler import FILLER, EvalBatches, Split, TrainBatches, permute
+from lockstep.data.dataset import DataSet
+from lockstep.data.sampler import FILLER, EvalBatches, Split, TrainBatches, permute, splits
+from lockstep.data.samples import Arrays
+from lockstep.errors import UserError
 
 SEEDS = st.integers(0, 2**32 - 1)
 EPOCHS = st.integers(0, 10_000)
@@ -68,7 +71,7 @@ def test_no_two_among_a_billion_samples_share_a_place():
     assert len(np.unique(places)) == count
 
 
-@pytest.mark.parametrize("vary", ["seed", "epoch"])
+@pytest.mark.parametrize("vary", ["seed", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_all_orders_of_five_samples_are_equally_frequent(vary):
     draws, orders = 3600, 120
     pairs = [(i, 0) if vary == "seed" else (0, i) for i in range(draws)]
@@ -280,3 +283,29 @@ def test_the_validation_images_of_mnist_stay_the_same_in_every_version():
 
 def test_a_split_in_the_order_of_the_file_keeps_it():
     assert Split(10, 2, 5, shuffled=False).indices(np.arange(5)).tolist() == [2, 3, 4, 5, 6]
+
+
+def data_of(total: int) -> DataSet:
+    made = DataSet()
+    made.train, made.val, made.test = (Arrays(input=np.zeros(n)) if n else None for n in (total, 0, 2))
+    return made
+
+
+@pytest.mark.parametrize(("total", "folds"), [(10, 5), (11, 3), (64, 7), (5, 5)])
+def test_folds_divide_the_training_part(total, folds):
+    held_out = []
+    for fold in range(folds):
+        train, val, _ = splits(data_of(total), batch_size=1, folds=folds, fold=fold)
+        parts = [split.indices(np.arange(split.count)).tolist() for split in (train, val)]
+        assert sorted(parts[0] + parts[1]) == list(range(total))
+        held_out += parts[1]
+    assert sorted(held_out) == list(range(total))
+
+
+def test_folds_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match=r"data.folds=9 is more than the 8 training"):
+        splits(data_of(8), batch_size=1, folds=9)
+    data = data_of(8)
+    data.val = Arrays(input=np.zeros(2))
+    with pytest.raises(UserError, match="validation part of its own"):
+        splits(data, batch_size=1, folds=2)

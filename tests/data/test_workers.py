@@ -8,8 +8,10 @@ import signal
 import pytest
 import torch
 from in_process import report
+from omegaconf import OmegaConf
 from torch.utils.data import get_worker_info
 
+from lockstep import build
 from lockstep.data import loaders, workers
 from lockstep.data.loaders import Indexed, WorkerLoader
 from lockstep.errors import LostProcess, TrainingFailed
@@ -82,3 +84,13 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
 def test_the_room_of_a_small_shared_memory_is_left_to_other_things(free, shares, monkeypatch):
     monkeypatch.setattr(loaders, "shared_room", lambda: free)
     assert Indexed({}).shares == shares
+
+
+@pytest.mark.parametrize(("free", "warns"), [(2**16, True), (2**30, False)])
+def test_a_small_shared_memory_is_told_to_those_with_dataloaders_of_their_own(free, warns, monkeypatch, caplog):
+    monkeypatch.setattr(loaders, "shared_room", lambda: free)
+    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+    monkeypatch.setattr(build, "has_own_loaders", lambda _: True)
+    monkeypatch.setattr(build, "create", lambda *_: None)
+    build.data(OmegaConf.create({"data": {}}))
+    assert ("64 KiB free" in caplog.text and "num_workers=0" in caplog.text) is warns

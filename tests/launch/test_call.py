@@ -1,8 +1,11 @@
 """`lockstep.train` from Python: the caller's process is afterwards what it was."""
 
+import csv
 import ctypes
+import json
 import logging
 import os
+import pickle
 import platform
 import random
 import signal
@@ -13,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from in_process import options
 from lightning.pytorch import LightningModule
 
 import lockstep
@@ -79,6 +83,7 @@ def as_a_caller_likes_it(tmp_path, monkeypatch):
         yield
 
 
+@pytest.mark.slow
 def test_the_callers_process_is_left_as_it_was(as_a_caller_likes_it, mnist, cache, monkeypatch):
     common = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", "trainer.deterministic=true"]
     during: dict[str, object] = {}
@@ -88,7 +93,9 @@ def test_the_callers_process_is_left_as_it_was(as_a_caller_likes_it, mnist, cach
     def changed(after: dict[str, object]) -> set[str]:
         return {name for name, value in after.items() if value != before[name]}
 
-    assert lockstep.train(["run=a", "trainer.limit_train_batches=2", *common])["status"] == "done"
+    report = lockstep.train(["run=a", "trainer.limit_train_batches=2", *common])
+    assert (report["status"], report.folder, report) == ("done", Path("runs/a"), lockstep.load_report("a"))
+    assert pickle.loads(pickle.dumps(report)).folder == report.folder  # a sweep's job may run in another process
     assert changed(state()) == set()
     # Else that would show nothing.
     assert changed(during) == {
@@ -106,4 +113,35 @@ def test_the_callers_process_is_left_as_it_was(as_a_caller_likes_it, mnist, cach
     with pytest.raises(UserError):
         lockstep.train(["optim.lrr=1", *common])
     lockstep.evaluate(["run=a", f"data.cache_dir={cache}"])
+    (row,) = lockstep.sweep(["run=s", "seed=3", "trainer.limit_train_batches=2", *common])
+    assert (row["status"], row["overrides"].split()[0]) == ("done", "seed=3")
     assert changed(state()) == set()
+
+
+@pytest.mark.slow
+def test_a_sweep_returns_the_rows_of_its_table_those_of_failed_jobs_too(train, mnist, cache):
+    common = [*options(mnist, cache), "trainer.limit_train_batches=2", "trainer.accumulate_grad_batches=2"]
+    rows = lockstep.sweep([*common, "run=s", "data.batch_size=48,47", "seed=0,1"])
+    assert [(row["run"], row["status"]) for row in rows] == [
+        ("s/0", "done"), ("s/1", "done"), ("s/2", "failed"), ("s/3", "failed")
+    ]  # fmt: skip
+    assert [row["seed"] for row in rows[:2]] == [0, 1]
+    assert all("data.batch_size=47" in row["overrides"] for row in rows[2:])
+    assert rows[0] == json.loads(Path("runs/s/0/report.json").read_text()) | {"run": "s/0"}
+    with Path("runs/s/results.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["status"] for row in table] == [row["status"] for row in rows]
+    assert [float(row["test/loss"]) for row in table[:2]] == [row["test/loss"] for row in rows[:2]]
+    assert lockstep.train(["run=alone", "data.batch_size=48", "seed=1", *common])["test/loss"] == rows[1]["test/loss"]
+
+
+def test_mistakes_are_refused_before_a_sweep_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for wrong, told in (
+        (["optim.lrr=1,2"], "did you mean optim.lr"),
+        (["seed=0,1", "-m"], "-m: sweep takes key=value alone"),
+        (["seed=0,1", "hydra.mode=RUN"], "hydra.mode cannot be set"),
+    ):
+        with pytest.raises(UserError, match=told):
+            lockstep.sweep(wrong)
+    assert list(tmp_path.iterdir()) == []

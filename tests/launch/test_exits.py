@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import replacing
+from lockstep.reporting.log_file import LogFile
 from lockstep.reporting.loggers import MetricsCsv
-from lockstep.reporting.recorder import LogFile
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 

@@ -193,7 +193,8 @@ def test_a_run_without_a_screen_is_done_and_its_log_has_every_line(forked_comman
 
 
 @pytest.mark.parametrize(("failing", "code", "expected"), [(1, 3, 1), (0, 2, 2)])
-def test_one_that_fails_ends_the_others(worker, failing, code, expected, forked):
+def test_one_that_fails_ends_the_others(worker, failing, code, expected, monkeypatch, forked):
+    monkeypatch.setattr(local, "FAILING_S", 0.5)  # of which the other uses all
     (worker.parent / f"fail{failing}").write_text(str(code))
     (worker.parent / "wait").touch()
     with pytest.raises(RunFailed) as error:
@@ -206,8 +207,8 @@ def test_one_that_fails_ends_the_others(worker, failing, code, expected, forked)
     ("answers", "expected"), [({1: 4}, 4), ({0: 2, 1: 8}, 8), ({0: 2, 1: None}, None)], ids=["one", "both", "no help"]
 )
 def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, worker, capfd, monkeypatch, forked):
-    if len(answers) == 2:
-        monkeypatch.setattr(local, "FAILING_S", 120)  # the parent waits for both, however slow they start
+    # one that is asked to end uses all of it; of two that answer, however slow they start, the parent waits for both
+    monkeypatch.setattr(local, "FAILING_S", 120 if len(answers) == 2 else 0.5)
     for rank, answer in answers.items():
         (worker.parent / f"memory{rank}").write_text(json.dumps(answer))
     (worker.parent / "wait").touch()
@@ -221,9 +222,11 @@ def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, w
 
 
 @pytest.mark.parametrize(
-    ("kills", "accumulate", "part"), [(1, 2, "by the kernel: memory ran out"), (0, None, "by SIGKILL, which usually")]
+    ("kills", "accumulate", "part"),
+    [(1, 2, "by the kernel: memory ran out"), (0, None, "by SIGKILL, which usually")],
 )
 def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumulate, part, worker, monkeypatch, forked):
+    monkeypatch.setattr(local, "FAILING_S", 0.5)
     monkeypatch.setattr(out_of_memory, "VMSTAT", worker.parent / "vmstat")
     (worker.parent / "vmstat").write_text("oom_kill 0")
     (worker.parent / "killed1").write_text(f"oom_kill {kills}")

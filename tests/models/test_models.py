@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.models import BasicNet, from_timm
+from lockstep.models import AirbenchNet, BasicNet, airbench, from_timm
 from lockstep.models.from_timm import go_offline_without_network, normalisation
 
 SMALL = "test_resnet"  # timm's own for tests: 0.4 million parameters
@@ -103,6 +103,34 @@ def test_basic_net_takes_the_shape_of_the_data(size, channels, classes):
 def test_images_too_small_for_basic_net_are_refused(size):
     with pytest.raises(ValueError, match=rf"data\.image_size={size}: BasicNet needs images of at least 6 pixels"):
         BasicNet(image_size=size)
+
+
+# --- AirbenchNet -----------------------------------------------------------------------------------------------------
+
+
+def test_airbench_net_has_the_papers_number_of_parameters():
+    """1.97 million. The whitening layer's 24 filters of 2x2 are ordinary ones here."""
+    assert sum(p.numel() for p in AirbenchNet().parameters()) == 1_972_792
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "widths"), [(32, 3, (64, 256, 256)), (28, 1, (16, 32)), (9, 1, (8, 8, 8))]
+)
+def test_airbench_net_takes_the_shape_of_the_data(size, channels, widths):
+    net = AirbenchNet(in_channels=channels, num_classes=7, image_size=size, widths=widths)
+    assert net(torch.rand(2, channels, size, size)).shape == (2, 7)
+
+
+def test_a_convolution_begins_as_the_identity():
+    image_BCHW = torch.rand(2, 8, 9, 9)
+    found = airbench.convolution(8, 16)(image_BCHW)
+    torch.testing.assert_close(found[:, :8], image_BCHW)
+    assert found[:, 8:].abs().sum() > 0
+
+
+def test_images_too_small_for_airbench_net_are_refused():
+    with pytest.raises(ValueError, match=r"data.image_size=8: .* at least 9 pixels"):
+        AirbenchNet(image_size=8)
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------
@@ -211,6 +239,17 @@ def test_the_weights_of_a_local_file_are_loaded(trained, tmp_path, suffix):
     net = small(checkpoint_path=str(saved(trained, tmp_path / f"weights{suffix}")))
     assert net.state_dict().keys() == trained.keys()
     assert all(torch.equal(value, trained[key]) for key, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_pretrained_weights_of_a_local_file_may_be_for_other_classes_and_channels(tmp_path, suffix):
+    trained = from_timm(name=SMALL, in_channels=3, num_classes=7, image_size=32).state_dict()
+    path = saved(trained, tmp_path / f"weights{suffix}")
+    found = small(classes=9, pretrained=True, checkpoint_path=str(path)).state_dict()
+    new = {key for key, value in found.items() if value.shape != trained[key].shape}
+    assert new == {"conv1.0.weight", "fc.weight", "fc.bias"}
+    torch.testing.assert_close(found["conv1.0.weight"], trained["conv1.0.weight"].sum(1, keepdim=True))
+    assert all(torch.equal(value, trained[key]) for key, value in found.items() if key not in new)
 
 
 def test_a_local_file_below_the_home_is_found(trained, tmp_path, monkeypatch):

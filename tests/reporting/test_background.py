@@ -13,7 +13,7 @@ import wandb
 from in_process import rows
 from lightning.pytorch.loggers.logger import Logger
 
-from lockstep.reporting import background, loggers
+from lockstep.reporting import background, loggers, wandb_logger
 from lockstep.reporting.background import Background
 
 ANSWERED = 3  # requests with figures, before the server goes away
@@ -108,14 +108,16 @@ logger_of_the_server.__module__ = "lockstep.reporting.loggers"  # a config may n
 
 def test_a_run_goes_on_without_the_server_of_its_logger(train, server, monkeypatch, caplog):
     monkeypatch.setattr(loggers, "tensorboard", logger_of_the_server)
-    monkeypatch.setattr(background, "LATE_S", 0.2)
+    if server.how == "hangs":
+        monkeypatch.setattr(background, "LATE_S", 0.2)
     found = train("run=a", "logger=[tensorboard]", "trainer.log_every_n_steps=1")
     assert (found["status"], server.answered >= ANSWERED) == ("done", True)
     assert len([row for row in rows("a") if row["train/loss"]]) == 12
     said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("logger.tensorboard")]
-    what = "does not answer" if server.how == "hangs" else "fails with URLError"
+    # a connection that waited as the server closed is reset; a later one is refused, a URLError
+    what = ["does not answer"] if server.how == "hangs" else ["fails with URLError", "fails with ConnectionResetError"]
     assert len(said) == 1
-    assert what in said[0] and "metrics.csv has all figures" in said[0]
+    assert any(text in said[0] for text in what) and "metrics.csv has all figures" in said[0]
 
 
 def test_an_error_of_the_users_own_is_raised(tmp_path):
@@ -132,7 +134,7 @@ def test_an_error_of_the_users_own_is_raised(tmp_path):
         time.sleep(0.001)
     with pytest.raises(KeyError, match="my bug"):
         logger.log_metrics({})
-    worker.finish(done=True)
+    worker.finish(10)
 
 
 def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
@@ -146,13 +148,13 @@ def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
             logger.log_metrics({}, step)
     assert [record.getMessage().split(".")[1] for record in caplog.records] == ["mine does not keep up"]
     gate.set()
-    worker.finish(done=True)
+    worker.finish(10)
     assert seen[0] == 0 and len(seen) < 5
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_server_of_wandb(train, server, monkeypatch, tmp_path):
-    monkeypatch.setattr(loggers, "LATE_S", 1.0)
+    monkeypatch.setattr(wandb_logger, "LATE_S", 1.0)
     for name, value in {
         "BASE_URL": server.url, "API_KEY": "0" * 40, "MODE": "online", "ERROR_REPORTING": "false",
         **dict.fromkeys(("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"), str(tmp_path / "client")),

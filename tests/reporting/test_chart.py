@@ -11,6 +11,7 @@ from lockstep.reporting import chart
 
 def polylines(svg: str) -> list[list[tuple[float, float]]]:
     ElementTree.fromstring(svg)  # it is well formed
+    assert "nan" not in svg
     return [
         [tuple(map(float, place.split(","))) for place in points.split()]
         for points in re.findall(r'points="([^"]*)"', svg)
@@ -18,7 +19,7 @@ def polylines(svg: str) -> list[list[tuple[float, float]]]:
 
 
 def test_points_lie_where_their_values_say():
-    (places,) = polylines(chart.chart("Loss", "step", "nats", {"a": [(0, 1.0), (5, 3.0), (10, 2.0)]}))
+    (places,) = polylines(chart.chart("step", {"a": [(0, 1.0), (5, 3.0), (10, 2.0)]}))
     (x0, y0), (x1, y1), (x2, y2) = places
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y0 - y1 == pytest.approx(2 * (y2 - y1), abs=0.2)  # downwards
@@ -26,22 +27,48 @@ def test_points_lie_where_their_values_say():
     assert chart.TOP < y1 < y0 < chart.BOTTOM
 
 
-def test_titles_names_and_round_numbers_are_written():
-    svg = chart.chart("Loss <1>", "optimizer step", "images/s", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
-    words = [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
-    assert {"Loss <1>", "optimizer step", "images/s", "train/loss", "10,000", "0.4"} <= set(words)
+def words(svg: str) -> list[str]:
+    return [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
+
+
+def test_names_and_round_numbers_are_written():
+    svg = chart.chart("step <1>", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
+    assert {"step <1>", "10k", "0.4"} <= set(words(svg))
+    assert 'data-values="0,0 20000,1"' in svg  # what the pointer shows
+    assert '"train/loss"' in svg
+
+
+def test_a_second_unit_has_its_own_round_numbers():
+    svg = chart.chart("step", {"a": [(0, 0.0), (50, 1.0)]}, x_range=(0.0, 50.0), per_x=64, per_x_label="images seen")
+    assert {"50", "3,000", "step", "images seen"} <= set(words(svg))
+    steps, images = (re.search(rf'class="{name}">(.*?)</g>', svg)[1] for name in ("in-x", "in-per"))
+    place = {
+        text: float(x) for group in (steps, images) for x, text in re.findall(r'x="([\d.]+)"[^>]*>([\d,]+)<', group)
+    }
+    assert place["3,000"] - place["0"] == pytest.approx(3000 / 64 / 50 * (place["50"] - place["0"]), abs=0.2)
+
+
+def test_a_mark_bars_and_dots_are_drawn():
+    svg = chart.chart("step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", 5.0))
+    assert words(svg).count("best") == 1
+    assert words(chart.chart("step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", 50.0))).count("best") == 0
+    bars = chart.chart("x", {}, bars=[(0.0, 1.0, 3.0), (1.0, 2.0, 6.0)])
+    low, high = (float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', bars))
+    assert high == pytest.approx(2 * low, abs=0.2)
+    dots = chart.chart("x", {}, scatter=[(0.0, 0.0), (1.0, 1.0), (math.nan, 1.0)], diagonal=True)
+    assert dots.count("<circle") == 2
 
 
 def test_what_is_not_finite_is_left_out():
     series = {"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "b": [(0, math.nan)], "c": []}
-    (places,) = polylines(chart.chart("", "", "", series))
+    (places,) = polylines(chart.chart("", series))
     assert len(places) == 2
-    assert chart.chart("", "", "", {"b": [(0, math.nan)]}) == ""
+    assert chart.chart("", {"b": [(0, math.nan)]}) == ""
 
 
 def test_one_value_has_a_range_around_it():
     for value in (0.0, -2.0, 1e9):
-        ((place,),) = polylines(chart.chart("", "", "", {"a": [(7, value)]}))
+        ((place,),) = polylines(chart.chart("", {"a": [(7, value)]}))
         assert place == ((chart.LEFT + chart.RIGHT) / 2, (chart.TOP + chart.BOTTOM) / 2)
 
 

@@ -18,8 +18,9 @@ from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.errors import UserError
-from lockstep.reporting import loggers
-from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
+from lockstep.reporting import loggers, wandb_logger
+from lockstep.reporting.loggers import MetricsCsv
+from lockstep.reporting.wandb_logger import has_wandb_key, wandb_sync_line
 
 NAMES = st.sampled_from(["train/loss", "val/acc", "val/loss", "lr", "a,b", 'c"d'])
 ROWS = st.lists(st.dictionaries(NAMES, st.floats(allow_nan=False), min_size=1), min_size=1, max_size=8)
@@ -142,22 +143,24 @@ def no_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     for name in ("CONFIG", "CACHE", "DATA", "ARTIFACT"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb-client"))
+    wandb.teardown()  # it keeps a process and the settings of its first use, maybe another test's
     yield
-    wandb.teardown()  # it keeps a process and the settings of its first use
+    wandb.teardown()
 
 
-def wandb_logger(run_dir: Path, mode: str = "auto", id: str = "abc123"):
+def logger_of_wandb(run_dir: Path, mode: str = "auto", id: str = "abc123"):
     run_dir.mkdir(exist_ok=True)
     place = {"run_dir": run_dir, "run": "a-run", "project": "lockstep", "entity": None, "group": None}
-    return loggers.wandb(**place, tags=["one"], id=id, mode=mode)
+    return wandb_logger.wandb(**place, tags=["one"], id=id, mode=mode)
 
 
 def test_without_a_key_and_a_network_wandb_leaves_a_run_on_disk(tmp_path, no_key):
-    logger = wandb_logger(tmp_path / "run")
+    logger = logger_of_wandb(tmp_path / "run")
     logger.log_metrics({"val/acc": 0.5}, step=0)
     run = logger.experiment
     assert (run.id, run.name, run.offline) == ("abc123", "a-run", True)
     run.finish()
+    wandb.teardown()  # its process writes the file to the end
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*-abc123")
     assert b"val/acc" in (folder / "run-abc123.wandb").read_bytes()
     assert shlex.split(wandb_sync_line(tmp_path / "run")) == ["wandb", "sync", str(folder)]
@@ -181,8 +184,8 @@ def test_the_mode_is_what_was_said_or_follows_from_the_key(
         monkeypatch.setenv("WANDB_MODE", variable)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(loggers, "unreachable", lambda _: "")
-    assert wandb_logger(tmp_path / "run", given)._wandb_init["mode"] == expected
+    monkeypatch.setattr(wandb_logger, "unreachable", lambda _: "")
+    assert logger_of_wandb(tmp_path / "run", given)._wandb_init["mode"] == expected
 
 
 def test_a_key_in_the_environment_is_found(no_key, monkeypatch):
@@ -248,8 +251,8 @@ def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, no_key, monkeyp
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(loggers.socket, "create_connection", refuse)
-    made = loggers.wandb(
+    monkeypatch.setattr(wandb_logger.socket, "create_connection", refuse)
+    made = wandb_logger.wandb(
         run_dir=tmp_path, run="a", project="p", entity=None, group=None, tags=[], id="abc", mode="auto"
     )
     assert made._wandb_init["mode"] == "offline"
@@ -257,7 +260,7 @@ def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, no_key, monkeyp
 
 
 def test_what_wandb_refuses_is_told_in_one_message(tmp_path, monkeypatch):
-    made = loggers.Wandb(name="a", save_dir=str(tmp_path), mode="online")
+    made = wandb_logger.Wandb(name="a", save_dir=str(tmp_path), mode="online")
 
     def refuse(**_: object) -> None:
         raise wandb.errors.UsageError("API key must have 40+ characters")

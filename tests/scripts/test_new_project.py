@@ -36,6 +36,7 @@ def test_a_thin_project_has_its_own_name_and_nothing_of_the_templates(data, tmp_
     assert {
         "train.py",
         "eval.py",
+        "predict.py",
         "pyproject.toml",
         ".gitignore",
         "configs/project.yaml",

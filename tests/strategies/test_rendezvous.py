@@ -1,10 +1,13 @@
 """Processes of one attempt find each other, and nobody else; without success they say who is missing."""
 
+import os
+import signal
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import forked
 import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
@@ -68,6 +71,7 @@ def test_who_did_not_come_is_named_once():
 )
 def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(rendezvous, "GRACE", 60)  # the process that would be ended is the test's
     port = free_port()
     other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
     place = SimpleNamespace(global_rank=lambda: rank, world_size=lambda: 2, main_address="127.0.0.1", main_port=port)
@@ -78,3 +82,40 @@ def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch):
     assert "\n" not in str(error.value)
     assert not error.value.alike
     del other
+
+
+def process(rank: str, port: str, moment: str) -> None:
+    """Meets as one of two ranks; rank 0, which keeps the store, stops at a moment: before it answers, or before it connects."""
+    place = SimpleNamespace(
+        global_rank=lambda: int(rank), world_size=lambda: 2, main_address="127.0.0.1", main_port=int(port)
+    )
+    if rank == "0":
+        owner, name = (rendezvous, "gather") if moment == "answers" else (rendezvous.dist, "init_process_group")
+        done = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGSTOP) or done(*args, **kwargs))
+    rendezvous.meet(Mock(root_device=torch.device("cpu"), cluster_environment=place), timedelta(seconds=2))
+
+
+@pytest.mark.parametrize("moment", [pytest.param("answers", marks=pytest.mark.slow), "connects"])
+def test_one_that_is_lost_while_all_meet_is_not_waited_for(moment, fork_server, monkeypatch):
+    """As when the network goes down then. The store's clients themselves would wait for ever."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    port = str(free_port())
+    stopped, other = (forked.call(__file__, "process", rank, port, moment) for rank in "01")
+    assert other.wait(60) == 1
+    stopped.kill()
+    assert stopped.wait(60) != 0
+
+
+def test_an_error_of_gloo_names_the_rank_that_lost_the_others(monkeypatch):
+    monkeypatch.setattr(rendezvous, "connect", lambda *_: HashStore())
+    monkeypatch.setattr(rendezvous, "attempt", lambda *_: "a")
+    monkeypatch.setattr(
+        rendezvous.dist, "init_process_group", Mock(side_effect=rendezvous.dist.DistStoreError("wait timeout\nmore"))
+    )
+    place = SimpleNamespace(global_rank=lambda: 1, world_size=lambda: 2, main_address="host", main_port=7)
+    strategy = Mock(root_device=torch.device("cpu"), cluster_environment=place)
+    with pytest.raises(
+        NoRendezvous, match=r"rank 1 of 2 met the others at host:7 .* lost them while they connected: wait timeout$"
+    ):
+        rendezvous.meet(strategy, LONG)

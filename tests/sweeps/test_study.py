@@ -2,6 +2,7 @@
 
 import csv
 import logging
+from random import Random
 
 import optuna
 import pytest
@@ -85,3 +86,34 @@ def test_all_processes_of_a_sweep_find_its_name(run, env, name):
 
 def test_sweeps_of_one_second_have_different_names():
     assert sweep_name(None, {}) != sweep_name(None, {})
+
+
+def test_a_storage_of_any_bytes_is_opened_or_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(study.time, "sleep", lambda _: None)  # between attempts
+    path, damaged = tmp_path / "good.db", tmp_path / "study.db"
+    _, good = study.open_study(f"sqlite:///{path}", "s", directions=["maximize"])
+    for value in (0.1, 0.9):
+        good.add_trial(optuna.trial.create_trial(params={"x": value}, distributions={"x": FloatDistribution(0, 1)}, value=value))  # fmt: skip
+    content, random = path.read_bytes(), Random(0)
+    half = len(content) // 2
+    cases = [b"", b"no database" * 100, content[:half], *(bytes(half) for _ in range(1))]
+    for _ in range(40):
+        place = random.randrange(len(content))
+        cases.append(content[:place] + random.randbytes(random.randrange(1, 5000)) + content[place + 1 :])
+    refused = 0
+    for case in cases:
+        damaged.write_bytes(case)
+        try:
+            study.open_study(f"sqlite:///{damaged}", "s", directions=["maximize"])
+        except UserError as e:
+            refused += 1
+            assert "study.db: this storage of sweeps cannot be used (" in str(e)
+    assert refused > 10
+
+
+def test_a_storage_that_cannot_be_reached_is_named_without_its_password(monkeypatch):
+    monkeypatch.setattr(study.time, "sleep", lambda _: None)
+    for url in ("nosuch://me:secret@host/x", "postgresql+psycopg://me:secret@127.0.0.1:1/x?password=secret"):
+        with pytest.raises(UserError, match=r"\*\*\*@.* cannot be used") as caught:
+            study.open_study(url, "s", directions=["maximize"])
+        assert "secret" not in str(caught.value)

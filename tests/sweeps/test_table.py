@@ -1,6 +1,7 @@
 """What was typed for a job of a sweep goes into its report, and comes back as it was."""
 
 import json
+import re
 from pathlib import Path
 
 from lockstep.reporting.console import differences, sweep_table
@@ -29,7 +30,7 @@ def test_values_with_spaces_and_brackets_are_told_apart(tmp_path, capsys):
     own, other = differences(rows)
     assert own == "'data.mean=[0.1, 0.2]' 'callbacks=[default,ema]' '+model.x={a: '\"'\"':smile:'\"'\"'}'"
     assert other == "seed=1"
-    sweep_table(rows, ["status"], tmp_path / "results.csv")
+    sweep_table(rows, [], ["status"], tmp_path / "results.csv")
     lines = capsys.readouterr().out.splitlines()
     assert any(own in line for line in lines)
 
@@ -50,3 +51,25 @@ def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():
     assert table.columns([module, task, {"status": "failed"}]) == [
         "status", "test/acc", "test_count", "test_loss", "val_loss", "val/acc", "train/steps", "wall_s",
     ]  # fmt: skip
+
+
+def test_jobs_that_differ_by_seed_or_fold_have_a_mean_and_a_spread(tmp_path, capsys):
+    def row(overrides: str, acc: float | None, status: str = "done") -> dict:
+        return {
+            "run": "s/0",
+            "overrides": overrides,
+            "status": status,
+            "test/acc": acc,
+            "evaluated": "test/acc",
+            "wall_s": 2.0,
+        }
+
+    rows = [row("optim=sgd seed=0", 0.5), row("optim=sgd seed=1", 0.7), row("optim=adam seed=0", 0.9), row("optim=sgd seed=2", None, "failed"),
+            row("data.fold=0 data.folds=2", 0.1), row("data.fold=1 data.folds=2", 0.3)]  # fmt: skip
+    found = table.spread(rows)
+    assert [(each["run"], each["overrides"], round(each["test/acc"], 6)) for each in found] == [
+        ("mean of 2", "optim=sgd", 0.6), ("deviation of 2", "optim=sgd", 0.141421),
+        ("mean of 2", "data.folds=2", 0.2), ("deviation of 2", "data.folds=2", 0.141421),
+    ]  # fmt: skip
+    sweep_table(rows, found, table.columns(rows), tmp_path / "results.csv")
+    assert re.search(r"mean of 2 +│ optim=sgd ", capsys.readouterr().out)

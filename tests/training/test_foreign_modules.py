@@ -67,6 +67,12 @@ class Template(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Predicting(Template):
+    def predict_step(self, batch, batch_idx):
+        logits = self.layers(batch[0])
+        return {"digit": logits.argmax(1), "logits": logits}
+
+
 class Named(Small):
     named_batches = True
     sizes = []
@@ -283,8 +289,38 @@ def test_a_module_of_the_template_keeps_its_config(train, capsys):
     module = lockstep.load_model("template")
     assert torch.equal(module.layers.state_dict()["features.0.weight"], saved["state_dict"]["layers.features.0.weight"])
     assert lockstep.evaluate(["run=template", "trainer.accelerator=cpu"])["test_loss"] == report["test_loss"]
-    with pytest.raises(UserError, match=r"was trained on odd\.Template; only classifiers of images"):
+    with pytest.raises(UserError, match=r"was trained on odd\.Template, a LightningModule"):
         export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
+
+
+def test_a_module_predicts_with_its_own_step_or_is_refused(train, tmp_path):
+    train("Predicting", "run=predicting", "task=template", "task._target_=odd.Predicting", "trainer.precision=32-true")
+    found = lockstep.predict(["run=predicting", "input=test", "output=a.jsonl", "trainer.accelerator=cpu"])
+    rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+    assert (found["count"], [row["index"] for row in rows]) == (103, list(range(103)))
+    assert all(row["digit"] == max(range(10), key=row["logits"].__getitem__) for row in rows)
+    train("Template", "run=predictless", "task=template")
+    with pytest.raises(UserError, match=r"Template has no predict_step\. Add one"):
+        lockstep.predict(["run=predictless", "input=test", "trainer.accelerator=cpu"])
+
+
+@pytest.mark.slow
+def test_two_processes_predict_with_a_modules_own_step_as_one_does(train, forked):
+    """Their shares of a batch differ by a sample: 103 samples in batches of 10."""
+    given = ["task=template", "task._target_=odd.Predicting", "trainer.precision=32-true", "data.eval_batch_size=10"]
+    train("Predicting", "run=shared", *given)
+    for name, more in {"one": [], "two": ["strategy=ddp", "trainer.devices=2"]}.items():
+        lockstep.predict(["run=shared", "input=test", f"output={name}.csv", "trainer.accelerator=cpu", *more])
+    one, two = (
+        [line.split(",")[:2] for line in Path(f"{name}.csv").read_text().splitlines()] for name in ("one", "two")
+    )
+    assert (one, len(one)) == (two, 104)
+
+
+def test_a_prediction_on_dataloaders_of_the_users_is_refused(train):
+    train("Reads", "run=loaders", "data=odd", "task.monitor=null")
+    with pytest.raises(UserError, match=r"is a LightningDataModule with its own dataloaders"):
+        lockstep.predict(["run=loaders", "input=test", "trainer.accelerator=cpu"])
 
 
 def test_a_module_that_wants_names_gets_them_without_fillers_and_its_own_hook_last(train):
@@ -317,7 +353,7 @@ def test_dataloaders_without_a_length(train, capsys):
 
 def test_without_a_monitor_nothing_is_validated_again(train, monkeypatch):
     stages = []
-    monkeypatch.setattr(build, "evaluate", lambda *_: stages.append(_[4:]) or {})
+    monkeypatch.setattr(build, "evaluate", lambda *_, **__: stages.append(_[4:]) or {})
     assert train("Validated", "run=unmonitored")["status"] == "done"
     assert stages == [()]  # the test's
 
@@ -378,3 +414,18 @@ def test_runs_of_a_module_are_called_after_it():
 def test_a_build_without_a_network_takes_the_datas_own_normalisation():
     cfg = config("task._target_=odd.Small", "data=cifar10")
     assert list(build.with_numbers(cfg).data.mean) == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [[], ["data=odd"]])
+def test_a_modules_own_hyperparameters_join_the_config_in_a_logger(train, data):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    name = f"logged-{len(data)}"
+    report = train("Small", "logger=tensorboard", f"run={name}", "+task.width=5", "trainer.log_every_n_steps=1", *data)
+    events = EventAccumulator(f"runs/{name}/tensorboard").Reload()
+    text = events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert {"| width | 5 |", f"| run | {name} |"} <= set(text.splitlines())
+    seen = [tag for tag in events.Tags()["scalars"] if tag.endswith("_seen")]
+    assert seen == ([] if data else ["train/images_seen"])  # nobody knows the batch of one's own dataloaders
+    assert report["status"] == "done"

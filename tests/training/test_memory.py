@@ -66,7 +66,7 @@ def batches(runs: Path, run: str) -> tuple[int, int, int]:
     return report["batch_size"], accumulate, report["micro_batch"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=NO_GPU)])
 def test_auto_ends_as_the_run_typed_with_the_number_that_it_found(accelerator, little):
     here = f"trainer.accelerator={accelerator}"
@@ -83,7 +83,7 @@ def test_auto_ends_as_the_run_typed_with_the_number_that_it_found(accelerator, l
     assert differences(little.folder, "auto", "typed") == {}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=NO_GPU)])
 def test_a_micro_batch_that_does_not_fit_ends_in_one_message_that_names_one_that_does(accelerator, little):
     here = f"trainer.accelerator={accelerator}"
@@ -100,7 +100,7 @@ def test_a_micro_batch_that_does_not_fit_ends_in_one_message_that_names_one_that
     assert batches(little.folder, "a")[1] == int(number.partition("=")[2])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_auto_starts_all_processes_again_when_one_has_too_little(strategy, little):
     two = [f"strategy={strategy}", "trainer.devices=2", "data.batch_size=384", CPU]
@@ -117,7 +117,7 @@ def test_auto_starts_all_processes_again_when_one_has_too_little(strategy, littl
     assert differences(little.folder, "auto", "typed") == {}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_auto_goes_on_from_the_last_checkpoint_and_begins_with_the_micro_batch_that_it_had(little):
     plain = little("run=plain", CPU, **{limited.RANK: "none"})
     assert plain.code == 0, plain

@@ -126,3 +126,12 @@ def test_warm_up_as_long_as_the_run_is_refused(schedule, warmup):
 def test_only_schedules_that_ask_are_told_how_long_the_run_is(make, given):
     wrapped = partial(schedules.scheduler, make)
     assert rates(wrapped, steps=10) == rates(lambda optimizer, _: make(optimizer, **given), steps=10)
+
+
+def test_exponential_is_torchs_between_its_two_rates():
+    expected = rates(lambda o, _: lr_scheduler.ExponentialLR(o, 0.01 ** (1 / TOTAL)))
+    assert rates(schedules.exponential, final_fraction=0.01) == pytest.approx(expected)
+    rising = rates(schedules.exponential, initial_fraction=1e-3, final_fraction=1.0)
+    assert rising == pytest.approx([0.001 ** (1 - step / TOTAL) for step in range(TOTAL + 1)])
+    with pytest.raises(UserError, match="must be above 0"):
+        rates(schedules.exponential, final_fraction=0.0)

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoints.changes import values
+from lockstep.config.batches import repeats
 from lockstep.config.identity import model_title, title
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import TrainingFailed
@@ -103,7 +104,8 @@ class Plan(pl.Callback):
         if has_own_loaders(self.cfg):
             return f"each process has its own batches{accumulated}"
         batch = self.cfg.data.batch_size
-        return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}"
+        copies = f", {repeats(self.cfg)} copies of each sample" if repeats(self.cfg) > 1 else ""
+        return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{copies}"
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> Iterator[str]:

@@ -64,6 +64,17 @@ class Preemption(pl.Callback):
                 f"ended by {signals.received[0].name} during the test; type the command again with resume=auto."
             )
 
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        signals.install()
+
+    def on_predict_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if signals.received:
+            raise self.kind()(
+                f"ended by {signals.received[0].name} during the prediction; nothing was written. Type the command again."
+            )
+
     def kind(self) -> type[Preempted]:
         return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
 

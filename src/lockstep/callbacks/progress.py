@@ -1,93 +1,114 @@
-"""Progress: a bar on a terminal, otherwise a line every few seconds, with loss, images/s and the time left."""
+"""Progress of training, and of an evaluation or a prediction. See reporting/progress.py for how it is shown."""
 
 import math
-import sys
 import time
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
-from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bar
 
-from lockstep.reporting.console import say
+from lockstep.callbacks.throughput import size_of, waited_s
+from lockstep.reporting.progress import Line, clock
 from lockstep.training.steps import completes_step, has_row, steps_done, total_steps
 
-EVERY_S = 10.0  # seconds between lines when the output is not a terminal
+
+def unit_of(trainer: pl.Trainer) -> str:
+    return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
 
 
-def clock(seconds: float) -> str:
-    minutes, s = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+def fn_of(trainer: pl.Trainer) -> str:
+    return trainer.state.fn.value if trainer.state.fn else ""
 
 
-def time_left(elapsed_s: float, done: int, to_do: int) -> str:
-    """The time left, from the steps of this process only: earlier steps of a resumed run took no time now."""
-    return f"{clock(elapsed_s * to_do / done)} left" if done else ""
+class WithLine(pl.Callback):
+    """Ends its line with what it follows. Only rank 0 has one."""
+
+    line: Line | None = None
+
+    def stop(self, *_: Any) -> None:
+        if self.line is not None:
+            self.line.end()
+            self.line = None
+
+    on_exception = cast(Any, stop)
 
 
-class Progress(pl.Callback):
+class Progress(WithLine):
     """Follows the whole run, in optimizer steps. It shows the figures of the last log row, so no step waits for them."""
 
     def __init__(self, monitor: str | None = None) -> None:
         self.monitor = monitor  # shown beside the loss
-        self.bar: Bar | None = None
-        self.total: int | None = None  # None without an end, as with max_epochs=-1
-        self.began_s = self.shown_s = 0.0
-        self.first = 0
+        self.row, self.row_s, self.waited_s = "", 0.0, 0.0
+        self.saved_s: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        total = total_steps(trainer)
-        self.total, self.first = (None if math.isinf(total) else int(total)), steps_done(trainer)
-        self.began_s = self.shown_s = time.monotonic()
-        if trainer.is_global_zero and sys.stdout.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-                TextColumn("{task.fields[left]}"),
-                TextColumn("{task.fields[figures]}"),
-            )
-            self.bar = Bar(*columns, refresh_per_second=4)
-            self.bar.add_task("training", total=self.total, completed=self.first, left="", figures="")
-            self.bar.start()
+        self.row_s, self.waited_s = time.monotonic(), waited_s(trainer)
+        if trainer.is_global_zero:
+            self.line = Line("step", total_steps(trainer), steps_done(trainer))
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self.saved_s = time.monotonic()
 
     def figures(self, trainer: pl.Trainer) -> str:
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
-        unit = getattr(trainer.datamodule, "unit", "samples")  # type: ignore[attr-defined]
-        shown = [("loss", "train/loss", ".4f"), (f"{unit}/s", f"train/{unit}_per_s", ",.0f")]
-        known = [key for _, key, _ in shown]
-        shown += [
-            (name, name, ".4f") for name in (self.monitor, *trainer.progress_bar_metrics) if name and name not in known
-        ]
-        return " · ".join(f"{name} {float(metrics[key]):{form}}" for name, key, form in shown if key in metrics)
+        rate = f"train/{unit_of(trainer)}_per_s"
+        now_s, waited = time.monotonic(), waited_s(trainer)
+        share = (waited - self.waited_s) / max(1e-9, now_s - self.row_s)
+        self.row_s, self.waited_s = now_s, waited
+        shown = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
+        shown += [f"{float(metrics[rate]):,.0f} {unit_of(trainer)}/s"] if rate in metrics else []
+        shown += [] if math.isnan(share) else [f"{share:.0%} waiting for data"]
+        others = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name)
+        shown += [f"{n} {float(metrics[n]):.4f}" for n in others if n in metrics and n not in ("train/loss", rate)]
+        return " · ".join(shown)
+
+    def show(self, trainer: pl.Trainer, more: str = "") -> None:
+        assert self.line is not None
+        if not self.line.due(steps_done(trainer)):
+            return
+        saved = "" if self.saved_s is None else f"saved {clock(time.monotonic() - self.saved_s)} ago"
+        self.line.show(f"epoch {trainer.current_epoch + 1}", steps_done(trainer), more, self.row, saved)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if not trainer.is_global_zero or not completes_step(trainer, batch_idx):
-            return
-        step, row = steps_done(trainer), has_row(trainer, steps_done(trainer))
-        if self.bar is not None:
-            task = self.bar.task_ids[0]
-            left = time_left(time.monotonic() - self.began_s, step - self.first, (self.total or step) - step)
-            self.bar.update(task, completed=step, description=f"epoch {trainer.current_epoch + 1}", left=left)
-            if row:
-                self.bar.update(task, figures=self.figures(trainer))
-        elif row and time.monotonic() - self.shown_s > EVERY_S:
-            self.shown_s = time.monotonic()
-            left = time_left(self.shown_s - self.began_s, step - self.first, (self.total or step) - step)
-            say(
-                f"epoch {trainer.current_epoch + 1} · step {step}/{self.total or '?'} · {left} · {self.figures(trainer)}"
-            )
+        if self.line is not None and completes_step(trainer, batch_idx):
+            if has_row(trainer, steps_done(trainer)):
+                self.row = self.figures(trainer)
+            self.show(trainer)
 
-    def stop(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+    ) -> None:
+        if self.line is not None:
+            self.show(trainer, f"validation batch {batch_idx + 1:,}")
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.stop()
+    on_train_end = cast(Any, WithLine.stop)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.stop()
+
+class PassProgress(WithLine):
+    """Follows one pass over a part of the data: a validation, a test or a prediction."""
+
+    def __init__(self) -> None:
+        self.done = self.samples = 0
+        self.began_s = 0.0
+
+    def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        counts = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
+        self.began_s = time.monotonic()
+        if trainer.is_global_zero:
+            self.line = Line("batch", sum(counts.get(fn_of(trainer), trainer.num_val_batches)))
+
+    def step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+    ) -> None:
+        if self.line is not None:
+            self.done += 1
+            self.samples += size_of(batch) * trainer.world_size
+            if not self.line.due(self.done):
+                return
+            rate = self.samples / max(1e-9, time.monotonic() - self.began_s)
+            self.line.show(fn_of(trainer), self.done, f"{rate:,.0f} {unit_of(trainer)}/s")
+
+    on_validation_start = on_test_start = on_predict_start = begin
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = cast(Any, step)
+    on_validation_end = on_test_end = on_predict_end = cast(Any, WithLine.stop)

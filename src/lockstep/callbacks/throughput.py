@@ -1,5 +1,5 @@
-"""Training speed in samples per second over all processes, and the share of time spent waiting for data. Validation is
-excluded."""
+"""Training speed in samples per second over all processes, the share of time spent waiting for data (both without validation), and
+the first process's memory."""
 
 import math
 import time
@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.data import extract_batch_size
 
+from lockstep.reporting.provenance import peak_bytes
 from lockstep.training.steps import completes_step, has_row, steps_done
 
 
@@ -67,6 +68,8 @@ class Throughput(pl.Callback):
             self.began_s = time.perf_counter()  # includes the wait for the next batch
             for samples, seconds, _ in self.windows[-1:]:
                 pl_module.log(f"train/{self.unit}_per_s", samples / seconds, prog_bar=True)
+                if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
+                    pl_module.log("train/peak_memory_gib", peak / 2**30)
 
     def close(self, trainer: pl.Trainer) -> None:
         if self.began_s is not None and self.samples:

@@ -79,6 +79,7 @@ class Watcher:
         self.answered_s = time.monotonic()
         self.failed: int | None = None  # a rank
         self.left = False  # whether a process has ended its part
+        self.store_ended = False  # with the process that keeps it, which has said why
 
     def start(self) -> None:
         for loop in (self.exchange, self.judge):
@@ -88,7 +89,7 @@ class Watcher:
         return f"{self.name}/{what}"
 
     def exchange(self) -> None:
-        with suppress(RuntimeError):  # the store is gone
+        try:
             while not self.over.wait(self.look_s):
                 self.store.set(self.key(self.rank), json.dumps(asdict(self.sign)))
                 self.left = self.store.check([self.key("left")])
@@ -98,6 +99,8 @@ class Watcher:
                     there = [rank for rank in range(self.size) if self.store.check([self.key(rank)])]
                     self.answers = {rank: Sign(**json.loads(self.store.get(self.key(rank)))) for rank in there}
                 self.answered_s = time.monotonic()
+        except RuntimeError:
+            self.store_ended = True
 
     def judge(self) -> None:
         place, since_s, failed_s = self.place, time.monotonic(), float("inf")
@@ -135,7 +138,8 @@ class Watcher:
             silent = [0]
         if found := hanging(signs, silent, self.limit_s):
             speaker = min(set(range(self.size)) - set(silent))
-            self.end(self.words(found, signs, silent=bool(silent), lost=lost), speaks=lost or self.rank == speaker)
+            speaks = not self.store_ended and (lost or self.rank == speaker)
+            self.end(self.words(found, signs, silent=bool(silent), lost=lost), speaks=speaks)
 
     def words(self, found: list[int], signs: dict[int, Sign], *, silent: bool, lost: bool) -> str:
         who = f"rank {found[0]}" if len(found) == 1 else f"ranks {', '.join(map(str, found))}"
@@ -191,6 +195,7 @@ class Watch(pl.Callback):
 
     on_before_backward = on_train_batch_end = moved
     on_validation_batch_start = on_validation_batch_end = on_test_batch_start = on_test_batch_end = moved
+    on_predict_batch_start = on_predict_batch_end = moved
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.watcher is not None:

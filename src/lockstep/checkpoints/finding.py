@@ -85,11 +85,17 @@ def find_run(runs_dir: str, name: str, key: str) -> Path:
     path = Path(runs_dir) / name
     if (path / "config.yaml").is_file():
         return path
+    raise UserError(
+        f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {similar_runs(runs_dir, name)}"
+    )
+
+
+def similar_runs(runs_dir: str, name: str) -> str:
+    """For messages: the runs of similar names, or else the last ones."""
     begun = sorted(found for found in run_folders(Path(runs_dir)) if (found / "config.yaml").is_file())
     names = [found.relative_to(runs_dir).as_posix() for found in begun]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
-    there = f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
-    raise UserError(f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {there}")
+    return f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
 
 
 def checkpoint_if_any(run_dir: Path) -> Path | None:

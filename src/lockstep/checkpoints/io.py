@@ -5,6 +5,7 @@ import copy
 import errno
 import logging
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -139,12 +140,14 @@ class AtomicCheckpointIO(CheckpointIO):
         self.queue = SerialQueue() if background else None
         self.buffers: Buffers = {}
         self.step: int | None = None  # of the snapshot in `buffers`
+        self.stalled_s = 0.0  # for how long callers of `save` have waited
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         self.save(checkpoint, Path(path), write_file, checkpoint.get("global_step"))
 
     def save(self, checkpoint: dict[str, Any], path: Path, write: Write, step: int | None) -> None:
         """Calls `write(checkpoint, path)`, in the background with a copy. `step` is the step that the checkpoint belongs to."""
+        began_s = time.perf_counter()
         if odd := next(refused(checkpoint), None):
             raise NotSaved(
                 f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."
@@ -160,6 +163,7 @@ class AtomicCheckpointIO(CheckpointIO):
                 event.record()
                 self.submit(event.synchronize)  # the writer waits for the copies, training does not
         self.submit(partial(write_or_explain, path, write, checkpoint))
+        self.stalled_s += time.perf_counter() - began_s
 
     def submit(self, call: Callable[[], None]) -> None:
         if self.queue:

@@ -1,4 +1,4 @@
-"""The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py."""
+"""The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,8 @@ from lockstep.config.checks import without_effect
 from lockstep.config.compose import is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
-from lockstep.config.run_files import load_config, refuse_damage
+from lockstep.config.run_files import load_config, refuse_damage, with_augment_group
+from lockstep.config.schema import PREDICT
 from lockstep.config.words import shown
 from lockstep.errors import UserError
 from lockstep.machine.world import world_of
@@ -27,8 +28,11 @@ MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_no
 # Keys of these values are decided when the run first begins, then kept.
 AUTO = {"trainer.precision": "auto", "data.num_workers": "auto", "data.mean": "model", "data.std": "model"}
 RECIPES = ("experiment", "debug")  # groups that set keys of other groups
+LIMITS = "trainer.limit_"  # without effect in a prediction
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # eval.py's own keys: what to evaluate
 TRAINING = (  # keys without effect in an evaluation
+    "augment",
+    "data.repeats",
     "optim",
     "schedule",
     "callbacks",
@@ -100,7 +104,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
 def from_weights(cfg: DictConfig) -> DictConfig:
     """The config of a new run, with `init_from` as a checkpoint path."""
     if cfg.init_from:
-        cfg.init_from = str(tested_checkpoint(cfg.init_from, "init_from", cfg.runs_dir))
+        cfg.init_from = str(tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir))
     return cfg
 
 
@@ -111,7 +115,7 @@ def resume_point(cfg: DictConfig) -> tuple[Path, Path | None]:
             raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
         run_dir = Path(cfg.runs_dir) / str(cfg.run)
         return run_dir, checkpoint_if_any(run_dir)
-    given = Path(cfg.resume)
+    given = Path(str(cfg.resume))
     if has_config(given):
         return given, newest_checkpoint(given, "resume")
     if ".ckpt" in given.suffixes or given.is_file():
@@ -122,7 +126,7 @@ def resume_point(cfg: DictConfig) -> tuple[Path, Path | None]:
                 f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights."
             )
         return run_dir, checkpoint
-    run_dir = find_run(cfg.runs_dir, cfg.resume, "resume")
+    run_dir = find_run(cfg.runs_dir, str(cfg.resume), "resume")
     return run_dir, newest_checkpoint(run_dir, "resume")
 
 
@@ -187,29 +191,31 @@ def config_inside(checkpoint: Path) -> DictConfig:
     file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
     cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["config"])
     assert isinstance(cfg, DictConfig)
-    return cfg
+    return with_augment_group(cfg)
 
 
-def for_evaluation(composed: DictConfig, overrides: list[str]) -> DictConfig:
-    """The evaluated run's config, with the strategy and devices of this command line.
+def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval") -> DictConfig:
+    """The config of the run that `job` (eval or predict) is about, with the strategy and devices of this command line.
 
     Raises:
         UserError: the run or the checkpoint does not exist or is damaged.
     """
     if (composed.run is None) == (composed.checkpoint is None):
-        typed = command("eval")
-        raise UserError(f"Type {typed} run=<name>, or {typed} checkpoint=<path>; one of the two.")
+        typed, more = command(job), " input=<folder>" if job == "predict" else ""
+        raise UserError(f"Type {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
     if composed.run is not None:
         run_dir = find_run(composed.runs_dir, str(composed.run), "run")
         checkpoint = checkpoint_of_report(run_dir)
     else:
-        checkpoint = complete_checkpoint(Path(composed.checkpoint), "checkpoint")
+        checkpoint = complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint")
         run_dir = checkpoint.resolve().parents[1]
     saved = load_config(run_dir / "config.yaml") if has_config(run_dir) else config_inside(checkpoint)
-    own = [o for o in overrides if key_of(o) not in EVAL_OWN]
-    idle = [o for o in own if key_of(o).startswith(TRAINING)]
+    own = [o for o in overrides if key_of(o) not in (*EVAL_OWN, *(PREDICT if job == "predict" else ()))]
+    idle = [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]
     if idle:
-        raise UserError(f"{idle[0]} has no effect in an evaluation. Leave it out.")
+        raise UserError(
+            f"{idle[0]} has no effect in {'a prediction' if job == 'predict' else 'an evaluation'}. Leave it out."
+        )
     cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
         cfg.runs_dir = composed.runs_dir if composed.run is not None else str(run_dir.parent)

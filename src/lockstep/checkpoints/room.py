@@ -80,7 +80,8 @@ def problem(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> st
 
 def refuse_small(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> None:
     """Raises UserError in all processes if the checkpoints will not fit."""
-    if found := trainer.strategy.broadcast(problem(trainer, module, folder) if trainer.is_global_zero else None):
+    # Every process tries the optimizer: the user's own may communicate in its step.
+    if found := trainer.strategy.broadcast(problem(trainer, module, folder)):
         raise UserError(found)
 
 

@@ -199,7 +199,8 @@ def best_checkpoint(trainer: pl.Trainer) -> str | None:
     paths = [c.best_model_path or "absent" for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     paths += [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
     found = next((path for path in paths if Path(path).exists()), None)
-    if found and not is_checkpoint(Path(found)):
+    whole = not found or not trainer.is_global_zero or is_checkpoint(Path(found))  # rank 0 reads it for all
+    if not trainer.strategy.broadcast(whole):
         raise Damaged(
             f"{found} was damaged after it was saved, and cannot be tested. Bring it back from a copy, or remove it to test the last "
             "checkpoint instead; then type the command again with resume=auto."

@@ -28,6 +28,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "lockstep.tasks.task.Task": (),
     "lockstep.data.dataset.DataSet": (),
     "lockstep.data.samples.Arrays": (),
+    "lockstep.augment.operation.Operation": (),
     "lightning.pytorch.core.module.LightningModule": (),
     "lightning.pytorch.core.datamodule.LightningDataModule": (),
     "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
@@ -53,6 +54,7 @@ KINDS = {
     "optim": ("Optimizer",),
     "schedule": ("LRScheduler",),
     "task.metrics.*": ("Metric",),
+    "augment.*": ("Operation",),
     "callbacks.*": ("Callback",),
     "logger.*": ("Logger",),
 }

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from lockstep.config.augmentation import mixing
 from lockstep.config.components import is_shipped
 from lockstep.machine.world import World
 
@@ -14,22 +15,40 @@ def accumulated(cfg: DictConfig) -> int:
     return 1 if given == "auto" else int(given)
 
 
+def repeats(cfg: DictConfig) -> int:
+    """How many copies of each sample a batch has."""
+    return int(cfg.data.get("repeats", 1))
+
+
+def unit(cfg: DictConfig, *, shipped_only: bool = False) -> tuple[int, str]:
+    """A micro-batch has a multiple of so many samples, and why: copies and partners are made within it."""
+    pairs = mixing(cfg, shipped_only=shipped_only)
+    copies = [f"data.repeats={repeats(cfg)} copies each sample"] if repeats(cfg) > 1 else []
+    reasons = [*copies, *(f"augment.{name} mixes pairs" for name in pairs)]
+    return repeats(cfg) * (2 if pairs else 1), " and ".join(reasons)
+
+
 def batch_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Checks shipped data only; config/classes.py checks other data, once its class is imported."""
+    """Checks shipped data and operations only; config/classes.py checks others, once their classes are imported."""
     if is_shipped(cfg.data):
-        yield from division_problems(cfg, world)
+        yield from division_problems(cfg, world, shipped_only=True)
 
 
-def division_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+def division_problems(cfg: DictConfig, world: World, *, shipped_only: bool = False) -> Iterator[str]:
     """The global batch must divide into processes x micro-batches; evaluation batches need not."""
     batch, accumulate = cfg.data.batch_size, accumulated(cfg)
-    parts = world.size * accumulate
+    whole, why = unit(cfg, shipped_only=shipped_only)
+    parts = world.size * accumulate * whole
     if batch % parts:
         low, high = batch // parts * parts, (batch // parts + 1) * parts
         choice = f"{low} or {high}" if low else str(high)
+        into = f"{world.size} processes x {accumulate} accumulated micro-batches"
+        cannot = f"cannot be divided among {into}"
+        if whole > 1:
+            cannot = f"cannot be divided among {into} of a multiple of {whole} samples ({why} within a micro-batch)"
         yield (
-            f"data.batch_size={batch} is the global batch; it cannot be divided among {world.size} processes x {accumulate} "
-            f"accumulated micro-batches. Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
+            f"data.batch_size={batch} is the global batch; it {cannot}. "
+            f"Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
         )
 
 
@@ -50,3 +69,11 @@ def auto_problems(cfg: DictConfig, world: World) -> Iterator[str]:
                 f"trainer.{key}={cfg.trainer[key]} counts micro-batches; with {auto} their number per step is not known yet. "
                 "Type trainer.accumulate_grad_batches=1, or a larger number."
             )
+
+
+def fold_problems(cfg: DictConfig, _: World) -> Iterator[str]:
+    folds, fold = cfg.data.get("folds"), cfg.data.get("fold", 0)
+    if folds is None and fold:
+        yield f"data.fold={fold} has no effect without data.folds. Type data.folds=5 as well."
+    if folds is not None and fold >= folds:
+        yield f"data.fold={fold} is not possible with data.folds={folds}; folds are counted from 0 to {folds - 1}."

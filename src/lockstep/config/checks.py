@@ -8,10 +8,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.batches import accumulated, auto_problems, batch_problems
+from lockstep.config.augmentation import shipped_problems
+from lockstep.config.batches import accumulated, auto_problems, batch_problems, fold_problems
 from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
 from lockstep.config.environment import environment_problems
+from lockstep.config.kinds import Kind
 from lockstep.config.length import length_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
 from lockstep.config.structure import structure_problems
@@ -63,14 +65,17 @@ def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator
             continue
         if keys is None and "_target_" in node and not is_shipped(node):
             continue
-        kind = KEYS[key]
-        if OmegaConf.is_missing(node, name):
-            yield f"{key} is missing; type {key}=<{name}>."
-            continue
-        if OmegaConf.is_interpolation(node, name):  # the key that it refers to is checked there
-            yield from unresolved(node, name, key)
-        elif not kind.accepts(plain(node[name])):
-            yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
+        yield from problem_of(node, name, key, KEYS[key])
+
+
+def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> Iterator[str]:
+    """The problem of the value `name` of a node, if there is one; `key` is its place in the config."""
+    if OmegaConf.is_missing(node, name):
+        yield f"{key} is missing; type {key}=<{name}>."
+    elif OmegaConf.is_interpolation(node, name):  # the key that it refers to is checked there
+        yield from unresolved(node, name, key)
+    elif not kind.accepts(plain(node[name])):
+        yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
 
 
 def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
@@ -94,8 +99,12 @@ def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def fused_problem(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-    if cfg.strategy.traits.shards and str(cfg.optim.get("_target_")).endswith("SGD"):
+    if not str(cfg.optim.get("_target_")).endswith("SGD"):
+        return None
+    if cfg.strategy.traits.shards:
         return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
+    if any(node.get("unfreeze") for node in cfg.callbacks.values()):
+        return "has no kernel for SGD where some parameters have no momentum yet, as with callbacks.freeze.unfreeze (torch 2.13)"
     return None
 
 
@@ -157,6 +166,8 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"optim.fused=true {why}. Leave optim.fused out."
     if cfg.optim.get("nesterov") is True and not cfg.optim.get("momentum") and is_shipped(cfg.optim):
         yield "optim.nesterov=true needs a momentum above 0. Type optim.momentum=0.9, or optim.nesterov=false."
+    if cfg.optim.get("no_decay") is True and is_shipped(cfg.optim) and not cfg.optim.get("weight_decay"):
+        yield "optim.no_decay=true has no effect with optim.weight_decay=0. Leave it out, or type optim.weight_decay=0.05."
     trainer = cfg.trainer
     limit, accumulate = trainer.limit_train_batches, accumulated(cfg)
     if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):
@@ -187,8 +198,6 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
     if cfg.init_from and (pretrained or path):
         yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Leave one of them out."
-    if is_shipped(cfg.model) and pretrained and path:
-        yield "model.pretrained=true and model.checkpoint_path both name weights to start from. Leave one of them out."
     if is_shipped(cfg.model) and path and not Path(path).expanduser().is_file():
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
     if trainer.limit_train_batches == 0:
@@ -207,11 +216,13 @@ def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 EVALUATION = (device_problems, strategy_problems, data_set_problems)
 TRAINING = (
     *EVALUATION,
+    shipped_problems,
     batch_problems,
     auto_problems,
     task_problems,
     training_problems,
     length_problems,
+    fold_problems,
     environment_problems,
 )
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lockstep.config import augmentation
 from lockstep.config.batches import division_problems
 from lockstep.config.checks import fused_problem, loading_problems, wrong_values
 from lockstep.config.components import is_shipped
@@ -62,6 +63,16 @@ def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterato
         return
     yield from loading_problems(cfg, world)
     yield from () if evaluating else division_problems(cfg, world)
+
+
+def operation_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+    """Checks the user's own operations; config/checks.py has checked those of Lockstep, and the batch with them."""
+    if not augmentation.names(cfg, shipped=False):
+        return
+    wrong = list(augmentation.operation_problems(cfg, shipped=False))
+    yield from wrong
+    if not wrong and is_shipped(cfg.data):
+        yield from division_problems(cfg, world)
 
 
 def own_loader_problems(cfg: DictConfig) -> Iterator[str]:

@@ -65,7 +65,7 @@ def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
         )
     for name, of in traits.one_each.items():
         given, count = plain(cfg.task.get(name)), len(about[of]) if of in there else 0
-        if given is not None and len(given) != count:
+        if isinstance(given, list) and len(given) != count:
             yield f"task.{name} has {len(given)} numbers; the data has {count} {of}. Give one for each."
 
 

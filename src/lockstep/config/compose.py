@@ -22,6 +22,10 @@ from lockstep.config.project import command, config_folders
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import nearest
 
+MOVED = {  # keys of earlier versions
+    "data.random_shift": "augment=[shift] augment.shift.pixels=<n>; several operations: augment=[shift,flip]",
+    "data.random_flip": "augment=[flip]; several operations: augment=[shift,flip]",
+}
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
 
@@ -39,15 +43,20 @@ def search_path(argv: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def hydra_of_our_own() -> Iterator[None]:
-    """Initializes Hydra with our configs; restores the caller's Hydra afterwards."""
+def callers_hydra_restored() -> Iterator[None]:
     theirs = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONFIGS)):
-            yield
+        yield
     finally:
         GlobalHydra.instance().hydra = theirs
+
+
+@contextmanager
+def hydra_of_our_own() -> Iterator[None]:
+    """Initializes Hydra with our configs; restores the caller's Hydra afterwards."""
+    with callers_hydra_restored(), initialize_config_dir(str(CONFIGS)):
+        yield
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -70,10 +79,12 @@ def fails_to_compose(config_name: str, overrides: Sequence[str]) -> bool:
     return False
 
 
-def default_options(config_name: str) -> dict[str, Any]:
-    """The default option of each group, without groups that take several."""
+def default_config(config_name: str) -> tuple[DictConfig, dict[str, Any]]:
+    """The config without overrides, and the default option of each group, without groups that take several."""
     with hydra_of_our_own():
-        return dict(compose(config_name, [], return_hydra_config=True).hydra.runtime.choices)
+        whole = compose(config_name, [], return_hydra_config=True)
+    cfg = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
+    return cfg, dict(whole.hydra.runtime.choices)
 
 
 def key_of(override: str) -> str:
@@ -90,8 +101,9 @@ def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
 
 def beyond_schema(overrides: Sequence[str]) -> bool:
     """Whether a key was typed that only the signature of a class can check: one without a Kind, or one taken away."""
-    keys = [key_of(o) for o in overrides if not is_group(o) and not key_of(o).startswith(("data.", "hydra."))]
-    return any(o.startswith("~") for o in overrides) or any(key not in KEYS for key in keys)
+    checked = ("data.", "hydra.", "augment.")  # nodes that are checked in any case
+    typed = [o for o in overrides if not is_group(o) and not key_of(o).startswith(checked)]
+    return any(o.startswith("~") or key_of(o) not in KEYS for o in typed)
 
 
 def is_group(override: str) -> bool:
@@ -122,6 +134,8 @@ def message(error: BaseException, override: str) -> str:
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
+    if key in MOVED:
+        return f"{key} is not a key any more. Type {MOVED[key]}."
     if key in GROUPS and override.startswith("~"):
         return (
             f"{override}: {key} is not in the config then, and the engine reads it. Choose an option with {key}=<name>."

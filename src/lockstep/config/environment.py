@@ -1,5 +1,6 @@
-"""Variables of the environment whose values a library would refuse late, with a traceback. Free of torch."""
+"""What loggers need: packages, checkpoints to upload, and variables whose values a library would refuse late. Free of torch."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -9,6 +10,11 @@ from lockstep.config.words import nearest
 
 WANDB = "lockstep.reporting.loggers.wandb"
 WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
+# Each with the module that it imports, which is also the name of the extra, and the package to install.
+OPTIONAL = {
+    "lockstep.reporting.mlflow_logger.mlflow": ("mlflow", "mlflow-skinny"),
+    "lockstep.reporting.trackio_logger.trackio": ("trackio", "trackio"),
+}
 
 
 def environment_problems(cfg: DictConfig, _: object) -> Iterator[str]:
@@ -19,3 +25,16 @@ def environment_problems(cfg: DictConfig, _: object) -> Iterator[str]:
             f"WANDB_MODE={mode} in the environment is not possible; it takes one of {', '.join(WANDB_MODES)}{nearest(mode, WANDB_MODES)}. "
             "Type logger.wandb.mode=offline, or env -u WANDB_MODE python train.py ..."
         )
+    for name, node in cfg.logger.items():
+        module, package = OPTIONAL.get(str(node.get("_target_")), ("os", ""))
+        if node.get("log_model") and not cfg.trainer.enable_checkpointing:
+            yield f"logger.{name}.log_model has no effect with trainer.enable_checkpointing=false. Leave one of them out."
+        if not installed(module):
+            yield (
+                f"logger={name} needs the package {package}, which is not installed. Type uv sync --extra {module}, or "
+                f"pip install {package}."
+            )
+
+
+def installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -61,8 +61,8 @@ def run_dir(cfg: DictConfig) -> Path:
     return Path(cfg.runs_dir) / str(cfg.run)
 
 
-def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
-    """The config with everything that a run decides once: its name, seed, data, loggers' ids."""
+def identify(cfg: DictConfig, data_source: str | None, experiment: str | None = None) -> DictConfig:
+    """The config with everything that a run decides once: its name, seed, data, loggers' ids, the experiment among their tags."""
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
@@ -73,12 +73,14 @@ def identify(cfg: DictConfig, data_source: str | None) -> DictConfig:
     for logger in cfg.logger.values():
         if "id" in logger and logger.id is None:
             logger.id = secrets.token_hex(4)
+        if experiment and "auto" in (tags := logger.get("tags") or ()) and experiment not in tags:
+            logger.tags = [experiment, *tags]
     if cfg.trainer.max_epochs is None and cfg.trainer.max_steps == -1:
         cfg.trainer.max_epochs = 1
     return cfg
 
 
-def evaluation_file(cfg: DictConfig) -> Path:
-    """Where eval.py writes: the run's eval.json, or a file beside a checkpoint that is not in a run directory."""
+def evaluation_file(cfg: DictConfig, job: str = "eval") -> Path:
+    """Where eval.py and predict.py write: the run's <job>.json, or a file beside a checkpoint that is not in a run directory."""
     run_dir = Path(cfg.runs_dir) / str(cfg.run)
-    return run_dir / "eval.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(".eval.json")
+    return run_dir / f"{job}.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(f".{job}.json")

@@ -26,6 +26,7 @@ ENGINE = {
     "data": ("name",),
     "strategy": ("name", "traits"),
     "schedule": ("needs_end",),
+    "optim": ("no_decay", "layer_decay", "head_lr"),
 }
 PARTIAL = ("optim", "schedule")  # the engine adds parameters or the optimizer, and makes the object
 MISSING = "???"  # OmegaConf's
@@ -53,7 +54,8 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     except ValueError as e:
         if isinstance(e, UserError) or not is_shipped(plain):
             raise
-        raise UserError(f"{key}: {e}") from None
+        joint = "." if str(e).partition("=")[0] in kept else ": "  # a message may begin with the argument
+        raise UserError(f"{key}{joint}{e}") from None
     except TypeError as e:
         raise_problems(refused_argument(e, kept, key))
         raise
@@ -71,7 +73,11 @@ ENGINE_DATA = (
     "batch_size",
     "eval_batch_size",
     "val_fraction",
+    "folds",
+    "fold",
     "limit_train",
+    "balance",
+    "repeats",
     "num_workers",
     "prefetch_factor",
     "persistent_workers",

@@ -100,6 +100,14 @@ def is_duration(v: Any) -> bool:
     return bool(re.fullmatch(r"\d{1,6}:\d\d:\d\d:\d\d", str(v))) and any(char in "123456789" for char in str(v))
 
 
+def is_pair(v: Any, *kinds: Callable[[Any], bool]) -> bool:
+    return isinstance(v, list) and len(v) == 2 and all(kind(each) for kind, each in zip(kinds, v, strict=True))
+
+
+def is_patterns(v: Any) -> bool:
+    return is_text(v) or (isinstance(v, list) and v != [] and all(map(is_text, v)))
+
+
 def is_text(v: Any) -> bool:
     """Also a path: each name in it can be one of a file."""
     return isinstance(v, str) and v != "" and "\0" not in v and all(len(n.encode()) <= LONGEST for n in v.split("/"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from lockstep.config.batches import accumulated
+from lockstep.config.batches import accumulated, repeats
 from lockstep.config.identity import title
 from lockstep.machine.world import World
 
@@ -35,7 +35,8 @@ def length_problems(cfg: DictConfig, _: World) -> Iterator[str]:
 
 def batches_of(cfg: DictConfig, samples: int) -> int:
     """The micro-batches of an epoch of so many training samples."""
-    batches, limit = samples // cfg.data.batch_size * accumulated(cfg), cfg.trainer.limit_train_batches
+    steps, limit = samples // (cfg.data.batch_size // repeats(cfg)), cfg.trainer.limit_train_batches
+    batches = steps * accumulated(cfg)
     if limit is not None:
         batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
     return int(batches)

@@ -22,11 +22,20 @@ def load_config(path: Path) -> DictConfig:
     try:
         found = OmegaConf.load(path)
         if isinstance(found, DictConfig) and all(part in found for part in PARTS):
-            return found
+            return with_augment_group(found)
         why = "it is not the whole config of a run"
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as e:
         why = str(e).split("\n")[0]
     raise UserError(f"{path} is damaged: {why}. Put the file back, or type run=<another name> to start over.")
+
+
+def with_augment_group(cfg: DictConfig) -> DictConfig:
+    """A config from before there was the group `augment`: two operations were keys of `data`. Their draws are others now."""
+    if "augment" not in cfg:
+        shift, flip = (cfg.data.pop(f"random_{name}", None) for name in ("shift", "flip"))
+        nodes = {"shift": {"_target_": "lockstep.augment.Shift", "pixels": shift}} if shift else {}
+        cfg.augment = nodes | ({"flip": {"_target_": "lockstep.augment.Flip"}} if flip else {})
+    return cfg
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from lockstep.config.kinds import (
     is_channels,
     is_devices,
     is_duration,
+    is_pair,
+    is_patterns,
     is_text,
     number,
     numbers,
@@ -22,6 +24,9 @@ PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true
 
 FLAG = one_of(True, False, example="true")
 TEXT = Kind(is_text, f"a text, with at most {LONGEST} bytes between slashes", "name")
+TRAINED = Kind(
+    lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
+).or_null()
 BATCHES = Kind(is_batches, "a number of batches (an integer) or a share of them (0.0 to 1.0)", "10").or_null()
 SHARE = number(0, 0.5, high=1)
 TIMEOUT = number(1, 1800, high=1e8)  # seconds; NCCL counts milliseconds, timedelta at most 1e9 days
@@ -36,8 +41,8 @@ KEYS: dict[str, Kind] = {
         "first",
     ).or_null(),
     "runs_dir": TEXT,
-    "resume": TEXT.or_null(),
-    "init_from": TEXT.or_null(),
+    "resume": TRAINED,
+    "init_from": TRAINED,
     "compile": FLAG,
     "channels_last": FLAG,
     "tf32": FLAG,
@@ -63,10 +68,12 @@ KEYS: dict[str, Kind] = {
     "data.channels": one_of(1, 3, example=3),
     "data.decode": one_of("auto", "cache", "workers"),
     "data.skip_broken": FLAG,
+    "data.folds": whole(2, 5).or_null(),
+    "data.fold": whole(0, 0),
     "data.limit_train": whole(1, 1000).or_null(),
+    "data.balance": FLAG,
     "data.channels_last": FLAG,
-    "data.random_shift": whole(0, 4, "a whole number of pixels"),
-    "data.random_flip": FLAG,
+    "data.repeats": whole(1, 2),
     "data.num_workers": whole(0, 4, high=1024).or_auto(),
     "data.on_device": one_of(True, False, "auto", example="false"),
     "data.prefetch_factor": whole(1, 4).or_null(),
@@ -114,8 +121,15 @@ KEYS: dict[str, Kind] = {
     "optim.nesterov": FLAG,
     "optim.betas": numbers(number(0, 0.9, below=1), "[0.9,0.999]", 2),
     "optim.eps": number(0, "1e-8"),
+    "optim.no_decay": FLAG,
+    "optim.layer_decay": number(0, 0.75, above=True, high=1).or_null(),
+    "optim.head_lr": number(0, "1e-3").or_null(),
     "task.label_smoothing": number(0, 0.1, below=1),
-    "task.class_weights": numbers(number(0, 1), "[1,2]").or_null(),
+    "task.class_weights": Kind(
+        lambda v: v == "balanced" or numbers(number(0, 1), "").accepts(v),
+        "balanced, or a list of numbers of at least 0",
+        "[1,2]",
+    ).or_null(),
     "task.pos_weight": numbers(number(0, 1), "[1,2]").or_null(),
     "task.threshold": number(0, 0.5, above=True, below=1),
     "task.loss": TEXT,
@@ -131,7 +145,17 @@ KEYS: dict[str, Kind] = {
     "callbacks.early_stopping.monitor": MONITOR,
     "callbacks.early_stopping.mode": one_of("max", "min"),
     "callbacks.early_stopping.check_on_train_epoch_end": one_of(True, False, None, example="false"),
+    "callbacks.freeze.parameters": Kind(is_patterns, "body, or patterns of parameter names", "[layer1.*]"),
+    "callbacks.freeze.unfreeze": Kind(
+        lambda v: isinstance(v, list) and all(is_pair(each, is_text, whole(0, 1).accepts) for each in v),
+        "pairs of a pattern of parameter names and an epoch",
+        "[[layer4.*,1]]",
+    ),
     "logger.wandb.mode": one_of("auto", "online", "offline"),
+    "logger.wandb.log_model": FLAG,
+    "logger.mlflow.log_model": FLAG,
+    "logger.trackio.log_model": FLAG,
+    "schedule.initial_fraction": SHARE,
     "schedule.final_fraction": SHARE,
     "schedule.milestones": numbers(SHARE, "[0.5,0.75]", rising=True),
     "schedule.gamma": number(0, 0.1, above=True),
@@ -155,12 +179,26 @@ KEYS: dict[str, Kind] = {
         "[Bottleneck]",
     ),
 }
+# Keys of predict.py alone, at the top level.
+PREDICT: dict[str, Kind] = {
+    "input": Kind(
+        lambda v: isinstance(v, str) and v != "" and "\0" not in v,
+        "a folder, a glob, a CSV, an image file, or one of test, val, train",
+        "photos",
+    ),
+    "output": TEXT.or_null(),
+    "overwrite": FLAG,
+    "top_k": whole(1, 5),
+    "probabilities": FLAG,
+    "gallery": FLAG,
+}
 GROUPS = (
-    "task", "model", "data", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint", "experiment", "debug",
+    "task", "model", "data", "augment", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint", "experiment",
+    "debug",
 )  # fmt: skip
 CLOSED = ("trainer", "checkpoint")  # groups without a `_target_`, which take no other keys
 RECIPES = ("experiment", "debug")  # groups that set keys of others, and leave none of their own
-SEVERAL = ("callbacks", "logger")  # groups of named nodes
+SEVERAL = ("augment", "callbacks", "logger")  # groups of named nodes
 OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
 # Keys of other groups that the engine reads itself.
 NEEDED = {

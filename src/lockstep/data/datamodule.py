@@ -1,18 +1,21 @@
 """The datamodule: batches of a data set, in the sampler's order, preprocessed on the device."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from lockstep.data.balance import balanced
 from lockstep.data.dataset import Batch, DataSet
-from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader, fetch
+from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, Unchanged, WorkerLoader, fetch
 from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, splits
-from lockstep.data.samples import Arrays, samples_of
+from lockstep.data.samples import Arrays, classes_of, samples_of
 from lockstep.errors import UserError
 
+Augment = Callable[..., Batch]  # of a batch, seed and epoch: lockstep.augment's Augmentation
 OWN_LOADERS = "own dataloaders"
 ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
 
@@ -27,23 +30,41 @@ class DataModule(pl.LightningDataModule):
         batch_size: int,
         eval_batch_size: int,
         val_fraction: float = 0.1,
+        folds: int | None = None,
+        fold: int = 0,
         limit_train: int | None = None,
+        balance: bool = False,
+        repeats: int = 1,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         persistent_workers: bool | None = None,
         on_device: bool | str = "auto",
         seed: int = 0,
+        augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        self.dataset, self.about, self.unit = dataset, dataset.about, dataset.unit
+        self.dataset, self.unit = dataset, dataset.unit
         self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
         self.num_workers, self.on_device = num_workers, on_device
+        self.augment, self.repeats = augment, repeats
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
         self.place = Place(lambda: 0)
-        self.train_split, self.val_split, self.test_split = splits(
-            dataset, batch_size=batch_size, val_fraction=val_fraction, limit_train=limit_train
+        self.predicted = "test"  # the part that predict_dataloader has
+        self.problems: list[str] | None = (
+            None  # why samples of the current batch could not be read, if the data says so
         )
+        self.train_split, self.val_split, self.test_split = splits(
+            dataset,
+            batch_size=batch_size,
+            val_fraction=val_fraction,
+            folds=folds,
+            fold=fold,
+            limit_train=limit_train,
+        )
+        self.about = {**dataset.about, **class_counts(dataset, self.train_split)}
+        if balance:
+            self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
         self.val_part = "train" if dataset.val is None else "val"
         if on_device is True and dataset.bytes_in_memory is None:
             raise UserError(
@@ -94,13 +115,8 @@ class DataModule(pl.LightningDataModule):
     def train_dataloader(self) -> MemoryLoader | WorkerLoader:
         trainer = self.trainer
         assert trainer is not None
-        sampler = TrainBatches(
-            self.train_split,
-            batch=self.batch_size,
-            seed=self.seed,
-            rank=trainer.global_rank,
-            world=trainer.world_size,
-            accumulate=trainer.accumulate_grad_batches,
+        sampler = self.sampler(
+            rank=trainer.global_rank, world=trainer.world_size, accumulate=trainer.accumulate_grad_batches
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self.place.position = lambda: progress.current.ready
@@ -118,10 +134,23 @@ class DataModule(pl.LightningDataModule):
     def test_dataloader(self) -> MemoryLoader | WorkerLoader:
         return self.eval_loader("test", self.test_split)
 
+    @property
+    def predicted_split(self) -> tuple[str, Split]:
+        """The part of the data set and the split of it that are predicted."""
+        return {
+            "train": ("train", self.train_split),
+            "val": (self.val_part, self.val_split),
+            "test": ("test", self.test_split),
+        }[self.predicted]
+
+    def predict_dataloader(self) -> Unchanged:
+        return Unchanged(self.eval_loader(*self.predicted_split))
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         trainer, began_s = self.trainer, time.perf_counter()
         assert trainer is not None
-        batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch)
+        self.problems = batch.pop("problem", None)
+        batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch, repeats=self.repeats)
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
@@ -136,11 +165,30 @@ class DataModule(pl.LightningDataModule):
         taken = batch if named else tuple(v for name, v in batch.items() if name not in ("index", "count"))
         return module.on_after_batch_transfer(taken, dataloader_idx)
 
-    def finished(self, batch: Batch, *, training: bool, epoch: int = 0) -> Batch:
-        """Augments and preprocesses a batch for the network and the task."""
-        if training:
-            batch = self.dataset.augment(batch, seed=self.seed, epoch=epoch)
+    def sampler(self, *, rank: int = 0, world: int = 1, accumulate: int = 1) -> TrainBatches:
+        """Of the training batches of one process; of whole global batches by default. Copies are made on the device."""
+        batch = self.batch_size // self.repeats
+        return TrainBatches(
+            self.train_split, batch=batch, seed=self.seed, rank=rank, world=world, accumulate=accumulate
+        )
+
+    def global_batch(self, epoch: int, step: int) -> Batch:
+        """The samples that training takes at a step, as they are stored. Raises UserError if the epoch is shorter."""
+        sampler = self.sampler()
+        if step >= len(sampler):
+            raise UserError(f"an epoch has {len(sampler)} steps; step {step} is beyond it. They count from 0.")
+        sampler.resume(epoch, step)
+        return fetch(samples_of(self.dataset.train), next(iter(sampler)))
+
+    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1) -> Batch:
+        """Augments and preprocesses a batch for the network and the task; with `repeats` copies of each sample in training."""
+        if training and self.augment is not None:
+            batch = self.augment(batch, seed=self.seed, epoch=epoch, repeats=repeats)
         return self.dataset.preprocess(batch)
+
+    def raw(self, part: str, index_N: Any) -> Batch:
+        """Samples of a part as the data set gives them, before `finished`."""
+        return fetch(samples_of(getattr(self.dataset, part)), np.asarray(index_N))
 
     def example(self, count: int, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of the first training samples, repeated if there are fewer than `count`; augmented for `training`."""
@@ -173,6 +221,17 @@ class DataModule(pl.LightningDataModule):
             )
 
 
+def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:
+    """How many training samples each class has, if the data has classes and holds those of its samples as one array."""
+    classes = dataset.about.get("classes", ())
+    class_N = classes_of(dataset.train) if classes is not None and len(classes) else None
+    if class_N is None:
+        return {}
+    own = class_N[split.indices(np.arange(split.count))]
+    counts = np.bincount(own[own >= 0], minlength=len(classes))
+    return {"class_counts": counts.tolist()}
+
+
 def facts(data: pl.LightningDataModule) -> dict[str, Any]:
     """Figures of the data for the report. Nothing is known about the data of a user's LightningDataModule."""
     if not isinstance(data, DataModule):
@@ -185,5 +244,6 @@ def facts(data: pl.LightningDataModule) -> dict[str, Any]:
         "data/train": data.train_split.count,
         "data/val": data.val_split.count,
         "data/test": data.test_split.count,
+        "data/notice": data.dataset.notice,
         **{f"data/{name}": value for name, value in data.dataset.facts.items()},
     }

@@ -60,6 +60,10 @@ class DataSet:
         """Plain values that a task needs, such as `classes`. Saved in every checkpoint. May be set in `__init__`."""
         return {}
 
+    def paths(self, part: str) -> Any:
+        """The files of a part's samples, in their order, for tables of predictions; None if the samples are not files."""
+        return None
+
     def network_arguments(self) -> dict[str, Any]:
         """Arguments offered to the network, such as `in_channels`. It gets those that its signature names."""
         return {}
@@ -81,10 +85,6 @@ class DataSet:
         for part in (self.train, self.val, self.test):
             digest.update(content_of(part) if part is not None else b"none")
         return digest.hexdigest()
-
-    def augment(self, batch: Batch, *, seed: int, epoch: int) -> Batch:
-        """Augments a training batch on its device. Use only (seed, epoch, batch["index"]) as randomness to stay reproducible."""
-        return batch
 
     def preprocess(self, batch: Batch) -> Batch:
         """Converts every batch, on its device, to what the network and the loss take."""

@@ -172,12 +172,20 @@ class Folder(Images):
 
     # --- parts ---
 
-    def open_part(self, part: str) -> Arrays | Files:
+    def readable(self, part: str) -> list[int]:
+        """The places of a part's files in the listing, without broken ones."""
         broken = self.cached.extra()["broken"]
-        places = [int(i) for i in np.flatnonzero(self.parts == part) if self.listing.paths[i] not in broken]
+        return [int(i) for i in np.flatnonzero(self.parts == part) if self.listing.paths[i] not in broken]
+
+    def paths(self, part: str) -> list[str]:
+        return [self.listing.paths[place] for place in self.readable(part)]
+
+    def open_part(self, part: str) -> Arrays | Files:
+        places = self.readable(part)
         if not places:
             raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")
         if self.in_cache:
             return Arrays(**self.cached.arrays(part))
-        paths = [self.listing.paths[place] for place in places]
-        return Files(self.listing.base, paths, self.targets[places], channels=self.channels, size=self.image_size)
+        return Files(
+            self.listing.base, self.paths(part), self.targets[places], channels=self.channels, size=self.image_size
+        )

@@ -34,7 +34,7 @@ class Foreign(Images):
 
     def prepare(self) -> None:
         """Raises UserError for image options if the samples are not images."""
-        usual = {"image_size": IMAGE_SIZE, "channels": 3, "random_shift": 0, "random_flip": False}
+        usual = {"image_size": IMAGE_SIZE, "channels": 3}
         given = [
             f"data.{name}={shown(getattr(self, name))}" for name, value in usual.items() if getattr(self, name) != value
         ]

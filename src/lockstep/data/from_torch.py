@@ -34,7 +34,7 @@ class Datasets(Foreign):
         if bytes_of(self.train) is None:
             self.notice = (
                 "data.train returns different samples when it is read again: its transforms are random. Batches then depend on data.num_workers, "
-                "and a resumed run differs. Augment on the device instead (data.random_flip, data.random_shift, or `augment` of your own data set)."
+                "and a resumed run differs. Augment on the device instead, exactly: augment=standard (docs/augment.md)."
             )
 
 

@@ -1,4 +1,4 @@
-"""Data sets of images: bytes until they are on the device, then resized, normalised and augmented in batches."""
+"""Data sets of images: bytes until they are on the device, then resized and normalised in batches."""
 
 # B batch · C channel · H W pixel
 
@@ -10,7 +10,6 @@ from lockstep.data.dataset import Batch, DataSet
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
-    from lockstep.data.augment import Augment
     from lockstep.data.transforms import Preprocess
 
 Normalisation = tuple[Sequence[float], Sequence[float]]
@@ -38,14 +37,11 @@ class Images(DataSet):
         mean: str | Sequence[float] = "model",
         std: str | Sequence[float] = "model",
         channels_last: bool = True,
-        random_shift: int = 0,
-        random_flip: bool = False,
     ) -> None:
         self.image_size, self.channels_last = image_size, channels_last
         own_mean, own_std = self.normalisation({"channels": channels})
         self.pixel_mean = list(own_mean if isinstance(mean, str) else mean)
         self.pixel_std = list(own_std if isinstance(std, str) else std)
-        self.random_shift, self.random_flip = random_shift, random_flip
 
     @classmethod
     def normalisation(cls, data: Mapping[str, Any]) -> Normalisation:
@@ -64,11 +60,6 @@ class Images(DataSet):
                 found.append(
                     f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
                 )
-        shift, size = data.get("random_shift"), data.get("image_size")
-        if type(shift) is int and type(size) is int and 0 < size <= shift:
-            found.append(
-                f"data.random_shift={shift} would move whole images of {size} pixels away. Type a smaller number."
-            )
         std = data.get("std")
         if isinstance(std, list) and not all(s > 0 for s in std):
             found.append(f"data.std={std} must be above 0.")
@@ -98,25 +89,6 @@ class Images(DataSet):
         return Preprocess(
             image_size=self.image_size, mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last
         )
-
-    @cached_property
-    def augmentation(self) -> "Augment":
-        from lockstep.data.augment import Augment
-
-        return Augment(shift=self.random_shift, flip=self.random_flip)
-
-    def augment(self, batch: Batch, *, seed: int, epoch: int) -> Batch:
-        """Masks are mirrored with their images. A shift would uncover pixels without a target."""
-        if not (self.random_shift or self.random_flip):
-            return batch
-        images, moved = batch["input"], {"input": batch["input"], **spatial(batch)}
-        for name, value in moved.items():
-            if name != "input" and (self.random_shift or value.shape[-2:] != images.shape[-2:]):
-                raise UserError(
-                    f"data.random_{'shift' if self.random_shift else 'flip'} cannot move `{name}` of shape {tuple(value.shape)} with the images. "
-                    "Leave it out, or override `augment` in a data set of your own."
-                )
-        return {**batch, **{n: self.augmentation(v, batch["index"], seed, epoch) for n, v in moved.items()}}
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lockstep.config.words import size
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER, Sampler
 from lockstep.data.samples import Arrays, Indices, Samples
@@ -144,6 +145,17 @@ def shared_room() -> float:
     return shutil.disk_usage(SHM).free if SHM.is_dir() else math.inf
 
 
+def warn_of_small_shared_memory() -> None:
+    """For dataloaders of the user's own, whose batches torch loses there (see `Indexed.passable`)."""
+    if shared_room() < SHARED:
+        log.warning(
+            "%s has only %s free. Worker processes pass batches through it, and a run waits for ever for a batch that does not fit. "
+            "Enlarge it (docker run --shm-size=1g), or give your dataloaders num_workers=0.",
+            SHM,
+            size(shared_room()),
+        )
+
+
 def unchanged(batch: Batch) -> Batch:
     """In place of torch's default, which makes tensors of arrays."""
     return batch
@@ -203,3 +215,18 @@ class WorkerLoader(Placed, DataLoader[Batch]):  # type: ignore[misc]  # torch de
                 "(docker run --shm-size=8g), or type fewer data.num_workers.",
                 self.num_workers,
             )
+
+
+class Unchanged:
+    """A loader that Lightning leaves as it is: for predictions, it makes every DataLoader anew, with a sampler of its own."""
+
+    batch_sampler = None
+
+    def __init__(self, loader: MemoryLoader | WorkerLoader) -> None:
+        self.loader, self.sampler = loader, loader.sampler
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.loader)

@@ -58,7 +58,10 @@ def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
 
 @dataclass(frozen=True)
 class Split:
-    """A fixed part of a data set: `count` samples from `first` on, in the split's own order or in file order."""
+    """A fixed part of a data set: `count` samples from `first` on, in the split's own order or in file order.
+
+    It goes on at the beginning where it meets the end.
+    """
 
     total: int
     first: int
@@ -67,8 +70,12 @@ class Split:
 
     def indices(self, positions: Indices) -> Indices:
         """Data-set indices of the split's samples at `positions`."""
-        places = positions + self.first
+        places = (positions + self.first) % self.total
         return permute(places, self.total, SPLIT_SEED, 0) if self.shuffled else places
+
+    def ordered(self, places: Indices, seed: int, epoch: int) -> Indices:
+        """Data-set indices of the samples at `places` of an epoch."""
+        return self.indices(permute(places, self.count, seed, epoch))
 
 
 def val_count(train: int, fraction: float) -> int:
@@ -77,11 +84,26 @@ def val_count(train: int, fraction: float) -> int:
 
 
 def splits(
-    dataset: DataSet, *, batch_size: int, val_fraction: float = 0.1, limit_train: int | None = None
+    dataset: DataSet,
+    *,
+    batch_size: int,
+    val_fraction: float = 0.1,
+    folds: int | None = None,
+    fold: int = 0,
+    limit_train: int | None = None,
 ) -> tuple[Split, Split, Split]:
-    """The training, validation and test splits. Raises UserError for empty parts, and numbers above the training split."""
+    """The training, validation and test splits. With `folds`, the validation split is that `fold` of the training part.
+
+    Raises:
+        UserError: a part is empty, or a number is above the training split's.
+    """
     total = len(dataset.train)
-    val = 0 if dataset.val is not None else val_count(total, val_fraction)
+    if folds and dataset.val is not None:
+        raise UserError("data.folds has no effect: this data has a validation part of its own. Leave it out.")
+    if folds and folds > total:
+        raise UserError(f"data.folds={folds} is more than the {total} training {dataset.unit}. Type a smaller number.")
+    begin, end = (fold * total // folds, (fold + 1) * total // folds) if folds else (0, val_count(total, val_fraction))
+    val = 0 if dataset.val is not None else end - begin
     for part, samples in {"train": dataset.train, "val": dataset.val, "test": dataset.test}.items():
         if samples is not None and not len(samples):
             raise UserError(
@@ -95,12 +117,12 @@ def splits(
         raise UserError(
             f"data.limit_train={limit_train} is more than the {total - val} training {dataset.unit} ({dataset.source}). Type a smaller number, or null."
         )
-    train = Split(total, val, min(total - val, limit_train or total))
+    train = Split(total, begin + val, min(total - val, limit_train or total))
     if batch_size > train.count:
         raise UserError(
             f"data.batch_size={batch_size} is more than the {train.count} training {dataset.unit} ({dataset.source}). Type data.batch_size={train.count} or less."
         )
-    held_out = Split(total, 0, val) if dataset.val is None else whole(len(dataset.val))
+    held_out = Split(total, begin, val) if dataset.val is None else whole(len(dataset.val))
     return train, held_out, whole(len(dataset.test))
 
 
@@ -147,7 +169,7 @@ class TrainBatches:
             micro = np.arange(first, min(first + max(1, ahead // share), len(self)))
             starts = (micro * self.world + self.rank) * share
             order = (starts[:, None] + np.arange(share)).ravel()
-            samples = self.split.indices(permute(order, self.split.count, self.seed, self.epoch))
+            samples = self.split.ordered(order, self.seed, self.epoch)
             yield from samples.reshape(-1, share)
             first, ahead = first + len(micro), min(2 * ahead, BLOCK)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+CLASSES = ("target_N", "targets", "labels")  # where samples keep their classes
 HELD = ("data", "targets", "labels")  # where torchvision's Datasets keep their arrays
 READ = 32  # samples of a part that its fingerprint reads
 
@@ -87,7 +88,7 @@ class Items:
     def sample(self, given: Any) -> dict[str, Any]:
         found = dict(given) if isinstance(given, Mapping) else dict(zip(("input", "target"), given, strict=True))
         if self.size is not None and type(found["input"]).__module__.startswith("PIL."):
-            from lockstep.data.decoding import to_array
+            from lockstep.data.pixels import to_array
 
             found["input"] = np.array(to_array(found["input"], channels=self.channels, size=self.size))
         return {name: np.float32(value) if isinstance(value, float) else value for name, value in found.items()}
@@ -99,6 +100,19 @@ def samples_of(part: Any) -> Samples:
     is_torch = any(base.__module__.startswith("torch.utils.data") for base in type(part).__mro__)
     samples: Samples = Items(part) if is_torch else part
     return samples
+
+
+def classes_of(part: Any) -> NDArray[np.int64] | None:
+    """class_N of a part's samples, if it holds them as one array: Arrays with `target`, or an attribute of CLASSES."""
+    samples = samples_of(part)
+    if isinstance(samples, Arrays):
+        found = samples.arrays.get("target")
+    else:
+        holder = samples.dataset if isinstance(samples, Items) else samples
+        found = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
+    array = None if found is None else np.asarray(found)
+    good = array is not None and array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
+    return array.astype(np.int64) if array is not None and good else None
 
 
 def content_of(part: Any) -> bytes:

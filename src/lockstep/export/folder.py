@@ -1,118 +1,196 @@
-"""Exports a trained network as a folder that needs only torch, and timm for a timm network."""
+"""Exports a trained network as a folder that needs only torch and Pillow, and timm for a timm network."""
 
-import ast
+# B batch · C channel · H W pixel
+
 import inspect
 import json
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import numpy as np
+import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lockstep.checkpoints.content import DATA, network_of, read
 from lockstep.checkpoints.weights import load_into
-from lockstep.config.instantiate import target_of
-from lockstep.config.signatures import accepted
-from lockstep.data import transforms
-from lockstep.errors import UserError
-from lockstep.export import exported
-from lockstep.machine.files import replacing
-from lockstep.models.network import network
-from lockstep.tasks import Classification
+from lockstep.config.admitted import nested
+from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
+from lockstep.config.signatures import accepted, parameters
+from lockstep.data import pixels, transforms
+from lockstep.data.image_files import NEEDED, Readable
+from lockstep.data.inputs import find_inputs
+from lockstep.data.samples import samples_of
+from lockstep.errors import UserError, raise_problems
+from lockstep.export import exported, graphs, sources
+from lockstep.export.card import card
+from lockstep.machine.files import remove, replacing
+from lockstep.models.network import WEIGHTS, network
+from lockstep.tasks import Task
 
-IMAGES = ("image_size", "mean", "std", "channels")
 TIMM = "lockstep.models.from_timm"
-ALLOWED = {"torch", "torchvision", "timm", "numpy"}  # importable by an exported network, besides Python's own
+IMAGES = 100  # that the files are compared on
 
 
-def export(path: Path, folder: Path) -> Path:
+def export(path: Path, folder: Path, formats: Sequence[str] = (), images: str | None = None) -> Path:
     """Writes the model of the checkpoint `path` to `folder`, which must not exist yet.
 
+    `formats`: onnx, pt2, beside the weights. What was written is compared with the network on `images` (as predict.py's
+    `input`), or on the test images of the run's data, before the folder is there.
+
     Raises:
-        UserError: the folder exists, it does not classify images, or the network's file needs more than torch and timm.
+        UserError: the folder exists, the network does not take images, its files need more than torch and timm, a format is not
+            possible, or its outputs differ.
     """
-    if folder.exists():
-        raise UserError(f"{folder} exists. Type another folder, or remove it.")
+    raise_problems(
+        [
+            *([f"{folder} exists. Type another folder, or remove it."] if folder.exists() else ()),
+            *graphs.missing(list(formats)),
+        ]
+    )
     content = read(path)
-    task, about = content["config"]["task"]["_target_"], content.get(DATA, {}).get("about", {})
-    if not classifies_images(target_of(task, "task"), about):
-        raise UserError(
-            f"{path} was trained on {task}; only classifiers of images can be exported. "
-            f'lockstep.load_model("{path}") returns the network of any task with its weights; save what you need of it.'
-        )
-    model = dict(content["config"]["model"])
+    task = exportable_task(path, content)
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
-    net = network(model, content["network"], with_weights=False)
+    net = network(dict(content["config"]["model"]), content["network"], with_weights=False)
     load_into(net.state_dict(), weights, path)
+    image_BCHW, prepared = compared_images(content, task.about, images, needed=bool(formats))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
         part.mkdir()
-        write_all(part, content, about, net, weights)
+        write_all(part, content, task, net, weights)
+        model = exported.load(part)
+        runners: dict[str, Callable[[Tensor], Tensor]] = {"load.py": model.outputs}
+        runners |= graphs.write_graphs(model, list(formats), part)
+        activate = exported.ACTIVATIONS[str(task.activation)]
+        found: dict[str, float] = {}
+        if image_BCHW is not None:
+            found = graphs.compared(runners, lambda x: activate(net.eval()(prepared(x))), image_BCHW)
+        for compiled in list(part.rglob("__pycache__")):  # of what was loaded to compare
+            remove(compiled)
+        (part / "README.md").write_text(card(path, content, task, net, part, found, len(image_BCHW) if found else 0))  # type: ignore[arg-type]
     return folder
 
 
-def classifies_images(task: Any, about: dict[str, Any]) -> bool:
-    """Whether `load.py` can use the network: on images, as Classification does."""
-    known = isinstance(task, type) and issubclass(task, Classification) and task.outputs is Classification.outputs
-    return known and {"classes", *IMAGES} <= about.keys()
+def exportable_task(path: Path, content: dict[str, Any]) -> Task:
+    """The task of a checkpoint. Raises UserError if load.py could not say what it says."""
+    node, about = content["config"]["task"], content.get(DATA, {}).get("about", {})
+    kind: Any = target_of(node["_target_"], "task")
+    why = ""
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        why = "a LightningModule, which makes its own network"
+    elif (
+        kind.outputs is not Task.outputs
+        or definer(kind, "predictions") is not definer(kind, "activation")
+        or not kind.activation
+    ):
+        why = "a task whose predictions are not an activation of the network's outputs (`activation` of lockstep.tasks.Task)"
+    elif missing := [key for key in NEEDED if not about.get(key)]:
+        why = f"for data without images: {', '.join(missing)} is not in its `about`"
+    if why:
+        raise UserError(
+            f"{path} was trained on {node['_target_']}, {why}; only networks that take images can be exported. "
+            f'lockstep.load_model("{path}") returns the network of any task with its weights; save what you need of it.'
+        )
+    task: Task = create(node, "task")
+    task.bind(about)
+    return task
 
 
-def write_all(
-    part: Path,
-    content: dict[str, Any],
-    about: dict[str, Any],
-    net: nn.Module,
-    weights: dict[str, Tensor],
-) -> None:
-    from safetensors.torch import save_file
+def definer(kind: type, name: str) -> type:
+    """The class that defines an attribute which `kind` inherits."""
+    return next(base for base in kind.__mro__ if name in vars(base))
 
-    write_network(part, dict(content["config"]["model"]), content["network"], net)
-    save_file({name: tensor.clone() for name, tensor in weights.items()}, part / "model.safetensors")
-    write(part / "classes.json", about["classes"])
-    write(part / "preprocessing.json", {key: about[key] for key in IMAGES})
+
+def compared_images(
+    content: dict[str, Any], about: Any, images: str | None, *, needed: bool
+) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """uint8 images to compare on, and how the network's own data prepares them.
+
+    Raises:
+        UserError: they cannot be read, and are `needed`.
+    """
+    given = {key: about[key] for key in ("image_size", "mean", "std")}
+    if images is not None:
+        files = Readable(find_inputs(images), channels=about["channels"], size=about["image_size"])
+        read_images = files[np.arange(min(IMAGES, len(files)))]
+        good = [not problem for problem in read_images["problem"]]
+        if not any(good):
+            raise UserError(f"--images {images}: no file can be read: {read_images['problem'][0]}.")
+        return torch.from_numpy(read_images["input"][good]), transforms.Preprocess(**given)
+    cfg = OmegaConf.create(content["config"])
+    assert isinstance(cfg, DictConfig)
+    try:
+        if has_own_loaders(cfg):
+            raise UserError("it has its own dataloaders")
+        dataset = create_data(cfg)
+        dataset.prepare()
+        samples = samples_of(dataset.test)
+        image_BCHW = torch.as_tensor(np.asarray(samples[np.arange(min(IMAGES, len(samples)))]["input"]))
+    except (UserError, OSError) as e:
+        if needed:
+            raise UserError(
+                f"the files are compared on images of the run's own data before they are kept, and it cannot be read: {e} "
+                "Type --images <folder of images>."
+            ) from None
+        print(
+            f"WARNING: the folder was not compared with the network: the run's data cannot be read. {e}",
+            file=sys.stderr,
+        )
+        return None, transforms.Preprocess(**given)
+    if image_BCHW.dtype != torch.uint8 or image_BCHW.dim() != 4:
+        raise UserError(
+            f"the run's data has {image_BCHW.dtype} of shape {tuple(image_BCHW.shape)}, no images of bytes (uint8, BCHW)."
+        )
+    return image_BCHW, lambda x: dataset.preprocess({"input": x})["input"]
+
+
+def write_all(part: Path, content: dict[str, Any], task: Task, net: nn.Module, weights: dict[str, Tensor]) -> None:
+    from safetensors.torch import save
+
+    output = {"activation": task.activation, "threshold": getattr(task, "threshold", None)}
+    write(part / "model.json", {**write_network(part, content, net), **output})
+    # as bytes, because save_file makes a file that only its owner can read, whatever the umask
+    (part / "model.safetensors").write_bytes(save({name: tensor.clone() for name, tensor in weights.items()}))
+    write(part / "classes.json", task.about[task.names])
+    write(part / "preprocessing.json", {key: task.about[key] for key in NEEDED})
     (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["config"]))))
-    shutil.copyfile(inspect.getfile(transforms), part / "preprocess.py")
-    shutil.copyfile(inspect.getfile(exported), part / "load.py")
+    for name, source in {"preprocess.py": transforms, "decode.py": pixels, "load.py": exported}.items():
+        shutil.copyfile(inspect.getfile(source), part / name)
 
 
 def write(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_network(folder: Path, model: dict[str, Any], offered: dict[str, Any], net: nn.Module) -> None:
-    """Writes model.json, which says how to create the network, and network.py, the file of its class unless timm's."""
+def write_network(folder: Path, content: dict[str, Any], net: nn.Module) -> dict[str, Any]:
+    """Copies the source files of the network, unless a library has it; returns how to make it."""
+    model, offered = dict(content["config"]["model"]), content["network"]
     target = model.pop("_target_")
     if target == TIMM:
         name = model.pop("name")
-        arguments = {key: value for key, value in model.items() if key not in ("pretrained", "checkpoint_path")}
+        arguments = {key: value for key, value in model.items() if key not in WEIGHTS}
         arguments |= {"in_chans": offered["in_channels"], "num_classes": offered["num_classes"]}
         if vars(net)["pretrained_cfg"].get("fixed_input_size"):
             arguments.setdefault("img_size", offered["image_size"])
-        write(folder / "model.json", {"timm": name, "class": None, "arguments": arguments})
-        return
-    source = Path(inspect.getfile(type(net)))
-    foreign = imported(source) - ALLOWED - sys.stdlib_module_names
-    if foreign:
+        return {"timm": name, "target": None, "arguments": arguments}
+    if list(nested(model, "model")):
         raise UserError(
-            f"{source.name} imports {', '.join(sorted(foreign))}: an exported network's file may import only torch, torchvision, timm and "
-            "numpy. Put other code that it needs into the file itself."
+            "the `model` of this run has objects within its keys; only plain values can be exported. Make them in the class."
         )
-    own = {key: value for key, value in model.items() if key != "name"}
-    write(
-        folder / "model.json",
-        {"timm": None, "class": type(net).__name__, "arguments": {**accepted(target, offered), **own}},
-    )
-    shutil.copyfile(source, folder / "network.py")
-
-
-def imported(source: Path) -> set[str]:
-    """The packages that a file imports; a relative import counts as the project's own."""
-    found = set()
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0] if not node.level else "lockstep")
-    return found
+    named = parameters(target) or {}
+    own = {key: value for key, value in model.items() if key != "name" or "name" in named}
+    own |= {key: False if isinstance(own[key], bool) else None for key in WEIGHTS if key in own}
+    made = {"timm": None, "arguments": {**accepted(target, offered), **own}}
+    where: Any = target_of(target, "model")
+    home, name = where.__module__, where.__qualname__
+    if home.partition(".")[0] in sources.ALLOWED:
+        return {**made, "target": target}
+    modules = sources.needed(home)
+    if len(modules) == 1:
+        shutil.copyfile(modules[home], folder / "network.py")
+        return {**made, "target": f"network.{name}"}
+    sources.copy(modules, folder / "source")
+    return {**made, "target": f"{home}.{name}"}

@@ -1,20 +1,23 @@
 """Runs a job from Python: like its command, but with exceptions instead of exit codes, in the caller's process."""
 
 import os
+import sys
 from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
-from lockstep.errors import UserError, raise_problems
+from lockstep.config.compose import CONFIG_ERRORS, callers_hydra_restored, compose_config, explain
+from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import jobs
+from lockstep.launch.cli import command
 from lockstep.launch.start import start
-from lockstep.machine import process
+from lockstep.machine import process, signals
 from lockstep.machine.launchers import launcher_problems
 from lockstep.machine.world import World
+from lockstep.sweeps import table
 
 
-def call(name: str, overrides: list[str]) -> dict[str, Any]:
+def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` and leaves this process as it was."""
     raise_problems(launcher_problems(os.environ))
     with process.restored():
@@ -24,6 +27,22 @@ def call(name: str, overrides: list[str]) -> dict[str, Any]:
             raise UserError(*explain(e, name, overrides)) from None
         script = jobs.script(name)
         return start(jobs.Job(name, script, guarded(jobs.load(script))), cfg, overrides)
+
+
+def sweep(overrides: list[str]) -> list[dict[str, Any]]:
+    """Runs `python train.py -m <overrides>` and leaves this process as it was. Returns the rows of the sweep's table."""
+    raise_problems(f"{o}: sweep takes key=value alone, no options." for o in overrides if o.startswith("-"))
+    with process.restored(), process.logging_restored(), callers_hydra_restored():
+        script = jobs.script("train")
+        sys.argv[:] = [str(script), "-m", *overrides]
+        table.last.clear()
+        signals.received.clear()  # of an earlier call: it would end this sweep
+        try:
+            command(jobs.Job("train", script, guarded(jobs.load(script))), sys.argv[1:])
+        except RunFailed:
+            if not table.last:
+                raise
+        return list(table.last)
 
 
 def guarded(run: jobs.Run) -> jobs.Run:

@@ -23,7 +23,7 @@ from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import local, slots
 from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process, exit_with_agent
-from lockstep.launch.jobs import Job, Run
+from lockstep.launch.jobs import EVALUATIONS, Job, Run
 from lockstep.launch.start import start
 from lockstep.machine import process, signals, streams
 from lockstep.machine.launchers import TORCHRUN, external_launcher, launcher_problems
@@ -35,7 +35,7 @@ TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hyd
 
 
 def main(run: Run, name: str) -> None:
-    """The body of `train.py` and `eval.py`; exits with 0 done, 2 wrong config or input, 1 failed while running.
+    """The body of `train.py`, `eval.py` and `predict.py`; exits with 0 done, 2 wrong config or input, 1 failed while running.
 
     Call it last in a script: it ends the process with that code, even if SystemExit is caught.
     """
@@ -88,8 +88,8 @@ def command(job: Job, argv: list[str]) -> None:
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = search_path(argv)
     if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
-        if job.name == "eval":
-            raise UserError("eval.py evaluates one run at a time. Leave -m out.")
+        if job.name in EVALUATIONS:
+            raise UserError(f"{job.name}.py takes one run at a time. Leave -m out.")
         raise_problems(tried_alone(job.name, overrides, always)[0])
     # A launcher may pickle it for another process, so it must not refer to anything of this one.
     outcome: list[int] = []
@@ -99,6 +99,8 @@ def command(job: Job, argv: list[str]) -> None:
     whitelist = [*TRUSTED, *project.trusted()]
     try:
         hydra.main(config_path=str(CONFIGS), config_name=job.name, execution_whitelist=whitelist)(task)()
+    except RunFailed:  # a job of a multirun, which has reported its error
+        raise
     except Exception as e:
         if isinstance(e, CONFIG_ERRORS) or fails_to_compose(job.name, [*always, *overrides]):
             raise UserError(*explain(e, job.name, overrides, always)) from None

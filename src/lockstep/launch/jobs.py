@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.machine.world import World
 
 SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
+EVALUATIONS = ("eval", "predict")  # of a run that there is; all other jobs train
 Run = Callable[[DictConfig, World], Any]  # the part of one process
 
 
@@ -58,5 +59,5 @@ def load(path: Path) -> Run:
 
 
 def job(name: str) -> Run:
-    """Lockstep's own job, `train` or `eval`, for a project's script that does not define its own."""
+    """Lockstep's own job, `train`, `eval` or `predict`, for a project's script that does not define its own."""
     return load(SCRIPTS[0] / f"{name}.py")

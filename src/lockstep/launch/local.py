@@ -23,14 +23,18 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config import project
 from lockstep.config.identity import run_dir
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed
+from lockstep.launch.jobs import EVALUATIONS
 from lockstep.launch.out_of_memory import kernel_kills, killed
 from lockstep.machine import signals
 from lockstep.machine.files import write_text
+from lockstep.machine.streams import NOTEBOOK, in_notebook
 from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
 ERROR_FILE = "LOCKSTEP_ERROR_FILE"  # where a process reports that memory ran out
-FAILING_S = 2.0  # seconds for the others to end after one failed: rank 0 may be writing the report
+FAILING_S = (
+    6.0  # seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s
+)
 SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
 GRACE_S = 10.0  # seconds between the request to end and the kill
 
@@ -60,6 +64,7 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
         **os.environ,
         **project.environment(),
         **here,
+        **({NOTEBOOK: "1"} if in_notebook() else {}),
         "RANK": str(world.rank + local_rank),
         "LOCAL_RANK": str(local_rank),
         "NODE_RANK": str(world.rank // world.devices),
@@ -117,7 +122,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
-        raise killed(cfg, world, rank, by_kernel=kernel_kills() > kills, trains=script.stem != "eval")
+        raise killed(cfg, world, rank, by_kernel=kernel_kills() > kills, trains=script.stem not in EVALUATIONS)
     if code < 0:
         raise LostProcess(f"rank {rank} was ended by {signal.Signals(-code).name}, so the others were ended too.")
     if code:
@@ -127,7 +132,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
 def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path]) -> tuple[int, int]:
     """The first exit code that is not 0, and the rank of its process; or 0."""
     port = free_port()
-    if script.stem != "eval":
+    if script.stem not in EVALUATIONS:
         signals.install(interrupt=signals.on_interrupt)
     processes = [
         subprocess.Popen(

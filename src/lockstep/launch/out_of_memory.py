@@ -8,6 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lockstep.checkpoints.finding import checkpoint_if_any
+from lockstep.config.batches import unit
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.config.run_files import read_report
@@ -22,7 +23,9 @@ VMSTAT = Path("/proc/vmstat")
 def first(cfg: DictConfig, world: World) -> int:
     """The fewest micro-batches; for a resumed run, the number that gives the micro-batch it had."""
     had, batch = read_report(run_dir(cfg)).get("micro_batch"), cfg.data.batch_size
-    return next(k for k in accumulations(batch, world.size) if had is None or batch // (world.size * k) <= had)
+    return next(
+        k for k in accumulations(batch, world.size, unit(cfg)[0]) if had is None or batch // (world.size * k) <= had
+    )
 
 
 def begin_anew(cfg: DictConfig) -> None:
@@ -78,6 +81,6 @@ def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains:
             f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
         )
     now, batch = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
-    more = next((k for k in accumulations(batch, world.size) if k > now), None)
+    more = next((k for k in accumulations(batch, world.size, unit(cfg)[0]) if k > now), None)
     smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
     return OutOfMemory(f"{who} of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)

@@ -11,23 +11,27 @@ from omegaconf import DictConfig
 from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check
+from lockstep.config.checks import check, wrong_values
 from lockstep.config.components import about_problems
-from lockstep.config.compose import beyond_schema, fixed_keys
+from lockstep.config.compose import beyond_schema, fixed_keys, key_of
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.config.length import step_problems
 from lockstep.config.structure import missing_keys
 from lockstep.config.words import readable
 from lockstep.errors import raise_problems
 from lockstep.launch import local, out_of_memory
-from lockstep.launch.jobs import Job
+from lockstep.launch.jobs import EVALUATIONS, Job
 from lockstep.machine import lock, signals
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
+from lockstep.prediction.request import with_request, wrong_request
+from lockstep.reporting.loaded import Report
 from lockstep.reporting.recorder import record_failure
 from lockstep.reporting.report_file import mark_ended
 
+FIRST = ("run", "runs_dir", "resume", "init_from")  # a resumed run's own config is found by them
+SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
 RESTART_S = 120.0  # a restarted run waits so long for the one before it: a file server notices late that a node is gone
 
 if TYPE_CHECKING:
@@ -46,9 +50,7 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | Non
         return None
     data: DataSet = create_data(cfg)
     data.prepare()
-    train, *_ = splits(
-        data, **{key: cfg.data[key] for key in ("batch_size", "val_fraction", "limit_train") if key in cfg.data}
-    )
+    train, *_ = splits(data, **{key: cfg.data[key] for key in SPLITTING if key in cfg.data})
     if not evaluating:
         raise_problems([*about_problems(cfg, data.about), *step_problems(cfg, train.count)])
     if data.notice and rank_of() == 0:
@@ -58,11 +60,12 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | Non
 
 def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
     """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for keys without a Kind."""
-    from lockstep.config.classes import component_problems, data_problems
+    from lockstep.config.classes import component_problems, data_problems, operation_problems
 
     # What has trained is right.
     components = () if evaluating else component_problems(cfg, everything=beyond_schema(overrides))
-    raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating)])
+    operations = () if evaluating else operation_problems(cfg, world)
+    raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating), *operations])
 
 
 def runs_here(world: World) -> bool:
@@ -82,30 +85,46 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
-    evaluating = job.name == "eval"
+    evaluating, predicting = job.name in EVALUATIONS, job.name == "predict"
     raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
+    raise_problems([*wrong_values(cfg, FIRST), *(wrong_request(cfg) if predicting else ())])
     again = not evaluating and (cfg.resume == "auto" or restarted())
     if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
         raise_problems(check(cfg))
     if not evaluating and rank_of() == 0:
         refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
-    cfg = resuming.for_evaluation(cfg, overrides) if evaluating else resuming.for_training(cfg, overrides)
+    asked = cfg
+    cfg = resuming.for_evaluation(cfg, overrides, job.name) if evaluating else resuming.for_training(cfg, overrides)
     raise_problems(check(cfg, evaluating=evaluating))
+    if predicting:
+        cfg = with_request(cfg, asked, overrides)
     world = world_of(cfg)
     try:
         check_classes(cfg, world, overrides, evaluating=evaluating)
-        data = prepare_data(cfg, evaluating=evaluating)
+        of_files = predicting and cfg.predict.part is None
+        data = None if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
         if not evaluating and project.of_users_code(e):
             record_failure(identify(cfg, None), world, e)
         raise
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
-    cfg = identify(decided(cfg, world, data), data.source if data else None)
+    experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
+    cfg = identify(decided(cfg, world, data), data.source if data else None, experiment)
     if not evaluating and world.rank == 0:
         lock.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
     if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
         out_of_memory.begin_anew(cfg)
+    execute(job, cfg, world)
+    if not evaluating:
+        return Report(run_dir(cfg))
+    path = evaluation_file(cfg, job.name)
+    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
+    return result
+
+
+def execute(job: Job, cfg: DictConfig, world: World) -> None:
+    """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
     in_processes = partial(local.run_processes, job.script)
     with signals.noted():
         try:
@@ -120,6 +139,3 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
                 mark_ended(run_dir(cfg), e)
             signals.requeue(world.rank)
             raise
-    path = evaluation_file(cfg) if evaluating else run_dir(cfg) / "report.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
-    return result

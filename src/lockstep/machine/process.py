@@ -22,8 +22,8 @@ def own() -> None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Restores the environment, the import path, the working directory and signal handlers afterwards."""
-    environment, path, folder = dict(os.environ), list(sys.path), Path.cwd()
+    """Restores the environment, the arguments, the import path, the working directory and signal handlers afterwards."""
+    environment, argv, path, folder = dict(os.environ), list(sys.argv), list(sys.path), Path.cwd()
     main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main_thread else {}
     try:
@@ -32,7 +32,7 @@ def restored() -> Iterator[None]:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
-        sys.path[:] = path
+        sys.argv[:], sys.path[:] = argv, path
         os.chdir(folder)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python

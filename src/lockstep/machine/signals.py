@@ -52,7 +52,7 @@ def on_interrupt(number: int, frame: FrameType | None) -> None:
     if multiprocessing.parent_process() is not None:  # a worker of a dataloader, which the terminal interrupts too
         return
     with contextlib.suppress(OSError):  # not print, which may be running now
-        os.write(2, b"\ninterrupted: the step is finished and saved; Ctrl-C again ends at once\n")
+        os.write(2, b"\ninterrupted: the run saves after this step and ends; Ctrl-C again ends it at once\n")
 
 
 def end_once(number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any
 
+NOTEBOOK = "LOCKSTEP_NOTEBOOK"  # tells processes of a run that their output goes to a notebook
+
 
 class Unfailing:
     """A text stream that gives up instead of raising."""
@@ -35,6 +37,11 @@ class Unfailing:
     def give_up(self) -> None:
         """Puts the null device in its place, so what is left in buffers goes there, and so does the output of libraries."""
         discard(self.stream.fileno())
+
+
+def in_notebook() -> bool:
+    """Whether standard output is that of a notebook's kernel, or of a process that a kernel started."""
+    return NOTEBOOK in os.environ or type(sys.stdout).__module__.startswith("ipykernel.")
 
 
 def discard(descriptor: int) -> None:

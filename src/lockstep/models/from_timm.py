@@ -21,10 +21,13 @@ def from_timm(
 ) -> nn.Module:
     """image_BCHW to logits_BK. `checkpoint_path` is a local file of weights; `model_args` go to the network's class.
 
+    With `pretrained`, the weights of the file, or of timm's hub, may be for other classes and channels: the head is then new.
+
     Raises:
         UserError: timm has no such model, or its weights cannot be downloaded or read.
     """
-    if pretrained:
+    path = str(Path(checkpoint_path).expanduser()) if checkpoint_path else ""
+    if pretrained and not path:
         go_offline_without_network()
     import timm  # 1 s; not needed for basic_net
 
@@ -40,7 +43,7 @@ def from_timm(
         net: nn.Module = timm.create_model(
             name,
             pretrained=pretrained,
-            checkpoint_path=str(Path(checkpoint_path).expanduser()) if checkpoint_path else "",
+            **({"pretrained_cfg_overlay": {"file": path}} if pretrained and path else {"checkpoint_path": path}),
             in_chans=in_channels,
             num_classes=num_classes,
             **model_args,
@@ -54,7 +57,7 @@ def from_timm(
         reason = str(e).strip().splitlines()[0][:160] if str(e).strip() else type(e).__name__
         raise UserError(
             f"{given}: the weights could not be loaded ({reason}). Type model.pretrained=false to start from random "
-            "weights, or model.checkpoint_path=<file> for a local file with the classes and channels of the data."
+            "weights, or model.checkpoint_path=<file> for a local file; with model.pretrained=true, it may be for other classes."
         ) from e
     return net
 
@@ -77,4 +80,4 @@ def normalisation(name: str) -> tuple[list[float], list[float]] | None:
     return (list(config.mean), list(config.std)) if config else None
 
 
-from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # for data.mean=model, see build.with_numbers
+from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # for data.mean=model, see config/normalisation.py

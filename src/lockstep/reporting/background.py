@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ from lockstep.config.project import of_users_code
 from lockstep.errors import chain
 
 BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)  # no connection and no disk
-METHODS = ("log_metrics", "save", "after_save_checkpoint", "finalize")
+METHODS = (
+    "log_metrics", "log_hyperparams", "log_pictures", "log_checkpoint", "save", "after_save_checkpoint", "end", "finalize",
+)  # fmt: skip
 PENDING = 10_000  # calls that wait; later ones are dropped
 LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
 SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
@@ -32,7 +35,7 @@ class Background:
         self.thread: threading.Thread | None = None
         self.began_s: float | None = None  # of the call that is running
         self.bug: Exception | None = None
-        for method in METHODS:
+        for method in filter(partial(hasattr, logger), METHODS):
             setattr(logger, method, partial(self.add, getattr(logger, method)))
 
     def add(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +49,7 @@ class Background:
             self.warn("does not answer")
         self.enqueue(partial(call, *args, **kwargs))
 
-    def enqueue(self, call: Callable[[], Any] | None) -> None:
+    def enqueue(self, call: Callable[[], Any]) -> None:
         try:
             self.calls.put_nowait(call)
         except queue.Full:
@@ -79,12 +82,14 @@ class Background:
             self.warned = True
             log.warning("logger.%s %s. Training goes on without it; metrics.csv has all figures.", self.name, what)
 
-    def finish(self, *, done: bool) -> None:
-        """Waits for the calls so far, for at most LATE_S, or SHORT_S if the run failed, and ends the thread."""
+    def finish(self, wait_s: float) -> None:
+        """Waits for the calls so far, for at most `wait_s`, and ends the thread."""
         if self.thread is None:
             return
-        self.enqueue(None)
-        self.thread.join(max(0.0, (LATE_S if done else SHORT_S) - self.running_s()))
+        end_s = time.monotonic() + max(0.0, wait_s - self.running_s())
+        with suppress(queue.Full):
+            self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
+        self.thread.join(max(0.0, end_s - time.monotonic()))
         if self.thread.is_alive():
             self.warn("does not answer")
         self.thread = None

@@ -13,7 +13,7 @@ from lockstep.checkpoints.trees import leaves
 from lockstep.config.keys import dotted
 from lockstep.config.run_files import load_config, read_report, refuse_damage
 
-RATE = "_per_s"  # endings of columns that differ between any two runs
+MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
 FORGOTTEN = ".current_score"  # of the last validation; ModelCheckpoint saves it for information and does not load it
 # Rounding starts small and grows step by step; another batch or another formula shows at once.
@@ -76,7 +76,7 @@ def data_differences(a: Run, b: Run) -> list[str]:
 
 def series(run: Run) -> dict[str, list[tuple[str, str]]]:
     """The (step, value) pairs of each column, as written."""
-    names = [name for name in run.columns if name != "step" and not name.endswith(RATE)]
+    names = [name for name in run.columns if name != "step" and not name.endswith(MEASURED)]
     return {name: [(row["step"], row[name]) for row in run.rows if row[name]] for name in names}
 
 
@@ -123,7 +123,7 @@ def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
 
 def figures(*runs: Run) -> list[str]:
     """Differences of the reports: figures that were logged, and the length of the training."""
-    found = (key for run in runs for key in run.report if key in run.columns and not key.endswith(RATE))
+    found = (key for run in runs for key in run.report if key in run.columns and not key.endswith(MEASURED))
     return list(dict.fromkeys([*found, "train/steps", "train/epochs"]))
 
 

@@ -113,10 +113,14 @@ def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [shlex.join(o for o in own if not all(o in other for other in each)) for own in each]
 
 
-def sweep_table(rows: Sequence[dict[str, Any]], columns: Sequence[str], path: Path) -> None:
-    """Prints a multirun's jobs, one per line."""
+def sweep_table(
+    rows: Sequence[dict[str, Any]], spread: Sequence[dict[str, Any]], columns: Sequence[str], path: Path
+) -> None:
+    """Prints a multirun's jobs, one per line, and below them mean and spread of repeated ones."""
     table = Table("run", "with", *columns)
-    for row, own in zip(rows, differences(rows), strict=True):
+    for place, (row, own) in enumerate(zip([*rows, *spread], differences([*rows, *spread]), strict=True)):
+        if place == len(rows):
+            table.add_section()
         table.add_row(*map(readable, [str(row["run"]), own, *(number(row.get(column)) for column in columns)]))
     wide = Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 160)
     wide.print(f"{len(rows)} runs, also in {path}")

@@ -12,6 +12,7 @@ from lockstep.config import project
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    import torch
 
 PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
 
@@ -40,17 +41,25 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def peak_memory_bytes(trainer: "pl.Trainer") -> int | None:
-    """The peak memory of one process: GPU memory if it has a GPU, else host memory. Call it on all ranks."""
+def peak_bytes(device: "torch.device") -> int | None:
+    """The most memory that this process has had so far: of its GPU if it has one, else of the host."""
     import torch
 
-    if trainer.strategy.root_device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        try:
-            import resource
-        except ImportError:  # Windows
-            return None
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    tensor = torch.tensor(float(peak), device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(tensor, reduce_op="max"))
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_memory_bytes(trainer: "pl.Trainer") -> int | None:
+    """That of the process with the most. Call it on all ranks."""
+    import torch
+
+    device = trainer.strategy.root_device
+    peak = peak_bytes(device)
+    if peak is None:
+        return None
+    return int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))

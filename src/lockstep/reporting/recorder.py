@@ -20,12 +20,16 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import lock
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
+from lockstep.reporting.log_file import Logs
 from lockstep.reporting.provenance import git_sha, peak_memory_bytes, versions
 from lockstep.reporting.report_file import SEPARATOR
+from lockstep.reporting.tracking import Tracking
 from lockstep.training.micro_batches import batches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lockstep.tasks.panel import Content
 
 
 def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
@@ -36,15 +40,10 @@ def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
     return figures
 
 
-class LogFile(logging.FileHandler):
-    """train.log: a full disk ends no run here, and prints no traceback for each line."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
-
-
-LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
+def offered_panels(trainer: "pl.Trainer | None") -> "list[Content]":
+    """Panels that callbacks add to report.html by a method `report_panels() -> list`, called on rank 0."""
+    callbacks = trainer.callbacks if trainer else ()  # type: ignore[attr-defined]
+    return [panel for callback in callbacks for panel in getattr(callback, "report_panels", list)()]
 
 
 class Recorder:
@@ -60,11 +59,15 @@ class Recorder:
     def __init__(self, cfg: DictConfig, world: World) -> None:
         self.cfg, self.rank, self.dir = cfg, world.rank, run_dir(cfg)
         self.began_s = time.perf_counter()
-        self.handlers: list[logging.Handler] = []
+        self.logs = Logs()
         self.before: dict[Path, str] = {}  # the report of a resumed run, restored if the resume is refused
         self.made = False
+        self.module: pl.LightningModule | None = None
+        self.panels: list[Content] = []  # of the test set
+        self.trained_s: float | None = None  # perf_counter when training ended
         self.was_validated = True
         self.trainer: pl.Trainer | None = None
+        self.tracking = Tracking()
         self.report: dict[str, Any] = {
             "status": "running",
             "run": cfg.run,
@@ -82,6 +85,7 @@ class Recorder:
             "monitor_mode": cfg.checkpoint.mode,
             "data/name": title(cfg.data),
             "resumed_from": cfg.resume,
+            "restarts": 0,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": socket.gethostname(),
             "git_sha": git_sha(),
@@ -106,7 +110,9 @@ class Recorder:
         lock.take(self.dir)
         self.before = {path: path.read_text() for path in kept if path.is_file()}
         if self.cfg.resume and kept[1] in self.before:  # kept when the run is resumed
-            self.report["started"] = read_report(self.dir).get("started", self.report["started"])
+            earlier = read_report(self.dir)
+            self.report["started"] = earlier.get("started", self.report["started"])
+            self.report["restarts"] = int(earlier.get("restarts") or 0) + 1
         saved = {key: value for key, value in self.cfg.items() if key != "resume"}
         text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
         if self.cfg.resume:
@@ -117,32 +123,14 @@ class Recorder:
                     f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
                 )
             write_text(config, text)
-        self.open_logs()
+        self.logs.open(self.dir)
         write_json(self.dir / "report.json", self.report)
+        if self.trainer is not None:
+            self.tracking.begin(self.trainer, self.cfg, self.report)
 
     def make_folder(self) -> None:
         self.made = not self.dir.exists()
         (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
-
-    def open_logs(self) -> None:
-        to_file, to_screen = LogFile(self.dir / "train.log", encoding="utf-8"), logging.StreamHandler()
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        to_screen.setLevel(logging.WARNING)
-        logging.captureWarnings(True)  # warnings go to both
-        self.handlers = [to_file, to_screen]
-        for name in ("lockstep", "py.warnings"):
-            logging.getLogger(name).addHandler(to_screen)
-        for name in LOGGED:
-            logging.getLogger(name).addHandler(to_file)
-        logging.getLogger("lockstep").setLevel(logging.INFO)
-
-    def close_logs(self) -> None:
-        for handler in self.handlers:
-            for name in LOGGED:
-                logging.getLogger(name).removeHandler(handler)
-            with suppress(OSError):  # what a full disk did not take
-                handler.close()
-        logging.captureWarnings(False)
 
     def add(self, **figures: Any) -> None:
         """Adds figures of an evaluation to the report and the loggers. The last evaluation is the test."""
@@ -167,6 +155,9 @@ class Recorder:
             **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
             **offered_figures(trainer),
         }
+        self.trained_s = time.perf_counter()
+        known_s = sum(value for name, value in self.report.items() if name.startswith("time/"))
+        self.report["time/start_s"] = max(0.0, self.trained_s - self.began_s - known_s)
         rate = self.report[f"train/{unit}_per_s"] if self.rank == 0 else None
         flops = getattr(self.module, "flops_per_sample", None)
         self.report |= {
@@ -198,39 +189,44 @@ class Recorder:
         ended = "interrupted" if kind and not issubclass(kind, Exception) else "failed"
         self.report["status"] = "done" if kind is None else getattr(kind, "status", ended)
         self.report["wall_s"] = time.perf_counter() - self.began_s
+        if self.trained_s is not None:
+            self.report["time/test_s"] = time.perf_counter() - self.trained_s
         if error is not None:
             self.report["error"] = f"{type(error).__name__}: {error}"
         rendezvous = sys.modules.get("lockstep.strategies.rendezvous")
         if rendezvous and isinstance(error, Exception) and not isinstance(error, UserError | TrainingFailed):
             rendezvous.report_failure(self.rank)  # now, because the others wait for this process
-        if self.rank != 0 or (not self.handlers and (error is None or isinstance(error, UserError))):
+        if self.rank != 0 or (not self.logs.handlers and (error is None or isinstance(error, UserError))):
             return
-        if self.handlers and not self.dir.is_dir():  # it was removed meanwhile
-            self.close_logs()
+        if self.logs.handlers and not self.dir.is_dir():  # it was removed meanwhile
+            self.logs.close()
             return
-        if not self.handlers:  # a user's class failed before the run began
+        if not self.logs.handlers:  # a user's class failed before the run began
             self.make_folder()
-            self.open_logs()
+            self.logs.open(self.dir)
         if error is not None:
             # Expected errors need no traceback; train.log gets the traceback of all others.
             trace = None if isinstance(error, UserError | TrainingFailed) else error
             logging.getLogger("lockstep").info("%s", self.report["error"], exc_info=trace)
         if not isinstance(error, UserError):
             write_json(self.dir / "report.json", self.report)  # first, because a logger's server may take its time
-        if self.trainer is not None:
-            from lockstep.reporting.loggers import finish
-
-            finish(self.trainer.loggers, self.report["status"])
-        self.close_logs()
+        panels = [*self.panels, *offered_panels(self.trainer)]
+        self.tracking.end(self.report, panels, self.dir)
+        self.logs.close()
         if isinstance(error, UserError):  # a mistake found late: restore everything
             return self.undo()
-        if error is None:
+        if error is not None:
+            from lockstep.reporting.page import write_page
+
+            with suppress(Exception):  # the error that ended the run is what counts
+                write_page(self.cfg, self.report, self.module, panels)
+        else:
             if not (self.dir / "config.yaml").is_file():
                 gone = f"{self.dir}/config.yaml was removed while the run was going on: eval.py needs it."
                 print(f"WARNING: {gone}", file=sys.stderr)
             from lockstep.reporting.summary import show_run
 
-            show_run(self.cfg, self.report, self.module)
+            show_run(self.cfg, self.report, self.module, panels)
 
     def undo(self) -> None:
         """Removes the files of a run that could not start, and restores what was there before."""

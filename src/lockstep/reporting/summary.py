@@ -6,30 +6,29 @@ from omegaconf import DictConfig
 
 from lockstep.config.identity import evaluation_file, run_dir
 from lockstep.config.project import command
-from lockstep.config.run_files import read_metrics
 from lockstep.config.words import size
 from lockstep.machine.files import write_json
 from lockstep.machine.world import World
-from lockstep.reporting.report_file import evaluated
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lockstep.tasks.panel import Content
 
-def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModule") -> None:
+
+def show_run(
+    cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModule | None", panels: "list[Content]"
+) -> None:
     """Writes report.html and prints the table at the end of a run."""
     from lockstep.reporting.console import figures_table, number, say, speed
-    from lockstep.reporting.loggers import wandb_sync_line
-    from lockstep.reporting.page import write_html
-    from lockstep.training.module import TaskModule
+    from lockstep.reporting.page import headline_of, write_page
+    from lockstep.reporting.wandb_logger import wandb_sync_line
 
     folder, run, where = run_dir(cfg), cfg.run, cfg.runs_dir
-    task = module.task if isinstance(module, TaskModule) else None
-    headline = task.headline(report) if task is not None and "test/count" in report else plain_headline(report)
-    write_html(folder, report, read_metrics(folder / "metrics.csv"), cfg, headline, task)
+    write_page(cfg, report, module, panels)
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if cfg.compile else ""
     rows = [
-        headline,
+        headline_of(module, report),
         *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
         ("speed", speed(report)),
         ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
@@ -39,16 +38,32 @@ def show_run(cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModul
     ]
     sync = wandb_sync_line(folder)
     figures_table(str(run), rows)
-    say(f"evaluate it: {command('eval')} run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
+    if report["checkpoint"]:
+        say(f"evaluate it: {command('eval')} run={run}" + (f" runs_dir={where}" if where != "runs" else ""))
     if sync:
         say(f"upload it to W&B: {sync}")
 
 
-def plain_headline(report: dict[str, Any]) -> tuple[str, str]:
-    """The headline without a task or without a test: the first test figure, else the monitored one."""
-    names = [*evaluated(report), *(name for name in report if name == report.get("monitor"))]
-    found = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
-    return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
+def show_predictions(cfg: DictConfig, world: World, counted: Any) -> None:
+    """Says where the table is, and writes predict.json in the run's directory. `counted`: the rows, and the broken ones."""
+    from lockstep.reporting.console import figures_table
+
+    report = {
+        "run": cfg.run,
+        "checkpoint": cfg.init_from,
+        "strategy": cfg.strategy.name,
+        "world_size": world.size,
+        "input": cfg.predict.input,
+        "output": cfg.predict.output,
+        "count": counted.count,
+        "broken": counted.broken,
+    }
+    write_json(evaluation_file(cfg, "predict"), report)
+    broken = [("broken files", f"{counted.broken:,}")] if counted.broken else []
+    gallery = [("gallery", f"{cfg.predict.output}.html")] if cfg.predict.gallery else []
+    figures_table(
+        str(cfg.init_from), [("predictions", cfg.predict.output), ("rows", f"{counted.count:,}"), *broken, *gallery]
+    )
 
 
 def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:

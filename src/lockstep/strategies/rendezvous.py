@@ -8,17 +8,22 @@ so all that live share the name, whatever is left of earlier attempts.
 import json
 import os
 import secrets
+import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from lockstep.compat.default_store import default_store
+from lockstep.config.words import readable
 from lockstep.errors import NoRendezvous
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
+GRACE = 1.5  # times the timeout, after which this process would have ended by itself
 FAILED = "failed"  # in the store of the attempt: a rank that has ended in failure
 dist: Any = torch.distributed  # its type stubs lack the stores
 store: Any = None  # of the running attempt
@@ -42,22 +47,46 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     place = strategy.cluster_environment
     rank, size = place.global_rank(), place.world_size()
     address = f"{place.main_address}:{place.main_port} (MASTER_ADDR, MASTER_PORT)"
+    limit_s = GRACE * timeout.total_seconds()
+    unmet = f"rank {rank} of {size} could not {'open' if rank == 0 else 'reach rank 0 at'} {address}"
     try:
-        shared = connect(place.main_address, place.main_port, rank, size, timeout)
-        store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
+        with ended_after(2 * limit_s, f"{unmet}: no answer"):  # it connects, asks, and waits for the others
+            shared = connect(place.main_address, place.main_port, rank, size, timeout)
+            store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
     except dist.DistError as e:
-        what = "open" if rank == 0 else "reach rank 0 at"
-        why = str(e).split("\n")[0]
-        raise NoRendezvous(f"rank {rank} of {size} could not {what} {address}: {why}", alike=False) from None
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
+        raise NoRendezvous(f"{unmet}: {str(e).splitlines()[0]}", alike=False) from None
+    lost = f"rank {rank} of {size} met the others at {address} and lost them while they connected"
+    try:
+        with ended_after(limit_s, lost):
+            dist.init_process_group(
+                dist.get_default_backend_for_device(device),
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=None if device.type == "cpu" else device,
+            )
+    except dist.DistError as e:
+        raise NoRendezvous(f"{lost}: {str(e).splitlines()[0]}", alike=False) from None
     group = dist.group.WORLD
+
+
+@contextmanager
+def ended_after(limit_s: float, why: str) -> Iterator[None]:
+    """Ends this process if the block takes longer. Clients of a store, gloo among them, wait for ever for one that stopped answering
+    (torch 2.13): their timeouts are the server's."""
+
+    def end() -> None:
+        print(readable(f"error: {why}"), file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def connect(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hydra.core.utils import JobStatus
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 from optuna.distributions import BaseDistribution
+from optuna.exceptions import OptunaError
 from optuna.samplers import GridSampler
 from optuna.storages import RDBStorage
 from optuna.trial import Trial, TrialState
@@ -63,6 +65,21 @@ def open_storage(url: str) -> RDBStorage:
             return RDBStorage(url)
         time.sleep(1)
     return RDBStorage(url)
+
+
+def open_study(url: str, name: str, **options: Any) -> tuple[RDBStorage, optuna.Study]:
+    """The study `name` in the storage at `url`, created if it is not there. Raises UserError: the storage cannot be used."""
+    try:
+        storage = open_storage(url)
+        study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, **options)
+        study.get_trials()
+    except (SQLAlchemyError, OptunaError, ImportError, ValueError) as e:
+        shown_url, _, _ = re.sub(r"(//[^/@]*:)[^/@]*@", r"\1***@", url).partition("?")
+        raise UserError(
+            f"{shown_url}: this storage of sweeps cannot be used ({str(e).partition(chr(10))[0]}). Put the database back or start its "
+            "server; or type run=<another name> for a new sweep, or another hydra.sweeper.storage."
+        ) from None
+    return storage, study
 
 
 class StudySweeper(SweeperSteps):
@@ -141,13 +158,8 @@ class StudySweeper(SweeperSteps):
             grid = self.grid(space)
             self.sampler = self.sampler(grid)
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
-        self.database = open_storage(self.url)
-        study = optuna.create_study(
-            study_name=self.study_name,
-            storage=self.database,
-            sampler=self.sampler,
-            directions=self.direction,
-            load_if_exists=True,
+        self.database, study = open_study(
+            self.url, str(self.study_name), sampler=self.sampler, directions=self.direction
         )
         objectives = study.user_attrs.get("objectives", self.objectives)
         if objectives != self.objectives:

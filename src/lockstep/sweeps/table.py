@@ -2,6 +2,7 @@
 
 import csv
 import shlex
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from lockstep.machine.files import write_json
 from lockstep.reporting.report_file import evaluated, status
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
+REPEATS = ("seed=", "data.fold=")  # jobs that differ by these alone repeat one experiment
 FIRST, LAST = ("status",), ("train/steps", "wall_s")
+last: list[dict[str, Any]] = []  # the rows of the last multirun of this process, for lockstep.sweep
 
 
 def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
@@ -49,8 +52,32 @@ def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
     write_json(path, report | {"overrides": shlex.join(typed(overrides))})
 
 
+def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and sample standard deviation of the figures of finished jobs that differ by nothing but what REPEATS names."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        typed = [o for o in shlex.split(str(row.get("overrides", ""))) if not o.startswith(REPEATS)]
+        if row["status"] == "done":
+            groups.setdefault(shlex.join(typed), []).append(row)
+    found = []
+    for own, jobs in groups.items():
+        figures: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
+        numbers = {key: v for key, v in figures.items() if all(type(each) in (int, float) for each in v)}
+        for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
+            of_jobs = {key: of(values) for key, values in numbers.items()}
+            found.append({"run": f"{name} of {len(jobs)}", "overrides": own, **of_jobs})
+    return found
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["run", "overrides", *names], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 class SweepTable(Callback):
-    """Prints and saves a multirun's table at the end."""
+    """Prints and saves a multirun's table at the end, with mean and spread over seeds and folds."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         sweep_dir = Path(config.hydra.sweep.dir)
@@ -63,12 +90,13 @@ class SweepTable(Callback):
             {"run": f"{sweep_dir.name}/{folder.name}", **report, "status": status(folder, report)}
             for folder, report in found
         ]
+        last[:] = rows
         if not rows:
             return
-        with (sweep_dir / "results.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["run", "overrides", *columns(rows)], extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
+        write(sweep_dir / "results.csv", rows, columns(rows))
+        repeated = spread(rows)
+        if repeated:
+            write(sweep_dir / "spread.csv", repeated, columns(rows)[1:])
         from lockstep.reporting.console import sweep_table
 
-        sweep_table(rows, columns(rows), sweep_dir / "results.csv")
+        sweep_table(rows, repeated, columns(rows), sweep_dir / "results.csv")

@@ -3,7 +3,7 @@
 # B batch · K class
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,22 +11,45 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
+from lockstep.tasks.class_panels import Calibration, Confusion
+from lockstep.tasks.panel import Panel, wilson
 from lockstep.tasks.task import Task, class_weight, refuse_outputs
+
+ACCURACY = ("val/acc", "val/loss")  # monitors of runs whose headline is the accuracy
 
 
 class Classification(Task):
-    """logits_BK and target_B. `class_weights`: a loss factor per class."""
+    """logits_BK and target_B. `class_weights`: a loss factor per class, or `balanced`: the inverse of its share of the training samples.
+
+    `loss`: bce is the mean over classes of binary cross-entropies, each class against the rest (timm's BinaryCrossEntropy).
+    """
 
     needs = ("classes",)
+    activation = "softmax"
     class_weights_K: Tensor | None
 
-    def __init__(self, *, label_smoothing: float = 0.0, class_weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        loss: Literal["cross_entropy", "bce"] = "cross_entropy",
+        label_smoothing: float = 0.0,
+        class_weights: Sequence[float] | Literal["balanced"] | None = None,
+    ) -> None:
         super().__init__()
-        self.label_smoothing = label_smoothing
-        self.register_buffer("class_weights_K", class_weight(class_weights), persistent=False)
+        if loss not in ("cross_entropy", "bce"):
+            raise UserError(f"task.loss={loss} is not possible; it takes cross_entropy or bce. Type task.loss=bce.")
+        if loss == "bce" and class_weights is not None:
+            raise UserError("task.class_weights has no effect with task.loss=bce. Leave one of them out.")
+        self.binary, self.label_smoothing = loss == "bce", label_smoothing
+        self.activation = "sigmoid" if self.binary else "softmax"
+        self.balanced = class_weights == "balanced"
+        given = None if self.balanced else class_weights
+        self.register_buffer("class_weights_K", class_weight(given), persistent=False)  # type: ignore[arg-type]
 
     def bind(self, about: Mapping[str, Any]) -> None:
         super().bind(about)
+        if self.balanced:
+            self.class_weights_K = class_weight(balanced(about.get("class_counts"), about["classes"]))
         if self.class_weights_K is not None and len(self.class_weights_K) != len(about["classes"]):
             raise UserError(
                 f"task.class_weights has {len(self.class_weights_K)} numbers; the data has {len(about['classes'])} classes. Give one per class."
@@ -37,6 +60,10 @@ class Classification(Task):
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         refuse_outputs(output, len(batch["target"]), max(len(self.about["classes"]), *output.shape[-1:]))
+        if self.binary:
+            own_BK = F.one_hot(batch["target"], output.shape[1]).to(output.dtype)
+            target_BK = own_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]
+            return F.binary_cross_entropy_with_logits(output, target_BK, reduction="none").mean(1)
         return F.cross_entropy(
             output, batch["target"], self.class_weights_K, reduction="none", label_smoothing=self.label_smoothing
         )
@@ -47,18 +74,68 @@ class Classification(Task):
     def metric_arguments(self) -> dict[str, Any]:
         return {"num_classes": len(self.about["classes"])}
 
+    def probabilities(self, output_BK: Tensor) -> Tensor:
+        """Of each class. With bce they are independent: each class against the rest."""
+        output_BK = output_BK.float()
+        return output_BK.sigmoid() if self.binary else output_BK.softmax(1)
+
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
-        probability_BK = output.float().softmax(1)
+        probability_BK = self.probabilities(output)
         names = [self.about["classes"][place] for place in probability_BK.argmax(1).tolist()]
         return {"class": names, "probability": probability_BK.amax(1), "probabilities": probability_BK}
 
+    def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
+        return {"target": [self.about["classes"][place] for place in batch["target"].tolist()]}
+
+    def top(self, output: Tensor, count: int) -> dict[str, Sequence[Any] | Tensor]:
+        ranked = self.probabilities(output).topk(min(count, output.shape[1]), 1)
+        found: dict[str, Sequence[Any] | Tensor] = {}
+        for number, (probability_B, place_B) in enumerate(zip(ranked.values.T, ranked.indices.T, strict=True), 1):
+            ending = f"_{number}" if number > 1 else ""
+            found[f"class{ending}"] = [self.about["classes"][place] for place in place_B.tolist()]
+            found[f"probability{ending}"] = probability_B
+        return found
+
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        if report["monitor"] not in ("val/acc", "val/loss"):
+        if report["monitor"] not in ACCURACY:
             return super().headline(report)
         return "test accuracy", f"{report['test/acc']:.2%} of {report['test/count']:,} {report['unit']}"
+
+    def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
+        count = report["test/count"]
+        return wilson(round(report["test/acc"] * count), count) if report["monitor"] in ACCURACY else None
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         return [
             ("Loss", "cross-entropy", ("train/loss", "val/loss")),
             ("Accuracy", "share of samples", ("val/acc",)),
         ]
+
+    def test_panels(self) -> dict[str, Panel]:
+        return {
+            "confusion": Confusion(self.about["classes"], self.metric_inputs),
+            "calibration": Calibration(self.metric_inputs, self.probabilities),
+        }
+
+    def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        names, probability_BK = self.about["classes"], self.probabilities(output)
+        probability_B, guess_B = probability_BK.max(1)
+        right_B = probability_BK.gather(1, batch["target"].long()[:, None])[:, 0]
+        rows = (x.tolist() for x in (batch["target"], guess_B, probability_B, right_B))
+        return [
+            {"target": names[t], "prediction": names[g], f"P({names[g]})": p, f"P({names[t]})": r}
+            for t, g, p, r in zip(*rows, strict=True)
+        ]
+
+
+def balanced(counts: Sequence[int] | None, classes: Sequence[str]) -> list[float]:
+    """samples / (classes * samples of the class), as scikit-learn's. Raises UserError for unknown counts or a class without samples."""
+    if counts is None:
+        raise UserError(
+            "task.class_weights=balanced needs the classes of the training samples, and this data does not hold them as one array. Give numbers."
+        )
+    if empty := [name for name, count in zip(classes, counts, strict=True) if not count]:
+        raise UserError(
+            f"task.class_weights=balanced: no training sample is of class {', '.join(empty)}. Give numbers, or add some."
+        )
+    return [sum(counts) / (len(counts) * count) for count in counts]

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
+from lockstep.tasks.panel import Panel, Tokens
 from lockstep.tasks.task import Task, refuse_outputs
+from lockstep.tasks.value_panels import ByPosition
 
 
 class LanguageModel(Task):
@@ -35,10 +37,14 @@ class LanguageModel(Task):
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         size = max(len(self.about["vocabulary"]), *output.shape[-1:])  # vocabularies are padded for speed
         refuse_outputs(output, *batch["target"].shape, size)
+        loss_BT, counts_BT = self.token_losses(output, batch)
+        return loss_BT.sum(1) / counts_BT.sum(1).clamp(min=1)
+
+    def token_losses(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """loss_BT, and which tokens count."""
         logits_NV, target_N = self.metric_inputs(output, batch)
         loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
-        loss_BT = loss_N.view(batch["target"].shape)
-        return loss_BT.sum(1) / (batch["target"] != self.ignore_index).sum(1).clamp(min=1)
+        return loss_N.view(batch["target"].shape), batch["target"] != self.ignore_index
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
         """The number of tokens that count, as a share of a full sequence."""
@@ -61,11 +67,29 @@ class LanguageModel(Task):
         tokens = [self.about["vocabulary"][place] for place in probability_BV.argmax(1).tolist()]
         return {"token": tokens, "probability": probability_BV.amax(1)}
 
+    def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
+        """The token after each sequence; none if it does not count."""
+        names, places = self.about["vocabulary"], batch["target"][:, -1].tolist()
+        return {"target": [None if place == self.ignore_index else names[place] for place in places]}
+
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         return [
             ("Loss", "cross-entropy of a token", ("train/loss", "val/loss")),
             ("Perplexity", "exp(loss)", ("val/perplexity",)),
             ("Accuracy", "share of tokens", ("val/acc",)),
+        ]
+
+    def test_panels(self) -> dict[str, Panel]:
+        return {"position": ByPosition(self.about["sequence_length"], self.token_losses)}
+
+    def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Each token that was to be predicted, with its loss."""
+        losses_BT, counts_BT = self.token_losses(output, batch)
+        rows = zip(batch["target"].tolist(), losses_BT.tolist(), counts_BT.tolist(), strict=True)
+        words = self.about["vocabulary"]
+        return [
+            {"text": Tokens([(str(words[t]), loss) for t, loss, counts in zip(*row, strict=True) if counts])}
+            for row in rows
         ]
 
 

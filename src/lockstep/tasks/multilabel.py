@@ -11,6 +11,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 
 from lockstep.errors import UserError
+from lockstep.tasks.class_panels import ByLabel
+from lockstep.tasks.panel import Panel
 from lockstep.tasks.task import Task, class_weight, refuse_outputs
 
 
@@ -19,6 +21,7 @@ class Multilabel(Task):
 
     needs = ("labels",)
     names = "labels"
+    activation = "sigmoid"
     pos_weight_L: Tensor | None
 
     def __init__(self, *, threshold: float = 0.5, pos_weight: Sequence[float] | None = None) -> None:
@@ -62,11 +65,14 @@ class Multilabel(Task):
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         probability_BL = output.float().sigmoid()
-        present = [
-            [label for label, there in zip(self.about["labels"], row, strict=True) if there]
-            for row in (probability_BL > self.threshold).tolist()
-        ]
-        return {"labels": present, "probabilities": probability_BL}
+        return {"labels": self.present(probability_BL > self.threshold), "probabilities": probability_BL}
+
+    def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
+        return {"target": self.present(batch["target"] > 0)}
+
+    def present(self, there_BL: Tensor) -> list[list[str]]:
+        names = self.about["labels"]
+        return [[name for name, there in zip(names, row, strict=True) if there] for row in there_BL.tolist()]
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         return [
@@ -74,3 +80,14 @@ class Multilabel(Task):
             ("F1", "mean over labels", ("val/f1",)),
             ("Accuracy", "share of labels", ("val/acc",)),
         ]
+
+    def test_panels(self) -> dict[str, Panel]:
+        return {"labels": ByLabel(self.about["labels"], self.metric_inputs, self.threshold)}
+
+    def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        def named(there_BL: Tensor) -> list[str]:
+            rows = ([n for n, t in zip(self.about["labels"], row, strict=True) if t] for row in there_BL.tolist())
+            return [", ".join(row) or "none" for row in rows]
+
+        columns = named(batch["target"].bool()), named(output.sigmoid() > self.threshold)
+        return [{"target": target, "prediction": guess} for target, guess in zip(*columns, strict=True)]

@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
+from lockstep.tasks.panel import Panel
 from lockstep.tasks.task import Task, per_sample
+from lockstep.tasks.value_panels import Residuals
 
 
 class Regression(Task):
@@ -20,6 +22,7 @@ class Regression(Task):
 
     needs = ("targets",)
     names = "targets"
+    activation = "identity"
 
     def __init__(self, *, loss: Literal["mse", "mae", "huber"] = "mse", huber_delta: float = 1.0) -> None:
         super().__init__()
@@ -55,11 +58,30 @@ class Regression(Task):
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         return dict(zip(self.about["targets"], output.float().flatten(1).unbind(1), strict=True))
 
+    def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
+        target_BT = (
+            batch["target"].float().flatten(1) if batch["target"].dim() > 1 else batch["target"].float()[:, None]
+        )
+        return {
+            f"target/{name}": column for name, column in zip(self.about["targets"], target_BT.unbind(1), strict=True)
+        }
+
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         return [
             ("Loss", "loss", ("train/loss", "val/loss")),
             ("Error", "in units of the targets", ("val/rmse", "val/mae")),
             ("R²", "explained share of the variance", ("val/r2",)),
+        ]
+
+    def test_panels(self) -> dict[str, Panel]:
+        return {"residuals": Residuals(self.about["targets"], self.metric_inputs)}
+
+    def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        guess, target = (x.flatten(1) if x.dim() > 1 else x[:, None] for x in self.metric_inputs(output, batch))
+        names = list(self.about["targets"])[:4]
+        return [
+            {name: f"{t:.4g} predicted as {g:.4g}" for name, t, g in zip(names, row_t, row_g, strict=False)}
+            for row_t, row_g in zip(target.tolist(), guess.tolist(), strict=True)
         ]
 
 

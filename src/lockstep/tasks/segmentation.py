@@ -12,6 +12,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from lockstep.errors import UserError
+from lockstep.tasks.class_panels import ByPixel
+from lockstep.tasks.panel import Mask, Panel
 from lockstep.tasks.task import Task, refuse_outputs
 
 
@@ -22,6 +24,7 @@ class Segmentation(Task):
     """
 
     needs = ("classes",)
+    activation = "softmax"
 
     def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
         super().__init__()
@@ -68,6 +71,18 @@ class Segmentation(Task):
             ("Loss", "cross-entropy", ("train/loss", "val/loss")),
             ("Intersection over union", "mean over classes", ("val/iou",)),
             ("Accuracy", "share of pixels", ("val/acc",)),
+        ]
+
+    def test_panels(self) -> dict[str, Panel]:
+        return {"pixels": ByPixel(self.about["classes"], self.metric_inputs, self.ignore_index)}
+
+    def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """The prediction is left clear where the target does not count."""
+        target_BHW, guess_BHW = batch["target"], output.argmax(1)
+        shown_BHW = guess_BHW.where(target_BHW != self.ignore_index, self.ignore_index)
+        return [
+            {"target": Mask(t, self.ignore_index), "prediction": Mask(g, self.ignore_index)}
+            for t, g in zip(target_BHW.cpu().numpy(), shown_BHW.cpu().numpy(), strict=True)
         ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lockstep.errors import UserError
+from lockstep.tasks.panel import Panel
 
 
 class Task(nn.Module):
@@ -22,6 +23,9 @@ class Task(nn.Module):
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
     names: ClassVar[str] = "classes"  # the key of `about` that names the values of a metric with several values
+    # What makes predictions of outputs, for exported networks: softmax, sigmoid or identity. A class with other `predictions`
+    # sets its own; None: it cannot be exported.
+    activation: str | None = None
     about: Mapping[str, Any]
 
     def bind(self, about: Mapping[str, Any]) -> None:
@@ -66,16 +70,49 @@ class Task(nn.Module):
         """Columns of a table of predictions, with a row per sample."""
         return {"output": output}
 
+    def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
+        """The same of a batch's targets; none if they do not fit into a cell."""
+        target = batch["target"]
+        return {"target": target} if getattr(target, "ndim", 1) == 1 else {}
+
+    def top(self, output: Any, count: int) -> dict[str, Sequence[Any] | Tensor]:
+        """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, probability_2, ..."""
+        raise NotImplementedError
+
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
         """The name and value of the main figure: the monitored one, or the first of `metrics` if that is the loss."""
         figure = str(report["monitor"]).removeprefix("val/")
         name = f"test/{next(iter(self.metrics()), 'loss') if figure == 'loss' else figure}"
         return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
+    def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
+        """The 95 % interval of the headline's figure, if the figure is one that has a simple one."""
+        return None
+
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """The report's curves: title, unit, columns of metrics.csv."""
         curves: list[tuple[str, str, tuple[str, ...]]] = [("Loss", "loss", ("train/loss", "val/loss"))]
         return [*curves, *((name, name, (f"val/{name}",)) for name in self.metrics())]
+
+    def test_panels(self) -> dict[str, Panel]:
+        """The report's panels about the test set, besides the samples with the largest losses."""
+        return {}
+
+    def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """For each sample, what the report says of it by name: texts, numbers, a Mask, Tokens."""
+        columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
+        small = {name: column for name, column in columns.items() if is_small(column)}
+        rows = [[plain_value(value) for value in column] for column in small.values()]
+        return [dict(zip(small, row, strict=True)) for row in zip(*rows, strict=True)]
+
+
+def is_small(column: Any) -> bool:
+    """Whether each row of a column is a text, or up to eight numbers."""
+    return column is not None and (not isinstance(column, Tensor) or column[:1].numel() <= 8)
+
+
+def plain_value(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def refuse_outputs(output: Tensor, *shape: int) -> None:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
+from lockstep.config.augmentation import mixing
 from lockstep.config.identity import title
 from lockstep.config.instantiate import create, target_of, to_plain
 from lockstep.data.datamodule import DataModule
@@ -47,6 +48,8 @@ def config_problems(cfg: DictConfig) -> Iterator[str]:
             f"{', '.join(idle)} would have no effect: {cfg.task._target_} has its own. "
             f"Type {' '.join(f'{group}=none' for group in idle)}, or begin its config with defaults: [lightning_module]."
         )
+    for operation in mixing(cfg):
+        yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Leave it out: ~augment.{operation}."
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own figures. Leave it out."
     if cfg.compile:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
 
+from lockstep.config.batches import unit
 from lockstep.data import workers
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import LostProcess, OutOfMemory
@@ -67,7 +68,8 @@ def explanation(
     loop, world = trainer.fit_loop.epoch_loop, trainer.world_size
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
-        split = data.test_split if trainer.state.fn == TrainerFn.TESTING else data.val_split
+        parts = {TrainerFn.TESTING: data.test_split, TrainerFn.PREDICTING: data.predicted_split[1]}
+        split = parts.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
         batch = min(data.eval_batch_size, split.count)
         smaller = f"Try data.eval_batch_size={batch // 2}; the figures stay the same." if batch > 1 else OTHERWISE
         return OutOfMemory(f"an evaluation's batch of {-(-batch // world)} does not fit in memory. {smaller}")
@@ -75,7 +77,7 @@ def explanation(
         return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
     batch, now = data.batch_size, trainer.accumulate_grad_batches
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
-    more = [k for k in accumulations(batch, world) if k > now] if module.automatic_optimization else []
+    more = [k for k in accumulations(batch, world, unit(cfg)[0]) if k > now] if module.automatic_optimization else []
     # A network that communicates in forward cannot be tried by one process.
     known = isinstance(module, TaskModule)
     alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)

@@ -9,9 +9,9 @@ from lockstep.config.instantiate import has_own_loaders
 from lockstep.machine.world import World
 
 
-def accumulations(batch: int, world: int) -> list[int]:
-    """The possible numbers of micro-batches per process and step, smallest first."""
-    return [count for count in range(1, batch // world + 1) if batch % (world * count) == 0]
+def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
+    """The possible numbers of micro-batches per process and step, smallest first. Each has a multiple of `unit` samples."""
+    return [count for count in range(1, batch // world + 1) if batch % (world * count * unit) == 0]
 
 
 def batches(cfg: DictConfig, world: World) -> dict[str, Any]:

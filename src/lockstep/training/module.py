@@ -23,6 +23,8 @@ from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, scale_gradients
 from lockstep.training.metrics import MeanLoss
+from lockstep.training.mixed import weighted_loss
+from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import completes_step, has_row, total_steps
 from lockstep.training.trees import first_rows, float32
@@ -42,6 +44,7 @@ class TaskModule(QuickHookNames):
         task: Task,
         *,
         optimizer: Callable[..., Optimizer],
+        parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
         schedule: Callable[..., LRScheduler],
         parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]],
         metrics: dict[str, Metric],
@@ -50,10 +53,12 @@ class TaskModule(QuickHookNames):
         super().__init__()
         self.net, self.task, self.network_arguments = net, task, network_arguments
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
+        self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
         self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
         self.mean_loss = MeanLoss()
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
+        self.test_panels: TestPanels | None = None  # of the test at the end of a run
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
         self.window_loss: Tensor | float = 0.0
         self.window_weight: Tensor | float = 0.0
@@ -71,8 +76,8 @@ class TaskModule(QuickHookNames):
         return self.task.outputs(net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss_B, weight_B = self.task.loss(self(batch), batch), self.task.weight(batch)
-        loss = loss_B.mean() if weight_B is None else (loss_B * weight_B).mean()
+        loss_B, weight_B = weighted_loss(self.task, self(batch), batch)
+        loss = loss_B.mean()
         self.window_loss += loss.detach().to(
             self.mean_loss.exact
         )  # so a checkpoint, which adds up processes, changes no row
@@ -87,6 +92,7 @@ class TaskModule(QuickHookNames):
             loss_sum, weight_sum = self.window()
             self.log("train/loss", (loss_sum / weight_sum).float(), prog_bar=True)
             self.window_loss = self.window_weight = 0.0
+            self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
     def window(self) -> Tensor:
@@ -139,6 +145,8 @@ class TaskModule(QuickHookNames):
 
     def on_test_epoch_start(self) -> None:
         self.in_exact_sums()
+        if self.test_panels:
+            self.test_panels.begin(self.device)
 
     def evaluation_step(self, batch: Batch) -> None:
         """Updates the figures with real samples; fillers are dropped before the task sees them."""
@@ -146,9 +154,12 @@ class TaskModule(QuickHookNames):
         if not count:
             return
         output, batch = float32(first_rows(output, count)), first_rows(batch, count)
-        self.mean_loss.update(self.task.loss(output, batch), self.task.weight(batch))
+        loss_B = self.task.loss(output, batch)
+        self.mean_loss.update(loss_B, self.task.weight(batch))
         for metric in self.figures.values():
             metric.update(*self.task.metric_inputs(output, batch))
+        if self.test_panels and self.trainer.testing:
+            self.test_panels.update(output, batch, loss_B)
 
     def log_evaluation(self, stage: str) -> None:
         found = self.mean_loss.compute()
@@ -191,6 +202,13 @@ class TaskModule(QuickHookNames):
 
     def on_test_epoch_end(self) -> None:
         self.log_evaluation("test")
+        if self.test_panels:
+            self.test_panels.finish(self)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
+        """The network's outputs and the batch, without fillers."""
+        output, count = self(batch), batch["count"]
+        return float32(first_rows(output, count)), first_rows(batch, count)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.new_optimizer()
@@ -210,7 +228,7 @@ class TaskModule(QuickHookNames):
         if "named_parameters" in inspect.signature(make).parameters:
             return make(named_parameters=list(net.named_parameters()))
         try:
-            return make(net.parameters())
+            return make(self.parameters_of(net))
         except ValueError as e:
             if "only supports 2D parameters" in str(e):  # torch.optim.Muon
                 raise UserError(

@@ -8,7 +8,7 @@ import copy
 import logging
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +39,16 @@ FEW = 8  # parameters whose update is tried
 LARGEST = 200_000_000  # parameters of a network that is copied for a step on the run's device
 
 
-def rehearse(cfg: DictConfig, module: object, data: object, *, device: torch.device, samples: int) -> None:
-    """Sets `module.flops_per_sample`.
+def rehearse(
+    cfg: DictConfig,
+    module: object,
+    data: object,
+    *,
+    device: torch.device,
+    samples: int,
+    callbacks: Sequence[object] = (),
+) -> None:
+    """Sets `module.flops_per_sample`. A callback that changes training batches has `rehearsed(batch, steps)`.
 
     Raises:
         UserError: network, data, task, optimizer, schedule or metrics do not fit together. Errors of the user's own classes are
@@ -59,6 +67,9 @@ def rehearse(cfg: DictConfig, module: object, data: object, *, device: torch.dev
             logging.getLogger("lockstep").info("no step on the meta device: %s", e)
             size = sum(p.numel() for p in module.net.parameters())
             outputs = on_device(cfg, module, data, count, device) if all_shipped(cfg) and size <= LARGEST else None
+        for callback in callbacks:
+            if hasattr(callback, "rehearsed"):
+                try_callback(cfg, module, data, callback)
         if outputs is not None:
             try_metrics(cfg, module, data, outputs, count)
 
@@ -124,6 +135,17 @@ def step(cfg: DictConfig, module: TaskModule, data: DataModule, net: nn.Module, 
     with refused("optim: {}."):
         optimizer.step(closure)
     return outputs
+
+
+def try_callback(cfg: DictConfig, module: TaskModule, data: DataModule, callback: Any) -> None:
+    """The outputs for a batch that the callback has changed, without numbers."""
+    name = type(callback).__name__
+    with refused(f"{name} does not fit model={title(cfg.model)} and data={title(cfg.data)}: {{}}."):
+        batch = moved(data.example(SAMPLES), torch.device("meta"))
+        batch = callback.rehearsed(batch, total_steps(cfg, data.train_split.count))
+        with torch.device("meta"):
+            net = network(to_plain(cfg.model), module.network_arguments, with_weights=False).train()
+        copy.deepcopy(module.task).to("meta").outputs(net, batch)
 
 
 def try_metrics(cfg: DictConfig, module: TaskModule, data: DataModule, outputs: Any, count: int) -> None:

@@ -57,6 +57,24 @@ def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, f
     return scheduled(optimizer, finite(total_steps), warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
 
 
+def exponential(
+    optimizer: Optimizer,
+    total_steps: float,
+    *,
+    warmup_steps: int = 0,
+    initial_fraction: float = 1.0,
+    final_fraction: float = 0.01,
+) -> LambdaLR:
+    """The rate changes by the same factor in each step."""
+    if not (initial_fraction > 0 and final_fraction > 0):
+        raise UserError(
+            "schedule.initial_fraction and schedule.final_fraction must be above 0. Type for example 0.001."
+        )
+    return scheduled(
+        optimizer, finite(total_steps), warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t
+    )
+
+
 def step(
     optimizer: Optimizer,
     total_steps: float,

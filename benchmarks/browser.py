@@ -1,0 +1,52 @@
+"""A headless Chromium for pages in files: screenshots, and tests of the report."""
+
+import base64
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def missing() -> str | None:
+    """Why there is no browser here; None if there is one."""
+    if not any(map(shutil.which, NAMES)) or not shutil.which("chromedriver"):
+        return "no chromium with chromedriver (scripts/install_test_systems.sh installs them)"
+    return None if find_spec("selenium") else "no selenium (uv sync installs it)"
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = next(found for found in map(shutil.which, NAMES) if found)
+    for option in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+def show(driver: Any, page: Path, *, width: int, height: int = 800, dark: bool = False) -> None:
+    """Opens a page as a window of `width` shows it. Narrow ones are phones."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    driver.get(page.resolve().as_uri())
+
+
+def screenshot(driver: Any, path: Path, *, width: int, height: int | None = None, top: float = 0) -> None:
+    """Of all of the page, or of `height` pixels from `top`."""
+    whole = driver.execute_script("return document.documentElement.scrollHeight")
+    clip = {"x": 0, "y": top, "width": width, "height": height or whole, "scale": 1}
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+    path.write_bytes(base64.b64decode(shot["data"]))

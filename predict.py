@@ -1,0 +1,27 @@
+"""Predict with a checkpoint: a table with a row for each input, under any strategy.
+
+python predict.py run=<name> input=<folder | "glob" | csv | image | test | val | train> [key=value ...]
+"""
+
+from omegaconf import DictConfig
+
+from lockstep import launch
+
+
+def predict(cfg: DictConfig, world: launch.World) -> None:
+    """The part of one process. `cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
+    from lockstep import build, build_prediction
+    from lockstep.reporting.summary import show_predictions
+
+    build.process(cfg, world)
+    data = build_prediction.data(cfg)
+    module = build.module(cfg, data, weights=cfg.init_from)
+    found = build_prediction.predict(cfg, world, data, module)
+    if world.rank == 0:
+        show_predictions(cfg, world, found)
+
+
+JOB = predict
+
+if __name__ == "__main__":
+    launch.main(JOB, "predict")

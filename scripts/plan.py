@@ -1,0 +1,188 @@
+"""What a training will need, before it runs: parameters, memory, communication, time and cost, by strategy and number of devices.
+
+python scripts/plan.py [key=value ...] [--on h100] [--devices 1,2,4,8] [--nodes 1] [--utilisation 0.35] [--price 3.0] [--measure]
+
+Takes the keys of train.py. Nothing is computed: the step runs on torch's meta device, so a network larger than this machine is planned
+as well. --measure runs some steps here, and shows how far memory and time were off. docs/plan.md has the errors that were measured.
+"""
+
+import argparse
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from lockstep import train
+from lockstep.config.batches import accumulated
+from lockstep.config.checks import check
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
+from lockstep.config.length import total_steps
+from lockstep.config.signatures import locate
+from lockstep.config.words import size
+from lockstep.errors import UserError, raise_problems
+from lockstep.launch.exits import exit_code
+from lockstep.launch.start import check_classes, prepare_data
+from lockstep.machine.world import world_of
+
+STEPS = 12  # that --measure trains; the report's speed leaves out the first ones
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    try:
+        cfg = compose_config("train", overrides)
+    except CONFIG_ERRORS as e:
+        raise UserError(*explain(e, "train", overrides)) from None
+    raise_problems(check(cfg))
+    check_classes(cfg, world_of(cfg), overrides, evaluating=False)
+    return cfg
+
+
+def costs_of(cfg: DictConfig) -> tuple[Any, int]:
+    """The costs of a step, and the samples of an epoch."""
+    prepare_data(cfg)
+    import torch
+
+    from lockstep import build
+    from lockstep.planning.costs import costs
+
+    cfg = build.with_numbers(cfg)
+    for key in ("pretrained", "checkpoint_path"):
+        if cfg.model.get(key):
+            cfg.model[key] = None if key == "checkpoint_path" else False
+    data: Any = build.data(cfg)
+    with torch.device("meta"):
+        module: Any = build.module(cfg, data)
+    if not hasattr(module, "net"):
+        raise UserError("only tasks can be planned; a LightningModule defines its own steps.")
+    return costs(module, data, module.net.train(), nullcontext), data.train_split.count
+
+
+def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[str, Any, Any]]:
+    """Strategy, setting and plan for each number of devices that divides the batch."""
+    from lockstep.planning.machines import DEVICES, Setting, plan
+
+    batch = int(cfg.data.batch_size)
+    copies = sum(getattr(locate(node._target_), "saved_weights", 0) for node in cfg.callbacks.values())
+    accumulate = 1 if cfg.trainer.accumulate_grad_batches == "auto" else accumulated(cfg)
+    device, found = DEVICES[args.on], []
+    for count in args.devices:
+        world = count * args.nodes
+        for name, shards in (("single", False),) if world == 1 else (("ddp", False), ("fsdp", True)):
+            if batch % (world * accumulate):
+                continue
+            of = Setting(world, args.nodes, shards, not args.full, batch // (world * accumulate), accumulate, copies)
+            found.append(
+                (name, of, plan(costs, of, device, utilisation=args.utilisation, between_nodes=args.between_nodes))
+            )
+    if not found:
+        raise UserError(
+            f"data.batch_size={batch} cannot be divided by any of these numbers of devices. Type others with --devices."
+        )
+    return found
+
+
+def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) -> None:
+    out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
+    steps, batch = total_steps(cfg, samples), int(cfg.data.batch_size)
+    out.print(
+        f"{costs.parameters:,} parameters, {costs.trained:,} of them trained · {costs.flops / 1e9:,.2f} GFLOP per sample, forward and backward\n"
+        f"weights {size(costs.weight_bytes)} · gradients {size(costs.gradient_bytes)} · optimizer {size(costs.optimizer_bytes)} · "
+        f"activations {size(costs.activation_bytes)} per sample in fp32\n"
+        f"{args.on} at {args.utilisation:.0%} of its peak, {args.nodes} node{'s' * (args.nodes > 1)}, {'fp32' if args.full else 'mixed precision'}, batch {batch}"
+    )
+    columns = [
+        "strategy",
+        "devices",
+        "micro-batch",
+        "memory each",
+        "largest micro-batch",
+        "sent per step",
+        "step",
+        "of it communication",
+        "epoch",
+        "run",
+    ]
+    table = Table(*columns, *(["cost"] if args.price else []))
+    for name, of, found in plans(cfg, costs, args):
+        epoch_s, run_s = samples // batch * found.step_s, steps * found.step_s
+        fits = "" if of.micro_batch <= found.largest_micro_batch else " does not fit"
+        row = [name, str(of.world), str(of.micro_batch) + (f" x {of.accumulate}" if of.accumulate > 1 else ""), size(found.memory_bytes) + fits,
+               str(found.largest_micro_batch), size(found.communicated_bytes), f"{found.step_s * 1000:.1f} ms",
+               f"{(found.step_s - found.compute_s) / found.step_s:.0%}", duration(epoch_s), duration(run_s)]  # fmt: skip
+        table.add_row(*row, *([f"{run_s / 3600 * of.world * args.price:,.2f}"] if args.price else []))
+    out.print(table)
+
+
+def duration(seconds: float) -> str:
+    if seconds == float("inf"):
+        return "no end"
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 120
+        else f"{seconds / 60:.1f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+
+
+def measure(overrides: list[str], cfg: DictConfig, costs: Any) -> dict[str, float]:
+    """Trains a few steps here. The predicted growth of memory and the measured one, and the speed with which to compare others."""
+    import resource
+
+    from lockstep.planning.machines import Setting, sample_bytes, state_bytes
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report = train([*overrides, f"trainer.max_steps={STEPS}", "trainer.max_epochs=-1", "trainer.log_every_n_steps=2", "trainer.limit_val_batches=0",
+                    "trainer.limit_test_batches=0", "trainer.enable_checkpointing=false", "logger=csv"])  # fmt: skip
+    half = "mixed" in str(report["precision"])
+    of = Setting(
+        int(report["world_size"]), 1, report["strategy"] == "fsdp", half, int(report["micro_batch"]), accumulated(cfg)
+    )
+    predicted = state_bytes(costs, of) + costs.fixed_bytes + sample_bytes(costs, half=half) * of.micro_batch
+    rate = report[f"train/{report['unit']}_per_s"] or float("nan")
+    return {
+        "predicted": predicted,
+        "measured": float(report["peak_memory_bytes"]),
+        "before": float(before),
+        "rate": float(rate),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--on", default="h100", help="the kind of device")
+    parser.add_argument(
+        "--devices", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8], help="per node"
+    )
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--utilisation", type=float, default=0.35, help="share of the device's peak that is reached")
+    parser.add_argument("--between-nodes", type=float, default=45e9, help="bytes/s of each device to other nodes")
+    parser.add_argument("--price", type=float, default=0.0, help="of a device for an hour")
+    parser.add_argument("--full", action="store_true", help="fp32 instead of mixed precision")
+    parser.add_argument("--measure", action="store_true", help="train some steps here as well")
+    args = parser.parse_intermixed_args()
+    from lockstep.planning.machines import DEVICES
+
+    if args.on not in DEVICES:
+        raise UserError(f"--on {args.on}: the known kinds are {', '.join(DEVICES)}.")
+    if not 0 < args.utilisation <= 1:
+        raise UserError("--utilisation is a share of the peak, above 0 and at most 1.")
+    if min(args.devices, default=0) < 1 or args.nodes < 1:
+        raise UserError("--devices and --nodes are at least 1.")
+    cfg = composed(args.overrides)
+    costs, samples = costs_of(cfg)
+    show(cfg, costs, samples, args)
+    if args.measure:
+        found = measure(args.overrides, cfg, costs)
+        grown = found["measured"] - found["before"]
+        print(
+            f"here: {size(grown)} measured, {size(found['predicted'])} predicted · {found['rate']:,.1f} samples/s, {found['rate'] * costs.flops / 1e9:,.1f} GFLOP/s"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

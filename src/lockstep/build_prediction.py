@@ -1,0 +1,151 @@
+"""What predict.py makes of a config: the data to predict, and the trainer that writes the table."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import DictConfig
+
+from lockstep import build
+from lockstep.build_trainer import evaluator
+from lockstep.checkpoints.content import DATA, read
+from lockstep.config.identity import title
+from lockstep.config.instantiate import has_own_loaders, target_of
+from lockstep.data.datamodule import DataModule
+from lockstep.data.image_files import ImageFiles
+from lockstep.data.images import Images
+from lockstep.data.inputs import find_inputs
+from lockstep.errors import UserError
+from lockstep.machine.files import remove
+from lockstep.machine.world import World
+from lockstep.prediction import columns, parts
+from lockstep.prediction.gallery import write_gallery
+from lockstep.prediction.request import gallery_of
+from lockstep.prediction.writer import KEPT, Writer, pixels_of
+from lockstep.tasks import Task
+from lockstep.training import memory
+from lockstep.training.module import TaskModule
+
+Columns = dict[str, Any]
+
+
+def data(cfg: DictConfig) -> DataModule:
+    """The part of the run's data that is asked for, or the files."""
+    if has_own_loaders(cfg):
+        raise UserError(
+            f"data={title(cfg.data)} is a LightningDataModule with its own dataloaders, which may repeat samples or leave some out. "
+            "Write a lockstep.data.DataSet to predict, or call lockstep.load_model and predict in your own loop."
+        )
+    if cfg.predict.part:
+        made = build.data(cfg)
+        assert isinstance(made, DataModule)
+        made.predicted = cfg.predict.part
+        return made
+    data_class: Any = target_of(cfg.data._target_, "data")
+    own = getattr(data_class, "preprocess", None)
+    if own is not Images.preprocess and not data_class.__module__.startswith("lockstep."):
+        raise UserError(
+            f"input={cfg.predict.input}: files are read for data of images; {title(cfg.data)} prepares its batches itself. "
+            "Type input=test, or val or train: a part of the run's own data."
+        )
+    content = read(Path(cfg.init_from))
+    files = ImageFiles(
+        find_inputs(cfg.predict.input),
+        about=content.get(DATA, {}).get("about", {}),
+        network=content.get("network", {}),
+        channels_last=bool(cfg.data.get("channels_last", cfg.channels_last)),
+    )
+    batch, workers = cfg.data.get("eval_batch_size") or cfg.data.batch_size, cfg.data.get("num_workers", 0)
+    return DataModule(files, batch_size=1, eval_batch_size=batch, num_workers=workers)
+
+
+def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule) -> parts.Counted | None:
+    """Writes the table; returns what rank 0 counted.
+
+    Raises:
+        UserError: the module does not predict, or no file can be read.
+    """
+    asked, output = cfg.predict, Path(cfg.predict.output)
+    if not isinstance(module, TaskModule) and not is_overridden("predict_step", module):
+        raise UserError(
+            f"{type(module).__name__} has no predict_step. Add one: it gets a batch and returns a tensor with a row per sample, or a dict "
+            "of columns."
+        )
+    made: Callable[[Any], Columns]
+    if isinstance(module, TaskModule):
+        refuse_top_k(module.task, asked.top_k)
+        made, about_names = partial(of_task, module.task, asked.top_k), module.task.about.get(module.task.names, ())
+    else:
+        made, about_names = columns.of_module, ()
+    files = data.dataset if isinstance(data.dataset, ImageFiles) else None
+    writer = Writer(
+        output,
+        made=made,
+        first=of_file(files) if files else of_sample(data),
+        problems=lambda: data.problems,
+        names=about_names,
+        probabilities=asked.probabilities,
+        overwrite=asked.overwrite,
+        image=pixels_of(data.about) if asked.gallery else None,
+        same=files.fingerprint if files else "",
+    )
+    trainer = evaluator(cfg, world, writer)
+    try:
+        with memory.explained(cfg, trainer, module, data):
+            trainer.predict(module, data, return_predictions=False)
+        return joined(output, world, asked.gallery) if world.rank == 0 else None
+    finally:
+        if world.rank == 0:
+            remove(parts.folder_of(output))
+
+
+def joined(output: Path, world: World, gallery: bool) -> parts.Counted:
+    if gallery:
+        write_gallery(gallery_of(output), output.stem, parts.joined(output, world.size), KEPT)
+    counted = parts.write(output, world.size)
+    if counted.broken:
+        print(
+            f"WARNING: {counted.broken:,} of {counted.count:,} files cannot be read; their rows have the reason in the column "
+            f"{parts.ERROR}:{counted.listed}",
+            file=sys.stderr,
+        )
+    return counted
+
+
+def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
+    """Targets and loss, if the batch has targets, and the task's predictions."""
+    network_output, batch = output
+    known = "target" in batch
+    return {
+        **(task.targets(batch) if known else {}),
+        **task.predictions(network_output),
+        **(task.top(network_output, top_k) if top_k > 1 else {}),
+        **({"loss": task.loss(network_output, batch)} if known else {}),
+    }
+
+
+def refuse_top_k(task: Task, top_k: int) -> None:
+    if top_k > 1 and type(task).top is Task.top:
+        raise UserError(f"top_k={top_k} has no effect: {type(task).__name__} does not rank classes. Leave it out.")
+
+
+def of_file(files: ImageFiles) -> Any:
+    """The columns of a file: its path and its target, if there is one."""
+    listed = files.test
+
+    def first(index: int) -> dict[str, Any]:
+        target = listed.target(index)
+        return {"path": listed.name(index)} | ({} if target is None else {"target": target})
+
+    return first
+
+
+def of_sample(data: DataModule) -> Any:
+    """The columns of a sample: its index in its part, and its path if the data has files."""
+    part, _ = data.predicted_split
+    paths = data.dataset.paths(part)
+    return lambda index: {"index": index} | ({} if paths is None else {"path": str(paths[index])})

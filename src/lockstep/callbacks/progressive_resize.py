@@ -1,0 +1,90 @@
+"""Smaller images at first, which train faster."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.nn import functional as F
+
+from lockstep.data.dataset import Batch
+from lockstep.data.images import spatial
+from lockstep.data.transforms import nearest
+from lockstep.errors import UserError
+from lockstep.training.steps import steps_done, total_steps
+
+
+class ProgressiveResize(pl.Callback):
+    """Training images have `initial_scale` of their side for `delay_fraction` of the run, then grow, and are whole for the last
+    `finetune_fraction`. Evaluation always sees whole images.
+
+    The schedule and its defaults are those of MosaicML's Composer; the idea is fast.ai's (Howard, 2018). A size is a multiple of
+    `size_increment` pixels. It depends on the step alone, so it is the same on all processes and after a resume.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 0.5,
+        delay_fraction: float = 0.5,
+        finetune_fraction: float = 0.2,
+        size_increment: int = 4,
+    ) -> None:
+        self.initial_scale, self.delay_fraction, self.finetune_fraction = (
+            initial_scale,
+            delay_fraction,
+            finetune_fraction,
+        )
+        self.size_increment, self.steps = size_increment, math.inf
+        if not 0 < initial_scale <= 1:
+            raise ValueError(f"initial_scale={initial_scale} is not above 0 and at most 1")
+        if min(delay_fraction, finetune_fraction) < 0 or delay_fraction + finetune_fraction > 1:
+            raise ValueError(
+                f"delay_fraction={delay_fraction} and finetune_fraction={finetune_fraction} are not parts of a run"
+            )
+        if size_increment < 1:
+            raise ValueError(f"size_increment={size_increment} is not a number of pixels")
+
+    def side(self, whole: int, progress: float) -> int:
+        """The side of images that have `whole` pixels, after `progress` (0 to 1) of the run."""
+        growing = 1 - self.delay_fraction - self.finetune_fraction
+        grown = (progress - self.delay_fraction) / growing if growing > 0 else float(progress >= self.delay_fraction)
+        scale = self.initial_scale + (1 - self.initial_scale) * min(1.0, max(0.0, grown))
+        if scale == 1:
+            return whole
+        return min(whole, max(self.size_increment, int(scale * whole) // self.size_increment * self.size_increment))
+
+    def resized(self, batch: Batch, progress: float) -> Batch:
+        """The images after `preprocess`, BCHW, and their masks."""
+        image_BCHW = batch["input"]
+        whole = image_BCHW.shape[-1]
+        side = self.side(whole, progress)
+        if side == whole:
+            return batch
+        masks = {name: nearest(v, side) for name, v in spatial(batch).items() if v.shape[-1] == whole}
+        small_BCHW = F.interpolate(image_BCHW, size=(side, side), mode="bilinear", antialias=True)
+        return {**batch, **masks, "input": small_BCHW}
+
+    def rehearsed(self, batch: Batch, steps: float) -> Batch:
+        """The first batch of a run of so many steps. Raises UserError: the run has no end, or the batch no images."""
+        if batch["input"].dim() != 4:
+            raise UserError("it resizes images. Leave it out")
+        if math.isinf(steps):
+            raise UserError("it needs the run's number of steps. Type trainer.max_epochs=<n> or trainer.max_steps=<n>")
+        return self.resized(batch, 0.0)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Raises UserError: the module is not one of a task."""
+        if stage != "fit":
+            return
+        if not getattr(pl_module, "of_task", False):
+            raise UserError(
+                "callbacks.progressive_resize has no effect on a LightningModule of your own. Leave it out."
+            )
+        vars(pl_module)["flops_per_sample"] = None  # those of a whole image
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.steps = total_steps(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        batch.update(self.resized(batch, steps_done(trainer) / self.steps))

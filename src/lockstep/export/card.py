@@ -1,0 +1,163 @@
+"""The README.md of an exported folder: what the network is, what it learned from, how good it is, how to load it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lockstep.checkpoints.content import DATA
+from lockstep.config.compose import CONFIG_ERRORS, compose_config
+from lockstep.config.identity import model_title, title
+from lockstep.config.run_files import read_report
+from lockstep.config.words import shown
+from lockstep.reporting.provenance import versions
+from lockstep.reporting.report_file import evaluated
+from lockstep.tasks import Task
+
+SHOWN = 50  # names of classes
+OUTPUTS = {
+    "softmax": "probabilities of the {names}",
+    "sigmoid": "a probability for each of the {names}",
+    "identity": "a number for each of the {names}",
+}
+NOT_SETTINGS = ("run", "runs_dir", "resume", "init_from", "logger", "callbacks", "hydra", "experiment", "debug")
+LOAD = """## Load it
+
+```bash
+python load.py <folder or images>                     # prints a line per image
+python load.py <folder or images> --csv <file>        # writes a table
+```
+
+```python
+from load import load
+
+model = load("<this folder>")
+model.predict(image_BCHW)         # uint8 images of any size
+```
+
+It needs {packages}. `preprocess.py` resizes and normalises; `decode.py` opens files as in training.
+"""
+ONNX = """
+`model.onnx` takes `image`, uint8 of shape (batch, {channels}, height, width), any batch and any size, and gives `{output}`; the
+preprocessing is inside:
+
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx")
+(outputs,) = session.run(None, {{"image": images}})
+```
+"""
+PT2 = """
+`model.pt2` is the same graph for torch: `torch.export.load("model.pt2").module()(images)`.
+"""
+
+
+def card(
+    path: Path, content: Mapping[str, Any], task: Task, net: nn.Module, part: Path, found: dict[str, float], images: int
+) -> str:
+    cfg = OmegaConf.create(dict(content["config"]))
+    assert isinstance(cfg, DictConfig)
+    about, names = task.about, list(task.about[task.names])
+    what = OUTPUTS[str(task.activation)].format(names=f"{len(names)} {task.names}")
+    lines = [
+        f"# {model_title(cfg)}, trained on {title(cfg.data)}",
+        "",
+        f"A network with {sum(p.numel() for p in net.parameters()):,} parameters for {title(cfg.task).replace('_', ' ')}. It takes images "
+        f"of {about['channels']} channel{'s' if about['channels'] > 1 else ''}, resized to {about['image_size']} x {about['image_size']} "
+        f"pixels, and gives {what}. Exported from `{path.name}` of the run `{cfg.run}`, after {content['global_step']:,} steps.",
+        "",
+        *data_lines(content[DATA], task.names, names),
+        *figures_lines(path),
+        *compared_lines(found, images),
+        LOAD.format(packages=packages(part)),
+    ]
+    if (part / "model.onnx").is_file():
+        output = "values" if task.activation == "identity" else "probabilities"
+        lines.append(ONNX.format(channels=about["channels"], output=output))
+    if (part / "model.pt2").is_file():
+        lines.append(PT2)
+    lines += [*settings_lines(cfg), "## Versions", "", f"{versions()}.", "", *licence_lines(part)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+def packages(part: Path) -> str:
+    about = json.loads((part / "model.json").read_text())
+    library = "timm" if about["timm"] else str(about["target"]).partition(".")[0]
+    return ", ".join(["torch", "safetensors", "Pillow", *([library] if library in ("timm", "torchvision") else [])])
+
+
+def data_lines(data: Mapping[str, Any], kind: str, names: list[str]) -> Iterator[str]:
+    listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
+    yield from (
+        "## Data",
+        "",
+        f"- source: {data['source']}, {data['train']:,} training and validation samples, {data['test']:,} test samples",
+        f"- sha256: `{data['sha256']}`",
+        f"- {kind}: {listed}",
+        "",
+    )
+
+
+def figures_lines(path: Path) -> Iterator[str]:
+    """The test figures of the run's report, if it tested this checkpoint."""
+    run = path.resolve().parents[1]
+    report = read_report(run)
+    tested = report.get("checkpoint") and (run / str(report["checkpoint"])).resolve() == path.resolve()
+    figures = {name: report[name] for name in evaluated(report) if name != "test/count"} if tested else {}
+    yield from ("## Figures", "")
+    if not figures:
+        yield from ("This checkpoint was not tested.", "")
+        return
+    unit = report.get("unit", "samples")
+    yield from (f"| figure | value | {unit} |", "| --- | ---: | ---: |")
+    for name, value in figures.items():
+        yield f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} | {report.get('test/count', 0):,} |"
+    yield ""
+
+
+def compared_lines(found: Mapping[str, float], images: int) -> Iterator[str]:
+    if not found:
+        return
+    yield f"The outputs were compared with those of the trained network on {images} images, in batches of 1 and 5. Largest difference:"
+    yield from ("", *(f"- `{name}`: {difference:.1e}" for name, difference in found.items()), "")
+
+
+def settings_lines(cfg: DictConfig) -> Iterator[str]:
+    """The config as differences from the defaults; `config.yaml` has all of it."""
+    yield from ("## Settings", "", "What differs from the defaults; `config.yaml` has all settings.", "")
+    try:
+        defaults = flat(OmegaConf.to_container(compose_config("train", []), resolve=True))
+    except CONFIG_ERRORS:
+        defaults = {}
+    own = flat(OmegaConf.to_container(cfg, resolve=True))
+    keys = [
+        key for key, value in own.items() if key.partition(".")[0] not in NOT_SETTINGS and defaults.get(key) != value
+    ]
+    yield from (f"- `{key}={shown(own[key])}`" for key in keys)
+    yield ""
+
+
+def flat(node: Any, key: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict) or not node:
+        return {key: node}
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        found |= flat(value, f"{key}.{name}".lstrip("."))
+    return found
+
+
+def licence_lines(part: Path) -> Iterator[str]:
+    own = [name for name in ("network.py", "source") if (part / name).exists()]
+    yield from (
+        "## Licence",
+        "",
+        "`load.py`, `preprocess.py` and `decode.py` are part of Lockstep (MIT). "
+        + (f"`{own[0]}` has the licence of the project that it comes from. " if own else "")
+        + "The licence of the training data, and so of the weights, is not known here: ask whoever provided the data.",
+        "",
+    )

@@ -1,0 +1,87 @@
+"""Tables as files: CSV, JSON, JSON lines, Parquet. Rows are written as they come, so memory does not grow. Free of torch."""
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+CHUNK = 10_000  # rows of a Parquet row group
+
+
+def write_table(path: Path, ending: str, columns: list[str], rows: Iterator[Row]) -> None:
+    """Writes `rows` to `path` in the format of `ending`; columns that a row lacks are empty there."""
+    WRITERS[ending](path, columns, ({name: row.get(name) for name in columns} for row in rows))
+
+
+def text(value: Any) -> Any:
+    """A CSV cell; lists as the CSV of a multilabel data set has them."""
+    return "|".join(map(str, value)) if isinstance(value, list) else value
+
+
+def write_csv(path: Path, columns: list[str], rows: Iterator[Row]) -> None:
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows([text(value) for value in row.values()] for row in rows)
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities as null, which is valid JSON."""
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def line(row: Row) -> str:
+    return json.dumps({name: finite(value) for name, value in row.items()})
+
+
+def write_jsonl(path: Path, _: list[str], rows: Iterator[Row]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line(row)}\n" for row in rows)
+
+
+def write_json(path: Path, _: list[str], rows: Iterator[Row]) -> None:
+    """A list of objects, one a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            file.write(f"{',' if number else '['}\n{line(row)}")
+        file.write("\n]\n")
+
+
+def write_parquet(path: Path, columns: list[str], rows: Iterator[Row]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    first = list(itertools.islice(rows, CHUNK))
+    schema = pa.schema([(name, kind(pa, [row[name] for row in first])) for name in columns])
+    with pq.ParquetWriter(path, schema) as writer:
+        while first:
+            readable = [{name: as_utf8(value) for name, value in row.items()} for row in first]
+            writer.write_table(pa.Table.from_pylist(readable, schema))
+            first = list(itertools.islice(rows, CHUNK))
+
+
+def as_utf8(value: Any) -> Any:
+    """A file's name may be no UTF-8, which Parquet asks for."""
+    return value.encode(errors="surrogateescape").decode(errors="replace") if isinstance(value, str) else value
+
+
+def kind(pa: Any, values: list[Any]) -> Any:
+    """The Arrow type of a column; of empty lists or of nothing, that of texts."""
+    known = [value for value in values if value is not None and value != []]
+    if not known:
+        return pa.list_(pa.string()) if [] in values else pa.string()
+    return pa.infer_type([as_utf8(value) for value in known])
+
+
+WRITERS: Mapping[str, Callable[[Path, list[str], Iterator[Row]], None]] = {
+    ".csv": write_csv,
+    ".json": write_json,
+    ".jsonl": write_jsonl,
+    ".parquet": write_parquet,
+}

@@ -1,0 +1,140 @@
+"""Writes the predictions of a process while it makes them."""
+
+# B batch
+
+import base64
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from lockstep.data.sampler import FILLER
+from lockstep.errors import TrainingFailed, UserError
+from lockstep.machine.files import remove
+from lockstep.prediction import columns, parts
+from lockstep.prediction.formats import Row
+
+Columns = dict[str, Any]
+SIDE, KEPT = 128, 200  # pixels of a thumbnail; thumbnails of a gallery
+
+
+class Writer(pl.Callback):
+    """Turns what `predict_step` returns into rows, in a file of this process; nothing is kept in memory.
+
+    `first(index)` and `problems()` are the columns that the data knows: of each sample, and why samples of the current batch
+    could not be read. `made` makes columns of the outputs. `image(batch)` has the pixels for a gallery.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        *,
+        made: Callable[[Any], Columns],
+        first: Callable[[int], Row],
+        problems: Callable[[], Sequence[str] | None],
+        names: Sequence[str],
+        probabilities: bool,
+        overwrite: bool,
+        image: Callable[[Any], Tensor] | None = None,
+        same: str = "",
+    ) -> None:
+        self.output, self.made, self.first, self.problems = output, made, first, problems
+        self.names, self.wide, self.overwrite, self.image, self.same = names, probabilities, overwrite, image, same
+        self.part: parts.Part | None = None
+        self.order: Iterator[Any] = iter(())
+        self.kept = 0
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        folder = parts.folder_of(self.output)
+        if trainer.is_global_zero:
+            remove(folder)
+            folder.mkdir(parents=True)
+        if trainer.strategy.broadcast(self.same) != self.same:  # which also waits for the folder
+            raise TrainingFailed(
+                "input: the processes found different files, because the folder changes. Type a CSV of the files."
+            )
+        trainer.strategy.barrier("the folder of the parts")
+        self.part = parts.Part(self.output, trainer.global_rank)
+        self.order = iter(trainer.predict_dataloaders.sampler)  # type: ignore[union-attr]  # the loader's own order again
+
+    def on_predict_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+    ) -> None:
+        assert self.part is not None
+        indices = next(self.order)
+        indices = indices[indices != FILLER].tolist()
+        if not indices:
+            return
+        found = self.made(outputs)
+        masks = {name: found.pop(name) for name in list(found) if columns.is_mask(found[name])}
+        found |= {name: self.saved(name, mask_BHW, indices) for name, mask_BHW in masks.items()}
+        rows = columns.rows(found, self.names, wide=self.wide)
+        if len(rows) != len(indices):
+            raise UserError(
+                f"the predictions have {len(rows)} rows for a batch of {len(indices)}. Return one for each."
+            )
+        rows = [self.first(index) | row for index, row in zip(indices, rows, strict=True)]
+        if (problems := self.problems()) is not None:
+            problems = problems[: len(rows)]
+            rows = [
+                {**(self.first(index) if why else row), parts.ERROR: why}
+                for index, row, why in zip(indices, rows, problems, strict=True)
+            ]
+        if self.image and self.kept < KEPT:
+            self.kept += len(rows)
+            for row, pixels in zip(rows, self.image(batch), strict=False):
+                row[parts.THUMBNAIL] = thumbnail(pixels)
+        self.part.write(batch_idx, rows)
+
+    def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int]) -> list[str]:
+        """Writes masks as PNG files; returns their paths, relative to the table."""
+        there = parts.masks(self.output, name)
+        if there.exists() and not self.overwrite:
+            raise UserError(f"{there} exists. Type another output=, or overwrite=true.")
+        folder = parts.folder_of(self.output) / name
+        folder.mkdir(exist_ok=True)
+        for index, mask_HW in zip(indices, mask_BHW.cpu().numpy(), strict=True):
+            Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 256 else np.uint16)).save(
+                folder / f"{index:06}.png"
+            )
+        return [f"{there.name}/{index:06}.png" for index in indices]
+
+    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.close()
+        trainer.strategy.barrier("the parts are written")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.part:
+            self.part.close()
+
+
+def thumbnail(pixels_CHW: Tensor) -> str:
+    """A small PNG as a data URL, from pixels 0 to 255."""
+    pixels = pixels_CHW.clamp(0, 255).byte().cpu().numpy()
+    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
+    image.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def pixels_of(about: Mapping[str, Any]) -> Callable[[Any], Tensor]:
+    """A function from a batch to its images as the network saw them, in 0..255."""
+    if not {"mean", "std", "image_size"} <= about.keys():
+        raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
+
+    def pixels(batch: Any) -> Tensor:
+        image_BCHW = batch["input"] if isinstance(batch, dict) else batch[0]
+        mean, std = (image_BCHW.new_tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std"))
+        restored: Tensor = ((image_BCHW * std + mean) * 255).round()
+        return restored
+
+    return pixels

@@ -1,0 +1,79 @@
+"""A picture of training samples: each before and after augmentation, with its target."""
+
+# B batch · C channel · H W pixel
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from lockstep.data.dataset import Batch
+from lockstep.errors import UserError
+
+COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for COLUMNS
+PALETTE = np.array([(214, 39, 40), (31, 119, 180), (44, 160, 44), (255, 127, 14), (148, 103, 189), (140, 86, 75)])
+
+
+def picture(before: Batch, after: Batch, about: Mapping[str, Any], count: int) -> Image.Image:
+    """The first `count` samples of two batches as the network gets them. Raises UserError if they are no images."""
+    images = [bytes_of(batch, about)[:count] for batch in (before, after)]
+    scale = max(1, math.ceil(SMALLEST / images[1].shape[2]))
+    width, height = images[1].shape[2] * scale, images[1].shape[1] * scale
+    columns = min(COLUMNS, count)
+    tall = 2 * (height + GAP) + LINE + GAP
+    page = Image.new("RGB", (MARGIN + columns * (width + GAP), math.ceil(count / columns) * tall + GAP), "white")
+    draw = ImageDraw.Draw(page)
+    for place in range(count):
+        row, column = divmod(place, columns)
+        left, top = MARGIN + column * (width + GAP), GAP + row * tall
+        for line, (batch, drawn) in enumerate(zip((before, after), images, strict=True)):
+            tile = Image.fromarray(with_mask(drawn[place], batch["target"][place].numpy()))
+            page.paste(tile.resize((width, height), Image.Resampling.NEAREST), (left, top + line * (height + GAP)))
+            if not column:
+                draw.text((4, top + line * (height + GAP)), ("before", "after")[line], fill="black")
+        draw.text((left, top + 2 * (height + GAP) - 2), caption(after, place, about, width // 6), fill="black")
+    return page
+
+
+def bytes_of(batch: Batch, about: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """image_BHW3: the input of a network without its normalisation."""
+    given = batch["input"]
+    if given.dim() != 4 or given.shape[1] not in (1, 3) or not {"mean", "std"} <= about.keys():
+        raise UserError(f"only images can be shown; `input` is {given.dtype} of shape {tuple(given.shape)}.")
+    image_BHWC = given.float().permute(0, 2, 3, 1).numpy() * np.array(about["std"]) + np.array(about["mean"])
+    image: NDArray[np.uint8] = (image_BHWC * 255).round().clip(0, 255).astype(np.uint8)
+    return image.repeat(3, axis=3) if image.shape[3] == 1 else image
+
+
+def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> NDArray[np.uint8]:
+    """The image, with the classes of a mask above 0 in colours."""
+    if target.shape != image_HW3.shape[:2]:
+        return image_HW3
+    colour = PALETTE[target.astype(int) % len(PALETTE)]
+    shown: NDArray[np.uint8] = np.where(target[..., None] > 0, image_HW3 * 0.5 + colour * 0.5, image_HW3).astype(
+        np.uint8
+    )
+    return shown
+
+
+def caption(batch: Batch, place: int, about: Mapping[str, Any], longest: int) -> str:
+    """The target of a sample; of a mixed one, both with their shares."""
+    own = name(batch["target"][place].tolist(), about)
+    if "share" in batch:
+        share, other = float(batch["share"][place]), int(batch["partner"][place])
+        own = f"{share:.0%} {own} + {1 - share:.0%} {name(batch['target'][other].tolist(), about)}"
+    return own[:longest]
+
+
+def name(target: Any, about: Mapping[str, Any]) -> str:
+    """A target in words; nothing for a mask."""
+    if isinstance(target, list):
+        labels = about.get("labels")
+        if labels and len(labels) == len(target):
+            return ", ".join(str(label) for label, there in zip(labels, target, strict=True) if there)
+        return "" if target and isinstance(target[0], list) else ", ".join(f"{value:.3g}" for value in target)
+    classes = about.get("classes")
+    return str(classes[target]) if classes and isinstance(target, int) else f"{target:.3g}"

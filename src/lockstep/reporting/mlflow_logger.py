@@ -1,0 +1,131 @@
+"""MLflow: a tracking server, or a database beside the runs."""
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.loggers.logger import rank_zero_experiment
+from lightning.pytorch.loggers import Logger, MLFlowLogger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lockstep.errors import UserError
+from lockstep.reporting.panel_images import sheet
+from lockstep.reporting.tracking import flat
+from lockstep.reporting.wandb_logger import unreachable
+
+log = logging.getLogger("lockstep")
+STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others were ended from outside: KILLED
+ID = "lockstep.id"  # the tag by which a resumed run is found
+PARAMS, LONGEST = 100, 500  # parameters in a request; characters of one, which every version of a server takes
+# The client's own defaults, 7 retries of 120 s, would hold a run up for minutes.
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+
+
+class MLflow(MLFlowLogger):
+    """Lightning's logger, which connects when the run begins, and not in its constructor."""
+
+    def __init__(self, *, id: str | None, log_model: bool, **options: Any) -> None:
+        Logger.__init__(self)
+        self.id, self.log_model, self.options, self.connected = id, log_model, options, False
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        from mlflow.exceptions import MlflowException
+
+        if not self.connected:
+            logging.getLogger("mlflow").setLevel(logging.WARNING)
+            try:
+                self.connect()
+            except MlflowException as e:
+                raise UserError(
+                    f"logger.mlflow: MLflow cannot start: {' '.join(str(e).split())}. Correct logger.mlflow.tracking_uri or "
+                    "MLFLOW_TRACKING_URI, or type logger.mlflow.tracking_uri=null for a database beside the runs."
+                ) from e
+        return super().experiment
+
+    def connect(self) -> None:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        client, name = MlflowClient(self.options["tracking_uri"]), self.options["experiment_name"]
+        if client.get_experiment_by_name(name) is None:
+            with suppress(MlflowException):  # another run was first
+                client.create_experiment(name, self.options["artifact_location"])
+        experiment = client.get_experiment_by_name(name)
+        runs = client.search_runs([experiment.experiment_id], f"tags.`{ID}` = '{self.id}'") if experiment else []
+        found = runs[0].info.run_id if runs else None
+        if found:
+            client.update_run(found, "RUNNING")
+        super().__init__(**self.options, run_id=found)
+        self.connected = True
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """MLflow's parameters cannot change. Those that a resume has changed become tags, `resumed.<key>`."""
+        from mlflow.entities import Param, RunTag
+
+        client, run = self.experiment, self.run_id
+        before = client.get_run(run).data.params
+        given = {re.sub(r"[^\w./ -]", "_", key): str(value)[:LONGEST] for key, value in flat(params).items()}
+        new = [Param(key, value) for key, value in given.items() if key not in before]
+        for first in range(0, len(new), PARAMS):
+            client.log_batch(run, params=new[first : first + PARAMS])
+        changed = [RunTag(f"resumed.{key}", value) for key, value in given.items() if before.get(key, value) != value]
+        client.log_batch(run, tags=changed)
+
+    @rank_zero_only
+    def log_pictures(self, name: str, pictures: Sequence[tuple[Any, str]], step: int) -> None:
+        self.experiment.log_image(self.run_id, sheet(pictures), f"{name}.png")
+
+    @rank_zero_only
+    def log_checkpoint(self, path: Path, name: str) -> None:
+        if self.log_model:
+            self.experiment.log_artifact(self.run_id, str(path), "checkpoints")
+
+    @rank_zero_only
+    def end(self, status: str, error: str | None, step: int) -> None:
+        for tag, value in {"status": status, **({"error": error} if error else {})}.items():
+            self.experiment.set_tag(self.run_id, tag, value)
+        self.experiment.set_terminated(self.run_id, STATUS.get(status, "KILLED"))
+
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Nothing: Lightning calls it when training ends, before the test; `end` knows more."""
+
+
+def mlflow(
+    *,
+    runs_dir: Path,
+    run: str,
+    experiment_name: str,
+    tracking_uri: str | None,
+    group: str | None,
+    tags: list[str],
+    id: str | None,
+    log_model: bool = False,
+) -> MLFlowLogger:
+    """MLflow at `tracking_uri`, else at MLFLOW_TRACKING_URI, else, or if that server is away, in <runs_dir>/mlflow.db."""
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
+    uri, place = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
+    if uri and uri.startswith("http") and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(uri)):
+        log.warning("MLflow logs to %s: %s", runs_dir / "mlflow.db", why)
+        uri = None
+    if not uri:
+        here = runs_dir.resolve()
+        uri, place = f"sqlite:///{here / 'mlflow.db'}", (here / "mlflow-artifacts").as_uri()
+    known = {ID: id, "group": group, "tags": ", ".join(tags)}
+    return MLflow(
+        id=id,
+        log_model=log_model,
+        experiment_name=experiment_name,
+        run_name=run,
+        tracking_uri=uri,
+        tags={name: value for name, value in known.items() if value},
+        artifact_location=place,
+    )

@@ -1,0 +1,58 @@
+"""Templates to pages: one file with its styles, script and images, which needs no network. Free of torch."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from lockstep import __version__
+from lockstep.reporting.console import number
+
+FOLDER = Path(__file__).parent / "templates"
+
+
+def percent(share: float) -> str:
+    return f"{share:.2%}" if 0.995 <= share < 1 or 0 < share < 0.005 else f"{share:.1%}"
+
+
+def interval(ends: tuple[float, float]) -> str:
+    return f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}"
+
+
+def seconds(value: float) -> str:
+    if value < 1:
+        return f"{1000 * value:.0f} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
+FILTERS = (percent, interval, seconds, number)
+
+
+def environment(filters: Sequence[Callable[..., Any]]) -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {function.__name__: function for function in (*FILTERS, *filters)}
+    made.tests["share"] = lambda value: hasattr(value, "interval")
+    made.tests["setting"] = lambda value: hasattr(value, "text") and hasattr(value, "value")
+    made.tests["integer"] = lambda value: isinstance(value, Integral) and not isinstance(value, bool)
+    return made
+
+
+def render(template: str, title: str, values: Mapping[str, Any], filters: Sequence[Callable[..., Any]] = ()) -> str:
+    own: dict[str, str] = {
+        "css": Markup((FOLDER / "page.css").read_text()),
+        "js": Markup((FOLDER / "page.js").read_text()),
+    }
+    own |= {"title": title, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M %Z")}
+    return environment(filters).get_template(template).render(**values, **own)

@@ -1,0 +1,150 @@
+"""The page of many runs: overlaid curves, and a table of figures and of the settings that differ. Free of torch."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.keys import dotted
+from lockstep.config.overrides import PLACE
+from lockstep.config.run_files import read_metrics
+from lockstep.config.words import shown
+from lockstep.errors import UserError
+from lockstep.reporting.chart import chart, classes
+from lockstep.reporting.console import number
+from lockstep.reporting.render import render, seconds
+from lockstep.reporting.report_file import evaluated
+
+FIGURES, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
+NO_FIGURE = ("step", "epoch")
+DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision")  # decided by the machine, not by a person
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a page needs of a run: its report and the content of its config.yaml."""
+
+    name: str
+    folder: Path
+    report: dict[str, Any]
+    config: dict[str, Any]
+
+    @property
+    def batch(self) -> int:
+        return int(self.report.get("batch_size") or 1)
+
+    def metrics(self) -> list[dict[str, float]]:
+        try:
+            return read_metrics(self.folder / "metrics.csv")
+        except UserError:  # one damaged file must not hide the other runs
+            return []
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number as it is shown, and what it is sorted by."""
+
+    text: str
+    value: float
+
+
+def cell(value: Any, text: str = "") -> Any:
+    """Numbers with all their digits, unless `text` says how; anything else as text."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Cell(text or shown(value), value)
+    return "" if value is None else shown(value)
+
+
+def differing(runs: Sequence[RunFiles]) -> list[str]:
+    """The keys of the configs that do not have one value."""
+    configs = [{key: shown(value) for key, value in dotted(run.config).items()} for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    ignored = (*PLACE, *DERIVED)
+    return [k for k in keys if not k.startswith(ignored) and len({config.get(k) for config in configs}) > 1]
+
+
+def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str]) -> list[dict[str, Any]]:
+    """A chart for each figure, the monitored ones first; a second one over samples seen if the runs' batches differ."""
+    rows = {run.name: run.metrics() for run in runs}
+    names = dict.fromkeys(name for each in rows.values() for row in each for name in row)
+    curves = [n for n in names if n not in NO_FIGURE and not n.endswith("/count") and not n.startswith("test/")]
+    chosen = sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:FIGURES]
+    batches = {run.batch for run in runs if rows[run.name]}
+    unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
+    charts = []
+    for name in chosen:
+
+        def series(per_step: bool, name: str = name) -> dict[str, list[tuple[float, float]]]:
+            found = {
+                run.name: [((row["step"] + 1) * (1 if per_step else run.batch), row[name]) for row in rows[run.name] if name in row]
+                for run in runs
+            }  # fmt: skip
+            return {run: points for run, points in found.items() if points}
+
+        by_step = series(True)
+        per = next(iter(batches)) if len(batches) == 1 else None
+        svgs = [("" if per else " in-x", chart("step", by_step, per_x=per, per_x_label=f"{unit} seen", many=POINTS))]
+        if not per:
+            svgs.append((" in-per", chart(f"{unit} seen", series(False), many=POINTS)))
+        charts.append({"name": name, "svgs": svgs, "keys": list(zip(by_step, classes(list(by_step)), strict=True))})
+    return charts
+
+
+def best_of(runs: Sequence[RunFiles], monitor: str) -> dict[str, str]:
+    """The best monitored validation figure, as `name`, `value` and `run`."""
+    scored = [(run.report[monitor], run) for run in runs if isinstance(run.report.get(monitor), int | float)]
+    modes = {run.report.get("monitor_mode") for _, run in scored if run.report.get("monitor") == monitor}
+    if not scored or len(modes) != 1:
+        return {"name": "", "value": "", "run": ""}
+    value, run = (max if modes == {"max"} else min)(scored, key=lambda pair: pair[0])
+    return {"name": monitor, "value": number(float(value)), "run": run.name}
+
+
+def runs_page(runs: Sequence[RunFiles], folder: Path, out: Path) -> str:
+    """HTML. Links to the runs' own pages are relative to `out`."""
+    monitors = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
+    common = [name for name, _ in Counter(monitors).most_common()]
+    charts = curve_charts(runs, common)
+    settings = differing(runs)
+    tested = dict.fromkeys(name for run in runs for name in evaluated(run.report) if not name.endswith("/count"))
+    figures = dict.fromkeys(name for name in (*common, *tested) if any(name in run.report for run in runs))
+    unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
+    ends = {"train/steps": "steps", f"train/{unit}_per_s": f"{unit}/s"}
+    short = Counter(key.rpartition(".")[2] for key in settings[:SETTINGS])
+    heads = [
+        (key.rpartition(".")[2] if short[key.rpartition(".")[2]] == 1 else key, key) for key in settings[:SETTINGS]
+    ]
+    rows = []
+    for run in runs:
+        flat, page = dotted(run.config), run.folder / "report.html"
+        cells = [cell(flat.get(key)) for _, key in heads]
+        cells += [cell(value, number(value)) for name in figures for value in [run.report.get(name)]]
+        cells += [cell(value, f"{value:,.0f}" if value else "") for name in ends for value in [run.report.get(name)]]
+        wall_s = run.report.get("wall_s")
+        cells.append(cell(wall_s, seconds(wall_s) if isinstance(wall_s, int | float) else ""))
+        link = Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else ""
+        rows.append({"name": run.name, "status": run.report["status"], "link": link, "cells": cells})
+    columns = [
+        ("run", ""),
+        ("status", ""),
+        *heads,
+        *((n, "") for n in figures),
+        *((n, "") for n in ends.values()),
+        ("time", ""),
+    ]
+    texts = [True, True, *(all(isinstance(row["cells"][i], str) for row in rows) for i in range(len(columns) - 2))]
+    counts = Counter(str(run.report["status"]) for run in runs)
+    values = {
+        "folder": str(folder),
+        "best": best_of(runs, common[0]) if common else {"name": "", "value": "", "run": ""},
+        "facts": [(status.capitalize(), number(count)) for status, count in counts.most_common()],
+        "charts": charts,
+        "switch": bool(charts),
+        "unit": unit,
+        "columns": [(name, key, text) for (name, key), text in zip(columns, texts, strict=True)],
+        "rows": rows,
+        "left_out": max(0, len(settings) - SETTINGS),
+    }
+    return render("runs.html.j2", f"{len(runs)} runs", values)

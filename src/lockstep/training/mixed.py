@@ -1,0 +1,40 @@
+"""The loss of samples that augmentation has mixed with their partners (augment/mixing.py)."""
+
+# B batch
+
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lockstep.data.dataset import Batch
+from lockstep.tasks import Task
+
+
+def of_partners(batch: Batch) -> Batch:
+    """The batch with everything but `input` taken from each sample's partner."""
+    partner_B = batch["partner"]
+
+    def taken(value: Tensor) -> Tensor:
+        return value[partner_B] if value.dim() and len(value) == len(partner_B) else value
+
+    return {**batch, **apply_to_collection({name: v for name, v in batch.items() if name != "input"}, Tensor, taken)}
+
+
+def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    """loss_B times weight_B, and weight_B. A mixed sample has both targets, each with its share.
+
+    Exact for losses that are linear in the target, such as cross-entropy with label smoothing; the definition of mixup for others.
+    """
+    loss_B, weight_B = task.loss(output, batch), task.weight(batch)
+    loss_B = loss_B if weight_B is None else loss_B * weight_B
+    if "share" not in batch:
+        return loss_B, weight_B
+    share_B, partners = batch["share"], of_partners(batch)
+    other_B, of_other_B = task.loss(output, partners), task.weight(partners)
+    if weight_B is None or of_other_B is None:
+        return share_B * loss_B + (1 - share_B) * other_B, None
+    return (
+        share_B * loss_B + (1 - share_B) * other_B * of_other_B,
+        share_B * weight_B + (1 - share_B) * of_other_B,
+    )

@@ -1,0 +1,115 @@
+"""The task's panels during the test, and the samples with the largest losses.
+
+A panel that fails is left out with a warning, on every process: an error in a decoration must not cost the test's figures.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.data.dataset import Batch
+from lockstep.tasks import Task
+from lockstep.tasks.panel import Content, Gallery, Panel, Sample, Worst
+from lockstep.training.trees import first_rows, float32
+
+if TYPE_CHECKING:
+    from lockstep.training.module import TaskModule
+
+log = logging.getLogger("lockstep")
+
+
+class TestPanels:
+    """Panels of one test: `begin`, `update` with each batch, `finish`. `contents` has what the report shows, on rank 0."""
+
+    __test__ = False  # for pytest
+
+    def __init__(self, task: Task, contents: list[Content], *, compiled: bool) -> None:
+        self.task, self.worst, self.compiled = task, Worst(), compiled
+        self.panels: dict[str, Panel] = {}
+        self.failed: set[str] = set()
+        self.contents = contents
+
+    def begin(self, device: torch.device) -> None:
+        with self.attempt("test_panels"):
+            self.panels = {name: panel.to(device) for name, panel in self.task.test_panels().items()}
+        self.worst.to(device)
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            self.failed.add(name)
+            log.warning("the report lacks the panel %s, which failed: %s: %s", name, type(e).__name__, e, exc_info=e)
+
+    def update(self, output: Any, batch: Batch, loss_B: Tensor) -> None:
+        self.worst.update(output, batch, loss_B)
+        for name, panel in self.panels.items():
+            if name not in self.failed:
+                with self.attempt(name):
+                    panel.update(output, batch, loss_B)
+
+    def finish(self, module: "TaskModule") -> None:
+        """Called on every rank."""
+        for name, panel in self.whole(module).items():
+            with panel.sync_context(), self.attempt(name):
+                self.contents += panel.contents()
+        with self.worst.sync_context():
+            found = self.worst.found()
+        described: list[Sample] = []
+        for rows, output, batch, raw in self.again(module, [index for index, _ in found]):
+            with self.attempt("worst"):
+                facts = self.task.describe(output, batch)
+                images = pictures(raw["input"]) or [None] * len(rows)
+                for row, more in zip(rows, facts, strict=True):
+                    index, loss = found[row]
+                    described.append(Sample(index, {"loss": loss, **more}, images[row]))
+        if described:
+            self.contents.append(Gallery("Largest losses", described, "Of the test set, the largest first."))
+
+    def whole(self, module: "TaskModule") -> Mapping[str, Panel]:
+        """The panels that failed on no rank."""
+        failed = torch.tensor([float(name in self.failed) for name in self.panels], device=module.device)
+        somewhere: Tensor = module.trainer.strategy.reduce(failed, reduce_op="sum")
+        return {
+            name: panel
+            for (name, panel), times in zip(self.panels.items(), somewhere.tolist(), strict=True)
+            if not times
+        }
+
+    def again(self, module: "TaskModule", indices: list[int]) -> Iterator[tuple[list[int], Any, Batch, Batch]]:
+        """The places, output, batch and raw samples of `indices` of the test set, computed once more.
+
+        A compiled network would be compiled anew for another number of samples than the test's. Every rank computes all of them,
+        because strategies that shard communicate in forward.
+        """
+        trainer, data = module.trainer, module.trainer.datamodule  # type: ignore[attr-defined]
+        raw = data.raw("test", np.asarray(indices))
+        share = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
+        size = share if self.compiled else min(share, len(indices))
+        for first in range(0, len(indices), size):
+            places = (np.arange(first, first + size) % len(indices)).tolist()
+            rows = {name: value[places] if isinstance(value, Tensor) else value for name, value in raw.items()}
+            moved = {n: v.to(module.device) if isinstance(v, Tensor) else v for n, v in rows.items()}
+            batch = trainer.precision_plugin.convert_input(data.finished(moved, training=False))
+            with torch.no_grad(), trainer.precision_plugin.forward_context():
+                output = module(batch)
+            count = min(size, len(indices) - first)
+            yield places[:count], float32(first_rows(output, count)), first_rows(batch, count), raw
+
+
+def pictures(input_N: Any) -> list[Any] | None:
+    """Images as arrays of bytes, CHW; None if the samples are not images."""
+    if not isinstance(input_N, Tensor) or input_N.dim() != 4 or input_N.shape[1] not in (1, 3):
+        return None
+    if input_N.dtype != torch.uint8:  # of a data set with a scale of its own
+        flat = input_N.float().flatten(1)
+        low, high = flat.amin(1), flat.amax(1)
+        shape = (-1, 1, 1, 1)
+        input_N = (input_N - low.view(shape)) / (high - low).clamp(min=1e-12).view(shape) * 255
+    return list(input_N.round().clamp(0, 255).to(torch.uint8).cpu().numpy()) if len(input_N) else None

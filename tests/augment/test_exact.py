@@ -1,0 +1,169 @@
+"""The same augmented samples for every number of processes, micro-batches and workers, after a resume, and in any company."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep import CONFIGS
+from lockstep.augment.augmentation import Augmentation
+from lockstep.config.augmentation import operations
+from lockstep.config.compose import compose_config
+from lockstep.data import Arrays, Images
+from lockstep.data.datamodule import DataModule
+
+OPTIONS = sorted(path.stem for path in (CONFIGS / "augment").glob("*.yaml") if path.stem != "none")
+FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+def augmentation(*options: str) -> Augmentation:
+    """As the config makes it, for images that are resized to 17 pixels."""
+    given = ["data.image_size=17", f"augment=[{','.join(options)}]"]
+    return Augmentation(operations(compose_config("train", given)))
+
+
+def batch_of(index_B: torch.Tensor, channels: int = 3, height: int = 21, width: int = 18) -> dict:
+    random = np.random.default_rng(0)
+    images = torch.from_numpy(random.integers(0, 256, (64, channels, height, width), dtype=np.uint8))
+    return {"input": images[index_B], "target": index_B % 10, "index": index_B + 1000, "count": len(index_B)}
+
+
+def rows(batch: dict, which: object = slice(None)) -> dict[str, torch.Tensor]:
+    """Without the places of partners, which a part of a batch counts from its own beginning."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and name != "partner"}
+    return {name: value[which] for name, value in tensors.items()}
+
+
+def assert_same(made: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert made.keys() == expected.keys()
+    for name, value in made.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_sample_does_not_depend_on_the_others_of_its_micro_batch(option, channels):
+    """Bit for bit: in batches of two to all, in any order of the pairs."""
+    change = augmentation(option)
+    whole = change(batch_of(torch.arange(48), channels), seed=1, epoch=2)
+    for size in (2, 6, 24):
+        for first in range(0, 48, size):
+            place_B = torch.arange(first, first + size)
+            assert_same(rows(change(batch_of(place_B, channels), seed=1, epoch=2)), rows(whole, place_B))
+    place_B = (torch.tensor(np.random.default_rng(1).permutation(24))[:, None] * 2 + torch.arange(2)).flatten()
+    assert_same(rows(change(batch_of(place_B, channels), seed=1, epoch=2)), rows(whole, place_B))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_seed_and_epoch_make_a_difference_and_nothing_else_does(option):
+    change, batch = augmentation(option), batch_of(torch.arange(48))
+    before = {name: value.clone() for name, value in rows(batch).items()}
+    made = {place: change(batch, seed=place[0], epoch=place[1]) for place in ((0, 0), (0, 1), (1, 0))}
+    assert_same(rows(batch), before)
+    assert_same(rows(augmentation(option)(batch, seed=0, epoch=0)), rows(made[0, 0]))
+    assert made[0, 0]["input"].dtype == torch.uint8
+    for other in ((0, 1), (1, 0)):
+        assert not torch.equal(made[other]["input"], made[0, 0]["input"])
+
+
+def test_an_operation_that_is_left_out_changes_no_other():
+    batch = batch_of(torch.arange(48))
+    alone = augmentation("flip")(batch, seed=0, epoch=0)
+    image = augmentation("shift", "flip")(batch, seed=0, epoch=0)["input"]
+    shifted = augmentation("shift")(batch, seed=0, epoch=0)
+    assert torch.equal(augmentation("flip")(shifted, seed=0, epoch=0)["input"], image)
+    assert not torch.equal(alone["input"], image)
+
+
+def test_operations_that_mix_come_last():
+    cfg = compose_config("train", ["augment=[mixup,flip,cutmix,shift]"])
+    assert list(Augmentation(operations(cfg)).operations) == ["flip", "shift", "mixup", "cutmix"]
+
+
+# --- the datamodule ---
+
+
+class Data(Images):
+    def __init__(self) -> None:
+        super().__init__(image_size=17)
+        random = np.random.default_rng(0)
+        images = random.integers(0, 256, (130, 3, 21, 18), dtype=np.uint8)
+        self.train = self.test = Arrays(input=images, target=np.arange(130))
+
+
+def steps(
+    change: Augmentation, *, rank=0, world=1, accumulate=1, workers=0, repeats=1, done=0, epoch=0
+) -> list[dict[str, torch.Tensor]]:
+    """The micro-batches of one process in an epoch, from the step `done` on."""
+    data = DataModule(
+        Data(), batch_size=24, eval_batch_size=8, num_workers=workers, repeats=repeats, seed=5, augment=change
+    )
+    current = SimpleNamespace(ready=done * accumulate)
+    data.trainer = SimpleNamespace(
+        global_rank=rank, world_size=world, accumulate_grad_batches=accumulate, training=True, current_epoch=epoch,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=current))),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        precision_plugin=SimpleNamespace(convert_input=lambda batch: batch), lightning_module=SimpleNamespace(of_task=True),
+    )  # fmt: skip
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return [rows(data.on_after_batch_transfer(batch, 0)) for batch in loader]
+
+
+def joined(change: Augmentation, *, world: int, accumulate: int, **options) -> list[dict[str, torch.Tensor]]:
+    """The global batches of all processes: within a step micro-batch after micro-batch, within one of these rank by rank."""
+    ranks = [steps(change, rank=rank, world=world, accumulate=accumulate, **options) for rank in range(world)]
+    parts = [micro for several in zip(*ranks, strict=True) for micro in several]
+    each = world * accumulate
+    return [
+        {name: torch.cat([part[name] for part in parts[first : first + each]]) for name in parts[0]}
+        for first in range(0, len(parts), each)
+    ]
+
+
+@FORKS
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize(
+    "options", [("strong",), pytest.param(("standard", "rotate", "rand", "mixup"), marks=pytest.mark.slow)]
+)
+def test_global_batches_are_the_same_for_every_world_and_number_of_workers(options, repeats):
+    change = augmentation(*options)
+    worlds = [(2, 2, 2)] if repeats == 3 else [(2, 1, 0), (4, 1, 0), (2, 3, 0), (2, 1, 2)]
+    alone = steps(change, repeats=repeats)
+    assert len(alone) == 117 // (24 // repeats)
+    for world, accumulate, workers in worlds:
+        found = joined(change, world=world, accumulate=accumulate, workers=workers, repeats=repeats)
+        for made, expected in zip(found, alone, strict=True):
+            assert_same(made, expected)
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_a_resumed_epoch_goes_on_with_the_same_samples(repeats):
+    change = augmentation("strong")
+    whole = steps(change, repeats=repeats, epoch=3)
+    for made, expected in zip(steps(change, repeats=repeats, epoch=3, done=2), whole[2:], strict=True):
+        assert_same(made, expected)
+
+
+def test_copies_of_a_sample_are_neighbours_that_look_different():
+    change = augmentation("crop", "flip")
+    (first, *_), (alone, *_) = steps(change, repeats=3), steps(change)
+    assert len(first["index"]) == 24
+    index_B3 = first["index"].view(8, 3)
+    assert (index_B3 == index_B3[:, :1]).all() and len(set(index_B3[:, 0].tolist())) == 8
+    assert (first["target"].view(8, 3) == index_B3).all()
+    images = first["input"].reshape(8, 3, -1)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert (images[:, one] != images[:, other]).any(1).all()
+    # the first copy is the sample as it is without copies
+    assert torch.equal(index_B3[:, 0], alone["index"][:8])
+    assert torch.equal(first["input"][::3], alone["input"][:8])
+
+
+def test_without_operations_copies_are_equal_and_evaluations_have_none():
+    (first, *_) = steps(Augmentation({}), repeats=2)
+    assert torch.equal(first["input"][::2], first["input"][1::2])
+    data = DataModule(Data(), batch_size=24, eval_batch_size=8, repeats=2, augment=augmentation("strong"))
+    raw = data.example(8, training=False)
+    assert raw["input"].shape == (8, 3, 17, 17) and "share" not in raw

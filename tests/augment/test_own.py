@@ -1,0 +1,137 @@
+"""An operation of one's own, as docs/augment.md shows it; and where the group has no effect."""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+
+import pytest
+import thin_project
+import torch
+from omegaconf import OmegaConf
+
+from lockstep import CONFIGS, ROOT
+from lockstep.augment.augmentation import Augmentation
+from lockstep.config.augmentation import operations
+from lockstep.config.batches import unit
+from lockstep.config.checks import check
+from lockstep.config.classes import data_problems, operation_problems
+from lockstep.config.compose import beyond_schema, compose_config, tried_alone
+from lockstep.config.length import batches_of
+from lockstep.config.run_files import load_config
+from lockstep.machine.world import World
+from lockstep.training import foreign
+from lockstep.training.micro_batches import accumulations
+
+PAGE = (ROOT / "docs/augment.md").read_text()
+FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+COMMANDS = [shlex.split(line, comments=True) for line in re.findall(r"^\$ python train\.py(.*)$", PAGE, re.MULTILINE)]
+LOADERS = """
+def base(module, name):
+    # of a library by its name, which is what tells a kind without importing it
+    return type(name, (), {"__module__": module})
+
+
+class Loaders(base("lightning.pytorch.core.datamodule", "LightningDataModule")):
+    def __init__(self, batch_size=1):
+        pass
+"""
+CPU = World("cpu", 1, 1, "single")
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Iterator[None]:
+    bare = {
+        "configs/project.yaml": "defaults: [lockstep]\n",
+        "configs/data/bare.yaml": "_target_: mywork.loaders.Loaders\n",
+    }
+    root = thin_project.write(tmp_path / "project", **FILES, **bare, **{"src/mywork/loaders.py": LOADERS})
+    monkeypatch.chdir(root)
+    monkeypatch.syspath_prepend(root / "src")
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mywork"]:
+        del sys.modules[name]
+
+
+def config(*overrides: str):
+    return compose_config("train", ["trainer.accelerator=cpu", *overrides])
+
+
+def problems(*overrides: str) -> str:
+    cfg = config(*overrides)
+    return "\n".join([*check(cfg), *operation_problems(cfg, CPU)])
+
+
+def test_the_operation_of_the_page_changes_each_image_by_its_own_draws(project):
+    cfg = config(*COMMANDS[-1])
+    assert problems(*COMMANDS[-1]) == ""
+    change = Augmentation(operations(cfg))
+    assert list(change.operations) == ["shift", "flip", "darken"]
+    batch = {"input": torch.full((8, 1, 12, 12), 200, dtype=torch.uint8), "index": torch.arange(8), "count": 8}
+    del change.operations["shift"]
+    made = change(batch, seed=0, epoch=0)["input"][:, 0, 0, 0]
+    assert len(set(made.tolist())) > 4
+    assert int(made.min()) >= 160
+    half = change({**batch, "input": batch["input"][4:], "index": torch.arange(4, 8)}, seed=0, epoch=0)["input"]
+    assert torch.equal(half[:, 0, 0, 0], made[4:])
+
+
+def test_its_keys_are_checked(project):
+    assert "augment.darken.mots is not an argument" in problems("augment=darken", "+augment.darken.mots=1")
+    assert "augment.darken.most=abc is not possible" in problems("augment=darken", "augment.darken.most=abc")
+    assert "mywork.augment has no Darker" in problems("augment=darken", "augment.darken._target_=mywork.augment.Darker")
+
+
+@pytest.mark.parametrize("command", COMMANDS[:-1], ids=" ".join)
+def test_the_commands_of_the_page_are_possible(command):
+    wrong, good = tried_alone("train", [arg for arg in command if arg != "~augment.erase"])
+    assert wrong == []
+    assert check(config(*good)) == []
+
+
+@pytest.mark.parametrize("option", sorted(path.stem for path in (CONFIGS / "augment").glob("*.yaml")))
+def test_every_option_is_right_and_in_the_table_of_the_page(option):
+    assert check(config(f"augment={option}")) == []
+    assert f"`{option}`" in PAGE.partition("## What is exact")[0]
+
+
+def test_keys_of_operations_do_not_make_the_check_import_torch():
+    assert not beyond_schema(
+        ["augment=[crop,flip]", "augment.crop.scale=[0.5,1]", "~augment.flip", "data.batch_size=8"]
+    )
+    assert beyond_schema(["~optim.eps"])
+
+
+def test_batches_of_ones_own_loaders_are_not_augmented(project):
+    cfg = config("data=bare", "augment=flip")
+    told = "augment.flip has no effect: mywork.loaders.Loaders makes its own batches. Type augment=none."
+    assert told in [*check(cfg), *operation_problems(cfg, CPU), *data_problems(cfg, CPU, evaluating=False)]
+
+
+def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples():
+    module = ["task=lightning_module", "task._target_=mine.Module"]
+    assert list(foreign.config_problems(config(*module, "augment=standard"))) == []
+    (told,) = foreign.config_problems(config(*module, "augment=strong"))
+    assert told.startswith("augment.mixup_cutmix mixes the losses of two targets, which a task computes")
+
+
+def test_a_run_from_before_the_group_has_its_operations(tmp_path):
+    old = compose_config("train", ["run=a", "augment=none"])
+    OmegaConf.set_struct(old, False)
+    del old.augment
+    old.data.random_shift, old.data.random_flip = 2, True
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(old))
+    cfg = load_config(tmp_path / "config.yaml")
+    assert check(cfg) == []
+    shift, flip = operations(cfg).values()
+    assert (shift.pixels, flip.horizontal) == (2, 0.5)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 4])
+def test_copies_lengthen_an_epoch_and_stay_in_one_micro_batch(repeats):
+    cfg = config(f"data.repeats={repeats}", "trainer.accumulate_grad_batches=2", "augment=mixup")
+    assert batches_of(cfg, 640) == 640 // (64 // repeats) * 2
+    assert unit(cfg)[0] == 2 * repeats
+    assert accumulations(48, 2, unit(cfg)[0]) == [
+        count for count in range(1, 25) if 24 % count == 0 and 24 // count % (2 * repeats) == 0
+    ]

@@ -1,0 +1,85 @@
+"""Frozen parameters keep their values, and nothing else differs from training without them."""
+
+import pytest
+import torch
+from in_process import same, state
+
+from lockstep.errors import UserError
+
+SMALL = [
+    "trainer.precision=32-true",
+    "trainer.limit_val_batches=1",
+    "trainer.limit_test_batches=1",
+    "optim.weight_decay=0.1",
+]
+FROZEN = ["callbacks=[default,freeze]"]
+RESNET = [
+    "model=timm",
+    "model.name=test_resnet",
+    "data.image_size=32",
+    "data.batch_size=16",
+    "trainer.limit_train_batches=2",
+]
+
+
+def weights(run: str) -> dict[str, torch.Tensor]:
+    return state(f"{run}/checkpoints/last.ckpt")["state_dict"]
+
+
+def changed(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
+    return {name.removeprefix("net.") for name in a if not torch.equal(a[name], b[name])}
+
+
+@pytest.mark.slow
+def test_frozen_parts_keep_their_values_and_statistics_until_their_epoch(train):
+    train("run=start", *RESNET, *SMALL, "trainer.max_steps=1")
+    more = [*RESNET, *SMALL, *FROZEN, "init_from=start"]
+    train("run=head", *more, "trainer.max_epochs=2")
+    before, head = weights("start"), weights("head")
+    assert changed(before, head) == {"fc.weight", "fc.bias"}
+    train("run=later", *more, "trainer.max_epochs=3", 'callbacks.freeze.unfreeze=[["layer4.*",1],["*",2]]', "checkpoint.save_top_k=9",
+          "checkpoint.every_n_steps=1")  # fmt: skip
+    best = {step: state(f"later/checkpoints/best-step-{step}.ckpt")["state_dict"] for step in (2, 4, 6)}
+    assert changed(before, best[2]) == {"fc.weight", "fc.bias"}
+    grown = changed(best[2], best[4])
+    assert all(name.startswith(("fc.", "layer4.")) for name in grown) and any("running_mean" in name for name in grown)
+    assert {"conv1.0.weight", "layer1.0.conv1.weight"} & changed(best[4], best[6])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_frozen_as_the_undisturbed_one(train, crash_at):
+    given = [
+        *RESNET,
+        *SMALL,
+        *FROZEN,
+        "trainer.max_epochs=3",
+        'callbacks.freeze.unfreeze=[["layer4.*",1]]',
+        "checkpoint.every_n_steps=1",
+    ]
+    train("run=a", *given)
+    crash_at(3)
+    with pytest.raises(RuntimeError):
+        train("run=b", *given)
+    crash_at(-1)
+    train("run=b", "resume=auto", *given)
+    assert same(weights("a"), weights("b"))
+
+
+def test_a_pattern_without_parameters_is_refused(train):
+    for wrong, told in (
+        ("callbacks.freeze.parameters=[nosuch.*]", r"no parameter is called nosuch\.\*; they are classifier"),
+        ("callbacks.freeze.parameters=['*']", "freezes the whole network"),
+        ("callbacks.freeze.parameters=5", r"callbacks\.freeze\.parameters=5 is not possible"),
+    ):
+        with pytest.raises(UserError, match=told):
+            train("run=a", *SMALL, *FROZEN, wrong)
+
+
+@pytest.mark.slow
+def test_two_processes_freeze_alike(train, forked):
+    given = [*SMALL, *FROZEN, 'callbacks.freeze.unfreeze=[["features.*",1]]', "optim=sgd", "trainer.max_epochs=2", "trainer.limit_train_batches=3",
+             "model.dropout_conv=0", "model.dropout_fc=0"]  # fmt: skip
+    train("run=one", *given)
+    train("run=two", *given, "strategy=ddp", "trainer.devices=2")
+    one, two = weights("one"), weights("two")
+    torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,110 @@
+"""Costs counted on the meta device are those of a real step, and the plan's sums are those of the formulas."""
+
+import sys
+from dataclasses import replace
+
+import plan as script
+import pytest
+import torch
+from torch import nn
+
+from lockstep.errors import UserError
+from lockstep.planning.costs import Costs
+from lockstep.planning.machines import BUCKET_BYTES, DEVICES, Setting, plan
+
+SINGLE = Setting(world=1, nodes=1, shards=False, half=False, micro_batch=32, accumulate=1)
+COSTS = Costs(parameters=1000, trained=1000, weight_bytes=4000, gradient_bytes=4000, optimizer_bytes=8000, largest_block_bytes=400,
+              blocks=10, activation_bytes=100.0, fixed_bytes=50.0, flops=1e9)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def given(mnist, cache) -> list[str]:
+    return [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=32", "trainer.accelerator=cpu"]
+
+
+def saved_bytes(net: nn.Module, samples: int, size: int) -> int:
+    """What backward keeps of a real forward pass."""
+    own, seen = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        net(torch.rand(samples, 1, size, size))
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "above"),
+    [("test_resnet", 32, 0.01), ("test_vit", 160, 0.25)],  # the meta device has no fused attention, which keeps less
+)
+def test_costs_are_those_of_a_real_step(name, size, above, given):
+    import timm
+
+    net = timm.create_model(name, in_chans=1, num_classes=10)
+    typed = ["model=timm", f"model.name={name}", f"data.image_size={size}", "optim=sgd"]
+    found, samples = script.costs_of(script.composed([*given, *typed]))
+    own = sum(p.numel() for p in net.parameters())
+    assert (found.parameters, found.gradient_bytes, found.optimizer_bytes, samples) == (own, 4 * own, 4 * own, 576)
+    real = (saved_bytes(net, 6, size) - saved_bytes(net, 2, size)) / 4
+    assert 0.99 * real < found.activation_bytes < (1 + above) * real
+
+
+def test_an_optimizer_with_two_moments_holds_twice_the_weights(given):
+    found, _ = script.costs_of(script.composed(given))
+    assert found.optimizer_bytes == pytest.approx(2 * found.gradient_bytes, rel=1e-3)
+
+
+def test_one_device_holds_everything_and_sends_nothing():
+    found = plan(COSTS, SINGLE, DEVICES["t4"], utilisation=0.5)
+    assert found.memory_bytes == 4000 + 4000 + 8000 + 50 + 32 * 100
+    assert (found.communicated_bytes, found.communication_s) == (0, 0)
+    assert found.step_s == pytest.approx(32e9 / (0.5 * 8.1e12))
+    assert found.largest_micro_batch == int((16e9 * 0.92 - 16050) // 100)
+
+
+def test_several_devices_send_what_rings_send():
+    ddp = replace(SINGLE, world=4)
+    assert plan(COSTS, ddp, DEVICES["t4"], utilisation=0.5).communicated_bytes == 2 * 3 / 4 * 4000
+    fsdp = replace(ddp, shards=True)
+    found = plan(COSTS, fsdp, DEVICES["t4"], utilisation=0.5)
+    assert found.communicated_bytes == 3 * 3 / 4 * 4000
+    assert found.memory_bytes == 16000 / 4 + 2 * 400 + 50 + 32 * 100
+    # gathered again in each micro-batch, reduced once
+    assert (
+        plan(COSTS, replace(fsdp, accumulate=2), DEVICES["t4"], utilisation=0.5).communicated_bytes == 5 * 3 / 4 * 4000
+    )
+
+
+def test_communication_shows_only_where_backward_does_not_hide_it():
+    large = replace(COSTS, gradient_bytes=100 * BUCKET_BYTES)
+    slow = plan(large, replace(SINGLE, world=8), DEVICES["t4"], utilisation=1.0)
+    assert slow.step_s == pytest.approx(slow.compute_s + slow.communication_s - slow.compute_s * 2 / 3)
+    fast = plan(COSTS, replace(SINGLE, world=8), DEVICES["h100"], utilisation=0.01)
+    assert fast.step_s == fast.compute_s
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [(["--on", "abacus"], "known kinds are h100"), (["--utilisation", "2"], "share of the peak"), (["--devices", "0"], "at least 1"),
+     (["--devices", "7"], "cannot be divided"), (["optim.lr=-1"], "optim.lr"), (["nosuch=1"], "nosuch")],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(args, told, given, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *given, *args])
+    with pytest.raises(UserError, match=told):
+        script.main()
+
+
+def test_the_table_has_a_row_for_each_strategy(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *given, "--devices", "1,2", "--on", "a100", "--price", "2"])
+    script.main()
+    out = capsys.readouterr().out
+    assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
+        "single",
+        "ddp",
+        "fsdp",
+    ]
+    assert "a100 at 35% of its peak" in out and "cost" in out

@@ -1,0 +1,281 @@
+"""Predictions: a row for each input, once and in order, for any number of processes; what they say, and where they are written."""
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_mnist
+from pictures import COLOURS, write_classes
+from PIL import Image
+
+import lockstep
+from lockstep.errors import UserError
+
+pytestmark = pytest.mark.xdist_group("predict")
+CPU = ["trainer.accelerator=cpu"]
+TRAIN = ["data.batch_size=8", "trainer.max_steps=6", "trainer.precision=32-true", "optim.lr=1e-3", *CPU]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, forked) -> Iterator[Path]:
+    """A folder with a run `photos` of coloured images, its data, and a run `digits` of MNIST's 103 test images."""
+    place = tmp_path_factory.mktemp("predict")
+    write_classes(place / "photos", 10)
+    write_mnist(place / "mnist", 64, 103)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        common = ["data.cache_dir=cache", *TRAIN]
+        lockstep.train(["run=photos", "data=folder", "data.root=photos", "data.image_size=12", *common])
+        lockstep.train(["run=digits", "data.root=mnist", "data.image_size=12", "data.eval_batch_size=10", *common])
+        yield place
+
+
+@pytest.fixture
+def predict(place, tmp_path) -> Callable[..., list[dict]]:
+    """The rows of a table, by the arguments of the command."""
+
+    def predicted(*overrides: str, ending: str = "jsonl") -> list[dict]:
+        output = tmp_path / f"table.{ending}"
+        done = lockstep.predict([*overrides, f"output={output}", "overwrite=true", *CPU])
+        assert Path(done["output"]) == output
+        rows = read(output)
+        assert len(rows) == done["count"]
+        assert not list(tmp_path.glob("*.parts"))
+        return rows
+
+    return predicted
+
+
+def read(path: Path) -> list[dict]:
+    if path.suffix == ".csv":
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    if path.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    text = path.read_text()
+    return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+
+
+def close(a: list[dict], b: list[dict]) -> bool:
+    return len(a) == len(b) and all(
+        one.keys() == other.keys()
+        and all(v == (pytest.approx(other[k], rel=1e-5) if isinstance(v, float) else other[k]) for k, v in one.items())
+        for one, other in zip(a, b, strict=True)
+    )
+
+
+# --- what is in a table ---
+
+
+def test_a_part_of_the_data_has_a_row_per_sample_and_the_accuracy_of_an_evaluation(predict):
+    rows = predict("run=digits", "input=test")
+    assert [row["index"] for row in rows] == list(range(103))
+    figures = lockstep.evaluate(["run=digits", *CPU])
+    assert np.mean([row["class"] == row["target"] for row in rows]) == pytest.approx(figures["test/acc"], abs=1e-9)
+    assert np.mean([row["loss"] for row in rows]) == pytest.approx(figures["test/loss"], rel=1e-5)
+    assert list(rows[0]) == ["index", "target", "class", "probability", "loss"]
+    held_out = predict("run=digits", "input=val")
+    assert (len(held_out), len({row["index"] for row in held_out})) == (6, 6)
+
+
+def test_a_folder_a_glob_and_a_csv_of_its_files_say_what_its_test_part_says(predict, place):
+    of_part = {row["path"]: row for row in predict("run=photos", "input=test")}
+    of_folder = predict("run=photos", "input=photos")
+    paths = sorted(str(path.relative_to(place)) for path in (place / "photos").rglob("*.*"))
+    assert [row["path"] for row in of_folder] == paths
+    assert {row["error"] for row in of_folder} == {""}
+    for path, row in of_part.items():
+        alone = next(each for each in of_folder if each["path"] == f"photos/{path}")
+        assert (alone["class"], alone["probability"]) == (row["class"], pytest.approx(row["probability"], rel=1e-5))
+        assert row["target"] == path.split("/")[0]
+    globbed = predict("run=photos", "input=photos/r*/*.png")
+    assert globbed == [row for row in of_folder if re.match(r"photos/r.*png", row["path"])]
+    (place / "photos/list.csv").write_text("target,path\n" + "".join(f"x,{path}\n" for path in reversed(of_part)))
+    listed = predict("run=photos", "input=photos/list.csv")
+    assert [(row["path"], row["target"]) for row in listed] == [(path, "x") for path in reversed(of_part)]
+    assert [row["class"] for row in listed] == [of_part[path]["class"] for path in reversed(of_part)]
+    assert predict("run=photos", f"input={place}/photos/red/0.png")[0]["class"] in COLOURS
+
+
+def test_the_most_probable_classes_and_all_probabilities_come_on_request(predict, place):
+    rows = predict("run=photos", "input=test", "top_k=5", "probabilities=true")
+    net = lockstep.load_model("runs/photos")
+    for row in rows:
+        wide = {name: row[f"probability/{name}"] for name in COLOURS}
+        ranked = sorted(wide, key=wide.get, reverse=True)
+        assert [row["class"], row["class_2"], row["class_3"]] == ranked
+        assert [row["probability"], row["probability_2"], row["probability_3"]] == [wide[name] for name in ranked]
+        assert "class_4" not in row
+    data = torch.load(place / "runs/photos/checkpoints/last.ckpt", weights_only=True)["DataModule"]["about"]
+    row = next(row for row in rows if row["path"].endswith(".png"))
+    with Image.open(place / "photos" / row["path"]) as image:
+        pixels = np.asarray(image.convert("RGB").resize((12, 12), Image.Resampling.BILINEAR)).transpose(2, 0, 1)
+    mean, std = (torch.tensor(data[key]).view(-1, 1, 1) for key in ("mean", "std"))
+    with torch.inference_mode():
+        expected = net(((torch.tensor(pixels) / 255 - mean) / std)[None]).softmax(1)[0].tolist()
+    assert [row[f"probability/{name}"] for name in data["classes"]] == pytest.approx(expected, rel=1e-4)
+
+
+# --- order and count ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world"),
+    [("ddp", 3), pytest.param("ddp", 2, marks=pytest.mark.slow), pytest.param("fsdp", 2, marks=pytest.mark.slow), pytest.param("dp", 1, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_the_table_is_the_same_for_every_number_of_processes(predict, strategy, world):
+    """Of 103 samples in batches of 10, and of 30 files in one batch: neither is divided by the processes."""
+    several = [f"strategy={strategy}", *([f"trainer.devices={world}"] if world > 1 else [])]
+    for given in (["run=digits", "input=test"], ["run=photos", "input=photos/*/*.*"]):
+        assert close(predict(*given, *several), predict(*given))
+
+
+@pytest.mark.slow
+def test_a_prediction_repeats_bit_by_bit(predict, tmp_path):
+    for _ in range(2):
+        predict("run=photos", "input=photos", ending="csv")
+        (tmp_path / "table.csv").rename(tmp_path / f"{_}.txt")
+    assert (tmp_path / "0.txt").read_bytes() == (tmp_path / "1.txt").read_bytes()
+
+
+# --- broken files ---
+
+
+@pytest.fixture
+def broken(place, tmp_path) -> Path:
+    folder = tmp_path / "some"
+    write_classes(folder, 2)
+    (folder / "a.png").write_bytes(b"")
+    whole = (folder / "blue/0.png").read_bytes()
+    (folder / "red/cut.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "list.csv").write_text("path\na.png\nblue/0.png\nnowhere.png\n")
+    return folder
+
+
+def test_broken_files_have_a_row_with_the_reason_and_the_others_their_prediction(predict, broken, capsys):
+    rows = predict("run=photos", f"input={broken}")
+    bad = [row for row in rows if row["error"]]
+    assert [Path(row["path"]).name for row in bad] == ["a.png", "cut.png"]
+    assert all(row["class"] is None and row["probability"] is None for row in bad)
+    assert len([row for row in rows if row["class"] in COLOURS]) == len(rows) - 2 == 6
+    said = capsys.readouterr().err
+    assert "WARNING: 2 of 8 files cannot be read" in said
+    assert str(broken / "red/cut.png") in said
+    of_list = predict("run=photos", f"input={broken}/list.csv", ending="csv")
+    assert [bool(row["error"]) for row in of_list] == [True, False, True]
+    assert "No such file" in of_list[2]["error"]
+
+
+@pytest.mark.slow
+def test_broken_files_of_several_processes_are_where_they_belong(predict, broken):
+    several = ["strategy=ddp", "trainer.devices=2", "data.eval_batch_size=3"]
+    assert close(predict("run=photos", f"input={broken}", *several), predict("run=photos", f"input={broken}"))
+
+
+def test_nothing_is_written_if_all_files_are_broken(place, broken, tmp_path):
+    with pytest.raises(UserError, match=r"none of 1 files can be read:\n  .*a\.png: cannot identify"):
+        lockstep.predict(["run=photos", f"input={broken}/a.png", f"output={tmp_path}/none/table.csv", *CPU])
+    assert list((tmp_path / "none").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_files_may_be_decoded_by_workers(predict, broken):
+    asked = ["run=photos", f"input={broken}", "data.eval_batch_size=3"]
+    assert predict(*asked, "data.num_workers=2") == predict(*asked, "data.num_workers=0")
+
+
+def test_what_a_killed_prediction_left_is_removed(predict, tmp_path):
+    (tmp_path / "table.jsonl.parts/mask").mkdir(parents=True)
+    (tmp_path / "table.jsonl.parts/rank-0.jsonl").write_text("[0, {")
+    (tmp_path / "table.jsonl.part").write_text("[")
+    assert len(predict("run=digits", "input=test")) == 103
+    assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
+
+
+# --- files ---
+
+
+def test_every_format_says_the_same(predict, broken):
+    asked = ["run=photos", f"input={broken}", "top_k=2"]
+    expected = predict(*asked)
+    assert predict(*asked, ending="json") == predict(*asked, ending="parquet") == expected
+    texts = [{name: "" if v is None else str(v) for name, v in row.items()} for row in expected]
+    assert predict(*asked, ending="csv") == texts
+
+
+def test_the_default_is_a_file_of_the_run_and_it_is_not_overwritten(place):
+    asked = ["run=digits", "input=test", *CPU]
+    done = lockstep.predict(asked)
+    assert done["output"] == "runs/digits/predictions.csv"
+    before = Path(done["output"]).read_bytes()
+    with pytest.raises(UserError, match=r"predictions.csv exists. Type another file, or overwrite=true"):
+        lockstep.predict(asked)
+    assert lockstep.predict([*asked, "overwrite=true"])["count"] == 103
+    assert Path(done["output"]).read_bytes() == before
+    assert json.loads(Path("runs/digits/predict.json").read_text()) == done
+
+
+def test_a_checkpoint_that_was_moved_predicts_files_without_its_data(place, tmp_path):
+    checkpoint = tmp_path / "moved.ckpt"
+    checkpoint.write_bytes((place / "runs/photos/checkpoints/last.ckpt").read_bytes())
+    gone = ["data.root=nowhere", "data.cache_dir=nowhere"]
+    done = lockstep.predict([f"checkpoint={checkpoint}", "input=photos", *gone, *CPU])
+    assert (done["output"], done["count"]) == (str(tmp_path / "predictions.csv"), 30)
+
+
+def test_the_gallery_is_one_file_with_the_pictures_and_what_is_said_of_them(predict, place, tmp_path):
+    (place / "odd").mkdir()
+    name = "<b>&.png"
+    Image.new("RGB", (20, 20), COLOURS["red"]).save(place / "odd" / name)
+    rows = predict("run=photos", "input=odd", "gallery=true")
+    page = (tmp_path / "table.jsonl.html").read_text()
+    assert len(re.findall(r'<img src="data:image/png;base64,', page)) == len(rows) == 1
+    assert "<b>&.png" not in page
+    assert "odd/&lt;b&gt;&amp;.png" in page
+    assert f"class: <b>{rows[0]['class']}</b>" in page
+    assert not re.findall(r"https?://", page)
+    assert "thumbnail" not in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], r"input is missing; type input=<input>"),
+        (["input=photos", "top_k=0", "gallery=2"], r"top_k=0 is not possible(.|\n)*gallery=2 is not possible"),
+        (["input=fotos", "output=a.xls"], r"its ending must be(.|\n)*input=fotos does not exist. Type a folder of images, a glob in quotes"),
+        (["input=empty"], r"input=empty holds no images"),
+        (["input=photos/*.tif"], r"input=photos/\*.tif matches no file"),
+        (["input=bad.csv"], r"input=bad.csv has no column path; it has file"),
+        (["input=photos", "output=table.xlsx"], r"its ending must be one of .csv, .json, .jsonl, .parquet"),
+        (["input=photos", "output=photos.csv"], r"output=photos.csv is a folder"),
+        (["input=photos", "trainer.limit_test_batches=2"], r"trainer.limit_test_batches=2 has no effect in a prediction"),
+        (["input=photos", "optim.lr=1"], r"optim.lr=1 has no effect in a prediction"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_refused(place, given, said):
+    (place / "empty").mkdir(exist_ok=True)
+    (place / "photos.csv").mkdir(exist_ok=True)
+    (place / "bad.csv").write_text("file\nx.png\n")
+    before = sorted(place.rglob("*"))
+    with pytest.raises(UserError, match=said):
+        lockstep.predict(["run=photos", *given, *CPU])
+    assert sorted(place.rglob("*")) == before
+
+
+def test_parquet_without_pyarrow_is_refused(place, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    from lockstep.prediction.request import output_problems
+
+    assert "Type uv pip install pyarrow, or output=a.csv" in next(output_problems(Path("a.parquet"), False))
+
+
+def test_a_mistake_is_told_by_the_command_before_torch_is_imported(forked_command):
+    done = forked_command("predict.py", "input=x", env={"PYTHONPROFILEIMPORTTIME": ""})
+    assert (done.code, "Type " in done.err and "predict.py run=<name> input=<folder>" in done.err) == (2, True), done
+    done = forked_command("predict.py", "run=nothing", "input=x", "-m")
+    assert (done.code, "predict.py takes one run at a time" in done.err) == (2, True), done

@@ -1,0 +1,120 @@
+"""`lockstep.load_report`: what the files of a run hold, and what a notebook shows of it."""
+
+import csv
+import html
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import lockstep
+from lockstep.errors import UserError
+from lockstep.reporting.panels_file import encoded, read_panels, write_panels
+from lockstep.tasks.panel import (
+    Bars,
+    Durations,
+    Gallery,
+    Lines,
+    Mask,
+    Matrix,
+    Points,
+    Sample,
+    Share,
+    Table,
+    Tokens,
+)
+
+
+def test_a_report_is_what_the_files_say(run_a):
+    report = lockstep.load_report("a")
+    assert report == run_a == json.loads(json.dumps(report))
+    assert lockstep.load_report("runs/a") == lockstep.load_report(Path("runs/a").resolve()) == report
+    with Path("runs/a/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for name in ("train/loss", "val/acc", "test/acc"):
+        steps, values = report.curves[name]
+        assert values == [float(row[name]) for row in rows if row[name]]
+        assert steps[-1] == run_a["train/steps"]
+    assert report.curves["train/loss"].steps == list(range(1, 13))
+    assert report.curves["val/acc"].values[-1] == report["val/acc"]
+    frame = report.frame()
+    assert frame["train/loss"].dropna().tolist() == report.curves["train/loss"].values
+    assert len(frame) == len(rows)
+
+
+def test_the_panels_are_those_of_the_page(run_a, mnist):
+    panels = lockstep.load_report("a").panels
+    page = Path("runs/a/report.html").read_text()
+    assert {title for title in panels if f"<h3>{title}" not in page} == set()
+    matrix = panels["Confusion matrix"]
+    assert sum(map(sum, matrix.values)) == 103
+    assert sum(matrix.values[i][i] for i in range(10)) / 103 == pytest.approx(run_a["test/acc"])
+    worst = panels["Largest losses"].samples
+    losses = [sample.facts["loss"] for sample in worst]
+    assert (len(losses), losses) == (24, sorted(losses, reverse=True))
+    assert f"#{worst[0].index}</small>" in page
+    assert worst[0].image_CHW.shape == (1, 28, 28)  # as it lies on the disk
+
+
+def test_every_panel_comes_back_from_its_file(tmp_path):
+    noise_CHW = np.random.default_rng(0).integers(0, 256, (3, 20, 30), dtype=np.uint8)
+    mask_HW = torch.tensor([[-1, 0, 300], [1, 2, 3]])
+    facts = {
+        "loss": float("inf"),
+        "top": [("a", 0.5)],
+        "mask": Mask(mask_HW, ignored=-1),
+        "text": Tokens([("ab", 1.5)]),
+    }
+    panels = [
+        Table("table", ["class", "recall"], [["a", Share(3, 4)], ["b", np.float32(0.5)]], "note"),
+        Matrix("matrix", ["a", "b"], [[1, 2], [3, 4]]),
+        Lines("lines", "x", "y", {"a": [(0.0, 1.0)]}),
+        Points("points", "x", "y", [(0.0, 1.0)], diagonal=True),
+        Bars("bars", "x", "y", [0.0, 1.0, 2.0], [3, 4]),
+        Durations("durations", {"steps": 1.5}),
+        Gallery("gallery", [Sample(7, facts, noise_CHW), Sample(None, {"own": {1, 2} and object}, noise_CHW[:1])]),
+    ]
+    write_panels(tmp_path, panels)
+    found = read_panels(tmp_path)
+    assert [encoded(panel) for panel in found] == [encoded(panel) for panel in panels]
+    *_, gallery = found
+    assert (gallery.samples[0].image_CHW == noise_CHW).all()
+    assert (gallery.samples[1].image_CHW == noise_CHW[:1]).all()
+    assert gallery.samples[0].facts["mask"].classes_HW.tolist() == mask_HW.tolist()
+    assert found[0].rows[0][1].interval == Share(3, 4).interval
+    for damage in ("[", "[1]", "{}", '[{"__panel__": "Other"}]', '[{"__panel__": "Table"}]'):
+        (tmp_path / "panels.json").write_text(damage)
+        with pytest.raises(UserError, match=r"panels\.json is damaged"):
+            read_panels(tmp_path)
+    assert read_panels(tmp_path / "absent") == []
+
+
+def test_a_notebook_shows_the_figures_and_the_whole_page(run_a):
+    shown = lockstep.load_report("a")._repr_html_()
+    table, frame = shown.split("</table>")
+    assert f"<tr><th>test/acc</th><td>{run_a['test/acc']:.4f}</td></tr>" in table
+    source = re.search('srcdoc="([^"]*)"', frame)[1]
+    assert html.unescape(source) == Path("runs/a/report.html").read_text()
+    assert 'sandbox="allow-scripts' in frame  # not allow-same-origin: the page's script must not reach the notebook
+
+
+def test_a_run_that_failed_early_has_a_report(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/bad").mkdir(parents=True)
+    Path("runs/bad/report.json").write_text('{"status": "failed", "run": "bad", "error": "a < b"}')
+    report = lockstep.load_report("bad")
+    assert (report.curves, report.panels, len(report.frame())) == ({}, {}, 0)
+    assert "<td>a &lt; b</td>" in report._repr_html_()
+    assert "iframe" not in report._repr_html_()
+
+
+def test_what_is_no_run_is_told(run_a, monkeypatch):
+    with pytest.raises(UserError, match=r"neither b/report.json nor runs/b/report.json exists. Runs there: a\."):
+        lockstep.load_report("b")
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match="pip install pandas"):
+        lockstep.load_report("a").frame()

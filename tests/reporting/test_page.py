@@ -1,0 +1,159 @@
+"""The page of a run: what it holds for runs that end, fail or resume, the same for every number of processes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torchmetrics.classification import MulticlassConfusionMatrix
+from your_own import Page
+
+import lockstep
+from lockstep import build
+from lockstep.callbacks import Clock, FirstBatch
+from lockstep.machine.world import World
+from lockstep.reporting import page as pages
+from lockstep.tasks import Classification
+from lockstep.tasks.panel import Bars, Gallery, Matrix, Panel, Sample
+
+pytestmark = pytest.mark.xdist_group("page")
+TWO = ("strategy=ddp", "trainer.devices=2")
+
+
+def page_of(run: str) -> str:
+    return Path("runs", run, "report.html").read_text()
+
+
+def section(page: str, name: str) -> str:
+    return page.split(f'<section id="{name}">')[1].split("</section>")[0]
+
+
+def test_a_page_holds_what_is_known_of_a_run(run_a):
+    page = page_of("a")
+    for name in ("training", "test", "samples", "time", "commands", "figures"):
+        assert section(page, name)
+    low, high = (float(x) for x in re.search(r"95% interval ([\d.]+) to ([\d.]+)%", page).groups())
+    assert low < 100 * run_a["test/acc"] < high
+    assert "103 images" in page
+    assert page.count("<figure>") == 24 + 16  # the largest losses, and the first batch
+    assert len(re.findall(r'src="data:image/png;base64,', page)) == 24 + 16
+    assert "<td>data.batch_size</td>" in page.replace(' class="mono"', "")
+    assert " run=a" in section(page, "commands")
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")  # it needs no network
+    assert len(page) < 200_000
+    parts = {name: run_a[f"time/{name}_s"] for name in pages.PARTS}
+    assert sum(parts.values()) == pytest.approx(run_a["wall_s"], rel=0.02)
+    assert min(parts.values()) >= 0
+
+
+def test_the_panels_are_those_of_the_checkpoint_in_any_number_of_processes(run_a, train, forked):
+    """A finished run that is resumed tests its best checkpoint again."""
+    alone = page_of("a")
+    train("run=a", "resume=auto", *TWO)
+    shared = page_of("a")
+    assert "Resumed 1 time" in shared
+    assert section(shared, "test") == section(alone, "test")
+    of_alone, of_shared = (
+        section(page, "samples").split("<h3>")[1].split("</figure>")[:-1] for page in (alone, shared)
+    )
+    assert of_shared == of_alone
+    assert len(of_alone) == 24
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
+def test_the_matrix_counts_the_predictions_of_the_checkpoint(run_a, mnist, cache):
+    cfg = OmegaConf.load("runs/a/config.yaml")
+    data, panels = build.data(cfg), []
+    module = build.module(cfg, data, weights=str(Path("runs/a", run_a["checkpoint"])))
+    build.evaluate(cfg, World("cpu", 1, 1, "single"), data, module, panels=panels)
+    matrix = next(panel for panel in panels if isinstance(panel, Matrix))
+    batch = data.finished(data.raw("test", range(103)), training=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed"):
+        logits = module.net.eval()(batch["input"]).float()
+    assert matrix.values == MulticlassConfusionMatrix(10)(logits, batch["target"]).tolist()
+    worst = next(panel for panel in panels if isinstance(panel, Gallery)).samples
+    loss = torch.nn.functional.cross_entropy(logits, batch["target"], reduction="none")
+    assert [sample.index for sample in worst[:5]] == loss.argsort(descending=True)[:5].tolist()
+    assert (worst[0].image_CHW == data.raw("test", [worst[0].index])["input"][0].numpy()).all()
+
+
+def test_names_classes_and_values_are_text(run_a):
+    cfg, report = (
+        OmegaConf.load("runs/a/config.yaml"),
+        {**run_a, "error": "<script>alert(1)</script>", "status": "failed"},
+    )
+    cfg.data.root, cfg.runs_dir = "<script>alert(2)</script>", "runs"
+    evil = "<script>alert(3)</script>"
+    panels = [
+        Matrix(evil, [evil, "b"], [[1, 2], [3, 4]], evil),
+        Bars(evil, evil, evil, [0, 1, 2], [1, 2]),
+        Gallery(evil, [Sample(0, {"target": evil, "prediction": evil, evil: evil})]),
+    ]
+    pages.write_page(cfg, report | {"run": evil, "model": evil}, None, panels)
+    page = page_of("a")
+    assert page.count("<script>") == page.count("</script>") == 1
+    assert "&lt;script&gt;alert(2)" in page
+
+
+def test_a_failed_run_has_a_page_with_its_error_and_last_rows(train, crash_at):
+    crash_at(7)
+    with pytest.raises(RuntimeError):
+        train("run=bad", "trainer.log_every_n_steps=1")
+    page = page_of("bad")
+    assert 'class="chip failed"' in page
+    assert "Crash" in section(page, "notes")
+    assert "The last rows of the log" in page
+    assert "lockstep train run=bad resume=auto" in page
+    assert "<polyline" in section(page, "training")
+    assert 'id="test"' not in page
+
+
+class Broken(Panel):
+    def update(self, output, batch, loss_B):
+        raise LookupError("no such thing")
+
+
+def test_a_panel_that_fails_costs_no_figure(train, monkeypatch, caplog):
+    known = Classification.test_panels
+    monkeypatch.setattr(Classification, "test_panels", lambda self: {"own": Broken(), **known(self)})
+    report = train("run=b", "trainer.max_steps=2")
+    assert (report["status"], report["test/count"]) == ("done", 103)
+    assert "the report lacks the panel own, which failed: LookupError: no such thing" in page_of("b")
+    assert "Confusion matrix" in page_of("b")
+
+
+def test_a_panel_of_the_users_is_shown(tmp_path, mnist, cache, monkeypatch):
+    monkeypatch.chdir(Page("panel").write(tmp_path))
+    options = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
+    lockstep.train(["run=c", *Page("panel").typed[0], *options, "trainer.max_steps=2"])
+    assert "Wrong predictions" in section(page_of("c"), "test")
+    assert "<rect" in section(page_of("c"), "test")
+
+
+def test_the_first_batch_is_shown_as_the_network_saw_it():
+    first = FirstBatch()
+    batch = {"input": torch.zeros(3, 1, 4, 4), "target": torch.tensor([1, 0, 1]), "index": torch.tensor([7, 8, 9])}
+    samples = first.taken(batch, {"mean": [0.5], "std": [0.25], "classes": ["cat", "dog"]})
+    assert [(sample.index, sample.facts) for sample in samples] == [
+        (7, {"target": "dog"}),
+        (8, {"target": "cat"}),
+        (9, {"target": "dog"}),
+    ]
+    assert (samples[0].image_CHW == 128).all()
+    assert first.taken({"input": torch.zeros(3, 5)}, {}) == first.taken(None, {}) == first.taken([], {}) == []
+    pairs = first.taken([torch.rand(2, 3, 4, 4), torch.rand(2)], {})
+    assert [sample.facts for sample in pairs] == [{}, {}]
+
+
+def test_a_clock_that_never_began_says_nothing():
+    assert Clock().report_figures() == {}
+
+
+def test_curves_of_unknown_figures_are_grouped():
+    rows = [{"step": 0, "train_loss": 1.0, "val_loss": 2.0, "val/acc": 0.5, "val/count": 4, "train/samples_per_s": 3.0}]
+    names = [names for _, _, names in pages.curves(None, rows, "samples")]
+    assert names[:2] == [("train_loss", "val_loss"), ("val/acc",)]
+    assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]
+    assert pages.labels(["val/rmse", "val/mae"]) == ["rmse", "mae"]
+    assert pages.labels(["a", "b"]) == ["a", "b"]

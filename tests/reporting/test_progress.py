@@ -1,0 +1,134 @@
+"""How progress is shown: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then."""
+
+import io
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+import lockstep
+from lockstep.launch import local
+from lockstep.machine.streams import in_notebook
+from lockstep.machine.world import World
+from lockstep.reporting import progress
+from lockstep.reporting.progress import Line
+
+
+@pytest.fixture
+def now_s(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.fixture
+def all_lines(monkeypatch):
+    monkeypatch.setattr(progress, "LINES_S", (-1.0, -1.0))
+
+
+def lines_of(capsys) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_day_of_training_leaves_a_few_hundred_lines(now_s, capsys):
+    line = Line("step", 86_400)
+    for step in range(5, 86_401, 5):
+        now_s[0] += 5
+        if line.due(step):
+            line.show("epoch 1", step, "loss 0.5", "")
+    line.end()
+    lines = lines_of(capsys)
+    assert 300 < len(lines) < 700
+    assert lines[0] == "epoch 1 · step 15/86,400 · 23:59:45 left · loss 0.5"
+    steps = [int(re.search(r"step ([\d,]+)/", line)[1].replace(",", "")) for line in lines]
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 0.011 * 86_400
+
+
+def test_the_time_left_counts_from_where_a_resumed_run_began(now_s, all_lines, capsys):
+    line = Line("step", 1000, first=900)
+    now_s[0] += 60
+    line.show("epoch 9", 950)
+    line = Line("step", float("inf"))
+    line.show("epoch 1", 7)
+    assert lines_of(capsys) == ["epoch 9 · step 950/1,000 · 1:00 left", "epoch 1 · step 7/?"]
+
+
+def test_a_notebook_gets_one_line_that_is_written_again(now_s, capsys, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_NOTEBOOK", "1")
+    line = Line("step", 3600)
+    for step in range(1, 3601):
+        now_s[0] += 1
+        if line.due(step):
+            line.show("epoch 1", step, "loss 0.5")
+    line.end()
+    print("next")
+    written, after, _ = capsys.readouterr().out.split("\n")
+    assert after == "next"
+    texts = written.split("\r")[1:]
+    assert 300 < len(texts) < 1000
+    assert re.match(r"epoch 1 · step 3,(59\d|600)/3,600", texts[-1])
+    for before, text in itertools.pairwise(texts):  # what was longer is overwritten
+        assert len(text) >= len(before.rstrip())
+
+
+def test_the_processes_of_a_run_know_that_a_notebook_started_them(monkeypatch):
+    kernels_stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    cfg = lockstep.config.compose.compose_config("train", [])
+    assert "LOCKSTEP_NOTEBOOK" not in local.environment(cfg, World("cpu", 2, 1, "ddp"), 0, 1)
+    monkeypatch.setattr(sys, "stdout", kernels_stream)
+    assert in_notebook()
+    assert local.environment(cfg, World("cpu", 2, 1, "ddp"), 0, 1)["LOCKSTEP_NOTEBOOK"] == "1"
+
+
+@pytest.mark.parametrize("total", [1000, None])
+def test_a_terminal_of_80_columns_shows_everything(total, now_s, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(progress, "out", Console(file=terminal, force_terminal=True, width=80, color_system=None))
+    line = Line("step", total)
+    assert not line.due(500) and line.due(1000) == (total is not None)  # the last step is always shown
+    now_s[0] += 60
+    assert line.due(500)
+    line.show("epoch 1", 500, "loss 0.1234 · 4,100 images/s · 3% waiting for data", "saved 0:12 ago")
+    line.end()
+    frames = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", terminal.getvalue()).split("\r")
+    last = " ".join(frames[-1].split())
+    assert re.match("epoch 1 ━+", last)
+    shown = "500/1,000 · 1:00 left" if total else "500/?"
+    assert f"{shown} · loss 0.1234 · 4,100 images/s · 3% waiting for data · saved 0:12 ago" in last.replace(" ━", "")
+
+
+def test_a_run_tells_loss_speed_waiting_and_the_last_checkpoint(train, all_lines, capsys):
+    train("trainer.log_every_n_steps=6", "trainer.max_epochs=2", "checkpoint.every_n_steps=5")
+    found = lines_of(capsys)
+    lines = [line for line in found if line.startswith("epoch") and "validation" not in line]
+    assert [line.split(" · ")[:2] for line in lines] == [
+        [f"epoch {1 + (s > 12)}", f"step {s}/24"] for s in range(1, 25)
+    ]
+    figures = r"\d:\d\d left · loss \d\.\d{4} · [\d,]+ images/s · \d+% waiting for data"
+    assert [bool(re.search(figures, line)) for line in lines] == [s >= 6 for s in range(1, 25)]
+    assert ["saved 0:0" in line for line in lines] == [s > 5 for s in range(1, 25)]
+    assert "val/acc" in lines[-1]
+    validated = [line for line in found if "validation batch" in line]
+    assert [" · validation batch 1 · " in line for line in validated] == [True, True]
+    assert [line for line in found if line.startswith("test · batch 1/1 · 0:00 left · ")]
+
+
+def test_no_bar_no_line(train, all_lines, capsys):
+    train("trainer.log_every_n_steps=6", "trainer.enable_progress_bar=false")
+    assert "left" not in capsys.readouterr().out
+
+
+def test_predict_tells_how_far_it_is(run_a, all_lines, capsys):
+    assert run_a["status"] == "done"
+    found = lockstep.predict(["run=a", "input=test", "data.eval_batch_size=25", "trainer.accelerator=cpu"])
+    lines = [line for line in lines_of(capsys) if line.startswith("predict · ")]
+    assert [line.split(" · ")[1] for line in lines] == [f"batch {i}/5" for i in range(1, 6)]
+    assert all(re.search(r"\d:\d\d left · [\d,]+ images/s$", line) for line in lines)
+    assert json.loads(Path("runs/a/predict.json").read_text()) == found

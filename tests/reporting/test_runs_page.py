@@ -1,0 +1,109 @@
+"""The page of many runs: what it holds, what it links to, and how large it is."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from lockstep.errors import UserError
+from lockstep.reporting import runs_page
+from lockstep.reporting.runs_page import RunFiles
+
+ledger = importlib.import_module("runs")
+CONFIG = {
+    "run": None, "seed": 0, "data": {"batch_size": 64, "num_workers": 2}, "optim": {"lr": 1e-3}, "strategy": {}, "trainer": {},
+    "checkpoint": {},
+}  # fmt: skip
+
+
+def write_run(folder: Path, *, steps: int = 3, lr: float = 1e-3, batch: int = 64, acc: float = 0.9, **report) -> None:
+    folder.mkdir(parents=True)
+    config = {**CONFIG, "run": folder.name, "optim": {"lr": lr}, "data": {"batch_size": batch, "num_workers": 2}}
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+    rows = [f"{step},{1 / (step + 1):.4f},{acc - 0.1 / (step + 1):.4f}" for step in range(steps)]
+    (folder / "metrics.csv").write_text("\n".join(["step,train/loss,val/acc", *rows]) + "\n")
+    found = {"status": "done", "monitor": "val/acc", "monitor_mode": "max", "val/acc": acc, "test/acc": acc - 0.01, "unit": "images",
+             "evaluated": "test/acc", "batch_size": batch, "wall_s": 61.0, "train/steps": steps, **report}  # fmt: skip
+    (folder / "report.json").write_text(json.dumps(found))
+    (folder / "report.html").write_text("")
+
+
+def headings(page: str) -> list[str]:
+    return re.findall(r'<th class="[^"]*"[^>]*><button type="button">(.*?)</button>', page)
+
+
+def page_of(folder: Path, *args: str, monkeypatch, out: str = "runs.html") -> str:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["runs.py", "html", "-o", out, *args])
+    ledger.main()
+    return Path(out).read_text()
+
+
+def test_settings_that_differ_are_columns(tmp_path, monkeypatch):
+    for number, lr in enumerate((1e-5, 3e-4)):
+        write_run(tmp_path / f"runs/sweep/{number}", lr=lr, acc=0.9 + number / 100)
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    assert headings(page) == ["run", "status", "lr", "val/acc", "test/acc", "steps", "images/s", "time"]
+    assert ">1e-05<" in page and ">0.0003<" in page  # all digits of a setting
+    assert re.search(r'class="value">0.9100</p>', page) and "the best of 2 runs" in page
+    assert 'href="runs/sweep/1/report.html"' in page
+    assert page.count("<polyline") == 4  # of two figures
+    chosen = page_of(tmp_path, "sweep/1", monkeypatch=monkeypatch, out="deep.html")
+    assert "lr" not in headings(chosen)
+    assert chosen.count("<polyline") == 2
+
+
+def test_runs_with_other_batches_are_also_drawn_over_the_samples_seen(tmp_path, monkeypatch):
+    write_run(tmp_path / "runs/a", batch=64)
+    write_run(tmp_path / "runs/b", batch=128)
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    values = re.findall(r'data-name="b" data-values="([\d.,e -]+)"', page)
+    assert [each.split(" ")[0].split(",")[0] for each in values] == ["1", "128", "1", "128"]
+
+
+def test_conditions_choose_and_none_is_refused(tmp_path, monkeypatch):
+    for number in range(3):
+        write_run(tmp_path / f"runs/{number}", acc=0.7 + number / 10)
+    page = page_of(tmp_path, "--where", "val/acc>0.75", "--sort", "-val/acc", monkeypatch=monkeypatch)
+    assert re.findall(r'<tr data-run="(\d)">', page) == ["2", "1"]
+    with pytest.raises(UserError, match="no run meets"):
+        page_of(tmp_path, "--where", "val/acc>2", monkeypatch=monkeypatch)
+
+
+def test_names_and_values_are_text(tmp_path, monkeypatch):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/<script>alert(1)<", status="<script>x")
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    assert page.count("<script>") == page.count("</script>") == 1  # the page's own
+
+
+def test_damaged_and_unfinished_runs_are_rows(tmp_path, monkeypatch):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b")
+    (tmp_path / "runs/b/metrics.csv").write_text("step,x\nq,1\n")
+    (tmp_path / "runs/b/report.json").write_text("{")
+    (tmp_path / "runs/b/config.yaml").write_text(":")
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    assert 'class="chip damaged"' in page
+    assert page.count("<polyline") == 2
+
+
+def test_a_hundred_runs_stay_small(tmp_path):
+    runs = []
+    for number in range(100):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        names = [f"val/figure{i}" for i in range(8)]
+        rows = [
+            ",".join([str(step), *(f"{(step * 7 + i + number) % 97 / 97:.6f}" for i in range(8))])
+            for step in range(500)
+        ]
+        (folder / "metrics.csv").write_text("\n".join([",".join(["step", *names]), *rows]) + "\n")
+        report = {"status": "done", "monitor": "val/figure0", "monitor_mode": "max", "batch_size": 64 + number % 2}
+        runs.append(RunFiles(str(number), folder, report, {"optim": {"lr": number}}))
+    page = runs_page.runs_page(runs, tmp_path, tmp_path / "runs.html")
+    assert page.count("<polyline") == 100 * runs_page.FIGURES * 2
+    assert len(page) < 5e6
