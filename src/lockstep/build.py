@@ -55,7 +55,7 @@ def process(cfg: DictConfig, world: World) -> None:
     if world.accelerator == "cpu":
         if not cfg.strategy.traits.shards:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
-        if number := threads(world):
+        if number := cfg.exact.threads if cfg.exact.shards else threads(world):
             torch.set_num_threads(number)
     if not gpu_count():
         # Optimizers ask at each step whether there are GPUs. Lightning makes torch ask the driver, which takes 0.1 ms if
@@ -78,7 +78,8 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
     augment = Augmentation(operations(cfg)) if cfg.get("augment") or given.get("repeats", 1) > 1 else None
-    made = DataModule(dataset, seed=cfg.seed, augment=augment, **{"eval_batch_size": node["batch_size"], **given})
+    given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.shards}
+    made = DataModule(dataset, seed=cfg.seed, augment=augment, **given)
     made.about = plain(made.about, "about")
     return made
 
@@ -138,11 +139,13 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         parallelize=partial(
             strategies.parallelize,
             sync_batchnorm=cfg.trainer.sync_batchnorm,
-            channels_last=cfg.channels_last,
+            # strategy=fsdp cannot have it, and the other format rounds differently
+            channels_last=cfg.channels_last and not cfg.exact.shards,
             compile=cfg.compile,
         ),
         metrics=metrics(cfg, goal),
         network_arguments=offered,
+        shards=cfg.exact.shards,
     )
     figures = made.figure_names()
     raise_problems(p for key, monitor in monitors(cfg).items() for p in monitor_problems(key, monitor, figures))

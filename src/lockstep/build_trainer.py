@@ -31,6 +31,8 @@ PROFILERS: dict[str, type[Profiler]] = {
     "pytorch": PyTorchProfiler,
 }
 
+COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
+
 
 def loggers(cfg: DictConfig) -> list[Logger]:
     """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
@@ -72,7 +74,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         UserError: Lightning refuses a combination of arguments.
     """
     own: list[pl.Callback] = [
-        callbacks.StepSeed(cfg.seed),
+        callbacks.StepSeed(cfg.seed, by_logical_rank=bool(cfg.exact.shards)),
         callbacks.Plan(cfg, data, facts(data)),
         callbacks.Clock(),
         callbacks.FirstBatch(),
@@ -81,6 +83,8 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress(cfg.checkpoint.monitor))
+    if cfg.exact.digests:
+        own.append(callbacks.Digests(run_dir(cfg)))
     save = None
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
@@ -102,12 +106,21 @@ def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
+def in_micro_batches(cfg: DictConfig, world: World) -> dict[str, Any]:
+    """What the Trainer counts in micro-batches, with `exact.shards`: there the config counts steps, on any number of processes."""
+    if not cfg.exact.shards:
+        return {}
+    parts = cfg.exact.shards // world.size
+    counts = {key: cfg.trainer[key] * parts for key in COUNTED if type(cfg.trainer[key]) is int}
+    return {**counts, "accumulate_grad_batches": parts}
+
+
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
     given = to_plain(cfg.trainer)
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
-    given |= parts
+    given |= in_micro_batches(cfg, world) | parts
     if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
@@ -118,7 +131,11 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which lies elsewhere.
     slurm = SLURMEnvironment(auto_requeue=False) if world.external == "slurm" else None
     environment = slurm if world.external else LightningEnvironment()
-    offered = {"environment": environment, "sharded_checkpoints": cfg.checkpoint.sharded}
+    offered = {
+        "environment": environment,
+        "sharded_checkpoints": cfg.checkpoint.sharded,
+        "logical_ranks": bool(cfg.exact.shards),
+    }
     strategy = create(cfg.strategy, "strategy", **accepted(cfg.strategy._target_, offered))
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:

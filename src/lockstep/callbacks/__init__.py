@@ -4,6 +4,7 @@ A method `report_figures() -> dict` adds figures to report.json; `report_panels(
 """
 
 from lockstep.callbacks.clock import Clock
+from lockstep.callbacks.digests import Digests
 from lockstep.callbacks.early_stopping import EarlyStopping
 from lockstep.callbacks.ema import EMA
 from lockstep.callbacks.finite_loss import FiniteLoss
@@ -23,6 +24,7 @@ from lockstep.callbacks.watch import Watch
 __all__ = [
     "EMA",
     "Clock",
+    "Digests",
     "EarlyStopping",
     "FiniteLoss",
     "FirstBatch",

@@ -1,4 +1,7 @@
-"""Dropout and other per-step randomness as a function of (seed, step, rank): nothing to store, nothing to restore."""
+"""Dropout and other per-step randomness as a function of (seed, micro-batch, rank): nothing to store, nothing to restore.
+
+With `exact.shards` it is one of (seed, step, logical rank), so it does not depend on the number of processes.
+"""
 
 import hashlib
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lockstep.training.steps import steps_done
+from lockstep.training.steps import logical_rank, steps_done
 
 
 def step_seed(seed: int, micro_batch: int, rank: int) -> int:
@@ -27,12 +30,15 @@ def seed_generators(seed: int, device_type: str) -> None:
 class StepSeed(pl.Callback):
     """Seeds torch before each training batch."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, *, by_logical_rank: bool = False) -> None:
+        self.seed, self.by_logical_rank = seed, by_logical_rank
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        accumulate = trainer.accumulate_grad_batches
-        micro_batch = steps_done(trainer) * accumulate + batch_idx % accumulate
-        seed_generators(step_seed(self.seed, micro_batch, trainer.global_rank), trainer.strategy.root_device.type)
+        when, who, accumulate = steps_done(trainer), trainer.global_rank, trainer.accumulate_grad_batches
+        if self.by_logical_rank:
+            who = logical_rank(trainer, batch_idx)
+        else:
+            when = when * accumulate + batch_idx % accumulate
+        seed_generators(step_seed(self.seed, when, who), trainer.strategy.root_device.type)

@@ -18,7 +18,7 @@ from lockstep.config.checks import without_effect
 from lockstep.config.compose import is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
-from lockstep.config.run_files import load_config, refuse_damage, with_augment_group
+from lockstep.config.run_files import load_config, refuse_damage, with_later_groups
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import shown
 from lockstep.errors import UserError
@@ -191,7 +191,7 @@ def config_inside(checkpoint: Path) -> DictConfig:
     file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
     cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["config"])
     assert isinstance(cfg, DictConfig)
-    return with_augment_group(cfg)
+    return with_later_groups(cfg)
 
 
 def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval") -> DictConfig:

@@ -13,7 +13,7 @@ from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import save_logged_step, set_logged_step
 from lockstep.errors import Damaged, UserError
-from lockstep.training.steps import steps_done
+from lockstep.training.steps import accumulated_then, steps_done
 
 
 def wait_until_saved(trainer: pl.Trainer) -> None:
@@ -38,6 +38,7 @@ class Position(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint["config"] = self.config
+        checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches  # exact.shards changes the config's
         loop = checkpoint["loops"]["fit_loop"]
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         done, begun = batches["current"]["processed"], epochs["current"]["ready"]
@@ -59,10 +60,7 @@ class Position(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""
-        now, then = (
-            trainer.accumulate_grad_batches,
-            checkpoint["config"]["trainer"]["accumulate_grad_batches"],
-        )
+        now, then = trainer.accumulate_grad_batches, accumulated_then(checkpoint)
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             batches[scope] = {key: count * now // then for key, count in batches[scope].items()}

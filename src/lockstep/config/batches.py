@@ -38,17 +38,19 @@ def division_problems(cfg: DictConfig, world: World, *, shipped_only: bool = Fal
     """The global batch must divide into processes x micro-batches; evaluation batches need not."""
     batch, accumulate = cfg.data.batch_size, accumulated(cfg)
     whole, why = unit(cfg, shipped_only=shipped_only)
-    parts = world.size * accumulate * whole
+    shards = cfg.exact.shards
+    parts = (shards or world.size * accumulate) * whole
     if batch % parts:
         low, high = batch // parts * parts, (batch // parts + 1) * parts
         choice = f"{low} or {high}" if low else str(high)
         into = f"{world.size} processes x {accumulate} accumulated micro-batches"
+        into = f"{shards} logical ranks (exact.shards)" if shards else into
         cannot = f"cannot be divided among {into}"
         if whole > 1:
             cannot = f"cannot be divided among {into} of a multiple of {whole} samples ({why} within a micro-batch)"
         yield (
             f"data.batch_size={batch} is the global batch; it {cannot}. "
-            f"Type data.batch_size={choice}, or change trainer.devices or trainer.accumulate_grad_batches."
+            f"Type data.batch_size={choice}, or change {'exact.shards' if shards else 'trainer.devices or trainer.accumulate_grad_batches'}."
         )
 
 

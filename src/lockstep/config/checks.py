@@ -13,6 +13,7 @@ from lockstep.config.batches import accumulated, auto_problems, batch_problems, 
 from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
 from lockstep.config.environment import environment_problems
+from lockstep.config.exact import division_problems, exact_problems
 from lockstep.config.kinds import Kind
 from lockstep.config.length import length_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
@@ -99,6 +100,9 @@ def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def fused_problem(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
+    if cfg.exact.shards:
+        # On CPUs 6 of 10 elements differed after 20 steps of Adam, AdamW and SGD; those of optim.fused=false never did.
+        return f"rounds the last elements of a tensor in another way (torch 2.13), so exact.shards={cfg.exact.shards} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):
         return None
     if cfg.strategy.traits.shards:
@@ -213,9 +217,11 @@ def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield from data_set.problems(plain(cfg.data)) if data_set else ()
 
 
-EVALUATION = (device_problems, strategy_problems, data_set_problems)
+BOTH = (device_problems, strategy_problems, data_set_problems)
+EVALUATION = (*BOTH, division_problems)
 TRAINING = (
-    *EVALUATION,
+    *BOTH,
+    exact_problems,
     shipped_problems,
     batch_problems,
     auto_problems,

@@ -77,6 +77,8 @@ def operation_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def own_loader_problems(cfg: DictConfig) -> Iterator[str]:
     """Keys that have no effect with a LightningDataModule."""
+    if cfg.exact.shards:
+        yield f"exact.shards={cfg.exact.shards} divides Lockstep's batches, but data={title(cfg.data)} makes its own. Leave it out."
     if cfg.trainer.accumulate_grad_batches == "auto":
         yield f"trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data={title(cfg.data)} makes its own. Type a number."
     if cfg.data.get("num_workers") == "auto":

@@ -22,15 +22,18 @@ def load_config(path: Path) -> DictConfig:
     try:
         found = OmegaConf.load(path)
         if isinstance(found, DictConfig) and all(part in found for part in PARTS):
-            return with_augment_group(found)
+            return with_later_groups(found)
         why = "it is not the whole config of a run"
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as e:
         why = str(e).split("\n")[0]
     raise UserError(f"{path} is damaged: {why}. Put the file back, or type run=<another name> to start over.")
 
 
-def with_augment_group(cfg: DictConfig) -> DictConfig:
-    """A config from before there was the group `augment`: two operations were keys of `data`. Their draws are others now."""
+def with_later_groups(cfg: DictConfig) -> DictConfig:
+    """A config from before there were the groups `exact` and `augment`. Of the latter, two operations were keys of `data`; their
+    draws are others now."""
+    if "exact" not in cfg:
+        cfg.exact = {"shards": None, "threads": 1, "digests": False}
     if "augment" not in cfg:
         shift, flip = (cfg.data.pop(f"random_{name}", None) for name in ("shift", "flip"))
         nodes = {"shift": {"_target_": "lockstep.augment.Shift", "pixels": shift}} if shift else {}

@@ -54,6 +54,11 @@ KEYS: dict[str, Kind] = {
     "checkpoint.every_n_steps": whole(1, 100).or_null(),
     "checkpoint.sharded": FLAG,
     "checkpoint.background": FLAG,
+    "exact.shards": Kind(
+        lambda v: type(v) is int and 1 <= v <= 1024 and v.bit_count() == 1, "a power of two, up to 1024", "8"
+    ).or_null(),
+    "exact.threads": whole(1, 1, high=1024),
+    "exact.digests": FLAG,
     "data.root": TEXT,
     "data.source": one_of("auto", "disk", "download", "embedded"),
     "data.cache_dir": TEXT.or_null(),
@@ -193,10 +198,10 @@ PREDICT: dict[str, Kind] = {
     "gallery": FLAG,
 }
 GROUPS = (
-    "task", "model", "data", "augment", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint", "experiment",
-    "debug",
+    "task", "model", "data", "augment", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint", "exact",
+    "experiment", "debug",
 )  # fmt: skip
-CLOSED = ("trainer", "checkpoint")  # groups without a `_target_`, which take no other keys
+CLOSED = ("trainer", "checkpoint", "exact")  # groups without a `_target_`, which take no other keys
 RECIPES = ("experiment", "debug")  # groups that set keys of others, and leave none of their own
 SEVERAL = ("augment", "callbacks", "logger")  # groups of named nodes
 OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`

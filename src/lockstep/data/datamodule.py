@@ -41,12 +41,13 @@ class DataModule(pl.LightningDataModule):
         on_device: bool | str = "auto",
         seed: int = 0,
         augment: Augment | None = None,
+        shards: int | None = None,
     ) -> None:
         super().__init__()
         self.dataset, self.unit = dataset, dataset.unit
         self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
         self.num_workers, self.on_device = num_workers, on_device
-        self.augment, self.repeats = augment, repeats
+        self.augment, self.repeats, self.shards = augment, repeats, shards
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
         self.place = Place(lambda: 0)
@@ -116,7 +117,10 @@ class DataModule(pl.LightningDataModule):
         trainer = self.trainer
         assert trainer is not None
         sampler = self.sampler(
-            rank=trainer.global_rank, world=trainer.world_size, accumulate=trainer.accumulate_grad_batches
+            rank=trainer.global_rank,
+            world=trainer.world_size,
+            accumulate=trainer.accumulate_grad_batches,
+            in_blocks=getattr(trainer.strategy, "in_blocks", False),
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self.place.position = lambda: progress.current.ready
@@ -124,9 +128,9 @@ class DataModule(pl.LightningDataModule):
 
     def eval_loader(self, part: str, split: Split) -> MemoryLoader | WorkerLoader:
         assert self.trainer is not None
-        batches = EvalBatches if self.module_of_task else EvalShares
-        world, rank = self.trainer.world_size, self.trainer.global_rank
-        return self.loader(part, batches(split, batch=self.eval_batch_size, rank=rank, world=world))
+        place = {"batch": self.eval_batch_size, "rank": self.trainer.global_rank, "world": self.trainer.world_size}
+        sampler = EvalBatches(split, **place, shards=self.shards) if self.module_of_task else EvalShares(split, **place)
+        return self.loader(part, sampler)
 
     def val_dataloader(self) -> MemoryLoader | WorkerLoader:
         return self.eval_loader(self.val_part, self.val_split)
@@ -165,12 +169,9 @@ class DataModule(pl.LightningDataModule):
         taken = batch if named else tuple(v for name, v in batch.items() if name not in ("index", "count"))
         return module.on_after_batch_transfer(taken, dataloader_idx)
 
-    def sampler(self, *, rank: int = 0, world: int = 1, accumulate: int = 1) -> TrainBatches:
+    def sampler(self, **place: Any) -> TrainBatches:
         """Of the training batches of one process; of whole global batches by default. Copies are made on the device."""
-        batch = self.batch_size // self.repeats
-        return TrainBatches(
-            self.train_split, batch=batch, seed=self.seed, rank=rank, world=world, accumulate=accumulate
-        )
+        return TrainBatches(self.train_split, batch=self.batch_size // self.repeats, seed=self.seed, **place)
 
     def global_batch(self, epoch: int, step: int) -> Batch:
         """The samples that training takes at a step, as they are stored. Raises UserError if the epoch is shorter."""

@@ -7,6 +7,7 @@ the indices of a few thousand samples at a time, not of n, and resuming at a ste
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,13 @@ def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:
         x[outside] = left * np.uint64(b) + right
         outside = x >= np.uint64(n)
     return x.astype(np.int64)
+
+
+def place_in_step(rank: int, world: int, part: Any, parts: int, in_blocks: bool) -> Any:
+    """Which micro-batch of a global batch a process computes as the `part`-th of its `parts`: neighbours, or every world-th.
+
+    `part` is a number or an array of them, and so is the result."""
+    return rank * parts + part if in_blocks else part * world + rank
 
 
 @dataclass(frozen=True)
@@ -139,14 +147,22 @@ class TrainBatches:
     """
 
     def __init__(
-        self, split: Split, *, batch: int, seed: int, rank: int = 0, world: int = 1, accumulate: int = 1
+        self,
+        split: Split,
+        *,
+        batch: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        accumulate: int = 1,
+        in_blocks: bool = False,
     ) -> None:
         if batch % (world * accumulate):
             raise ValueError(
                 f"a global batch of {batch} cannot be divided by {world} processes x {accumulate} micro-batches"
             )
         self.split, self.batch, self.seed = split, batch, seed
-        self.rank, self.world, self.accumulate = rank, world, accumulate
+        self.rank, self.world, self.accumulate, self.in_blocks = rank, world, accumulate, in_blocks
         self.epoch = 0
         self.start = 0
 
@@ -167,7 +183,9 @@ class TrainBatches:
         ahead = FIRST_BLOCK
         while first < len(self):
             micro = np.arange(first, min(first + max(1, ahead // share), len(self)))
-            starts = (micro * self.world + self.rank) * share
+            step, part = np.divmod(micro, self.accumulate)
+            place = place_in_step(self.rank, self.world, part, self.accumulate, self.in_blocks)
+            starts = (step * self.world * self.accumulate + place) * share
             order = (starts[:, None] + np.arange(share)).ravel()
             samples = self.split.ordered(order, self.seed, self.epoch)
             yield from samples.reshape(-1, share)
@@ -178,19 +196,21 @@ class EvalBatches:
     """Each sample of a split once over all ranks; every rank has the same number of batches of the same size.
 
     Strategies that communicate in forward (fsdp; ddp with buffers) would wait for a rank that has run out of batches. So empty
-    places hold FILLER; the task never sees those samples.
+    places hold FILLER; the task never sees those samples. With `shards` a batch has so many parts, of which each rank computes
+    its share one after the other.
     """
 
-    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1, shards: int | None = None) -> None:
         self.split, self.rank, self.world = split, rank, world
-        self.share = -(-min(batch, split.count) // world)
+        self.share = -(-min(batch, split.count) // (shards or world))
+        self.parts = (shards or world) // world  # of a batch, in this rank
 
     def __len__(self) -> int:
-        return -(-self.split.count // (self.share * self.world))
+        return -(-self.split.count // (self.share * self.parts * self.world)) * self.parts
 
     def __iter__(self) -> Iterator[Indices]:
-        for step in range(len(self)):
-            positions = (step * self.world + self.rank) * self.share + np.arange(self.share)
+        for part in range(len(self)):
+            positions = (part * self.world + self.rank) * self.share + np.arange(self.share)
             inside = positions < self.split.count
             samples = np.full(self.share, FILLER, np.int64)
             samples[inside] = self.split.indices(positions[inside])

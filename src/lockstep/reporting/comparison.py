@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from lockstep.checkpoints.trees import leaves
 from lockstep.config.keys import dotted
 from lockstep.config.run_files import load_config, read_report, refuse_damage
+from lockstep.reporting.digests import parting
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
@@ -190,7 +191,9 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
     """Differences by section; those of `config` and `data` are for information."""
     allowed = 0.0 if exact else tolerance
     parts: tuple[str, ...] = ("state_dict", "current_model_state")
-    parts += ("optimizer_states", "lr_schedulers", "callbacks", "loops") if exact else ()
+    parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
+    divided = all(run.config.get("exact.shards") for run in (a, b))
+    parts += ("loops",) if exact and not divided else ()  # these count the micro-batches of one process
     found = {
         "config": config_differences(a, b),
         "data": data_differences(a, b),
@@ -208,6 +211,8 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
         if exact and ours[name].name != theirs[name].name:
             found["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
         found["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
+    if (line := parting(a.folder, b.folder)) is not None:
+        found["weights"].insert(0, line)
     return found
 
 

@@ -31,8 +31,10 @@ class Replicated(OneFormat, DDPStrategy):
         find_unused_parameters: bool,
         comm_hook: str | None,
         timeout_s: float,
+        logical_ranks: bool = False,
     ) -> None:
         self.timeout = timedelta(seconds=timeout_s)
+        self.in_blocks = logical_ranks
         super().__init__(
             cluster_environment=environment,
             bucket_cap_mb=bucket_cap_mb,
@@ -47,10 +49,19 @@ class Replicated(OneFormat, DDPStrategy):
         meet(self, self.timeout)
         super().setup_environment()
 
+    def configure_ddp(self) -> None:
+        """With logical ranks the network stays as it is: training/logical_ranks.py adds gradients, in the order of a tree."""
+        if not self.in_blocks:
+            super().configure_ddp()
+            return
+        assert self.lightning_module is not None
+        for tensor in self.lightning_module.state_dict(keep_vars=True).values():
+            torch.distributed.broadcast(tensor.detach(), 0)
+
     def on_train_start(self) -> None:
         assert self.lightning_module is not None
         known = isinstance(self.lightning_module, TaskModule)  # a user's LightningModule calls its own network
-        self.resumed = known and self.lightning_module.trainer.global_step > 0
+        self.resumed = known and not self.in_blocks and self.lightning_module.trainer.global_step > 0
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Does not round a mean of integers. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`: a mean over

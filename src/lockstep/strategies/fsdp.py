@@ -21,6 +21,7 @@ from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.strategies.one_format import OneFormat, gathered
 from lockstep.strategies.rendezvous import meet
+from lockstep.training.tree_sums import TreeReduceScatter
 
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
@@ -61,6 +62,16 @@ def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
+def add_in_a_tree(net: nn.Module) -> None:
+    """Makes the sharded modules of a network add the gradients of all processes in the order of a tree, without dividing them."""
+    comm: Any = TreeReduceScatter()
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(comm)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
 class FullySharded(OneFormat, WholeMeshStrategy):
     """Lightning's strategy for FSDP2, which also shards the network, so the network needs no code for it."""
 
@@ -75,12 +86,15 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         reduce_each_micro_batch: bool = False,
         sharded_checkpoints: bool,
         timeout_s: float,
+        logical_ranks: bool = False,
     ) -> None:
         self.timeout, self.sharded_checkpoints = timedelta(seconds=timeout_s), sharded_checkpoints
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints, timeout=self.timeout)
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
-        self.reduce_each_micro_batch = reduce_each_micro_batch
+        # whole gradients of a logical rank would not fit
+        self.reduce_each_micro_batch = reduce_each_micro_batch or logical_ranks
+        self.logical_ranks = logical_ranks
         self.root: FSDPModule | None = None
         self.writers: Any = None  # the process group of the threads that write shards
 
@@ -114,6 +128,8 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         for block in reversed(blocks):
             fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         self.root = fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
+        if self.logical_ranks:
+            add_in_a_tree(net)
         return net
 
     @contextmanager

@@ -50,6 +50,10 @@ def own_copy(value: Any, own: Tensor) -> Any:
 class OneFormat(Strategy):
     """A base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
 
+    in_blocks = (
+        False  # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
+    )
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Set-up converts the network to the dtype of trainer.precision; loading before it would round the weights."""

@@ -52,6 +52,8 @@ def config_problems(cfg: DictConfig) -> Iterator[str]:
         yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Leave it out: ~augment.{operation}."
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own figures. Leave it out."
+    if cfg.exact.shards:
+        yield f"exact.shards={cfg.exact.shards} is about the steps of a task, and {name} makes its own. Leave it out."
     if cfg.compile:
         yield f"compile=true compiles the network of the model group, but {name} makes its own. Leave it out; a module may call self.<network>.compile()."
     if cfg.strategy.traits.shards or cfg.strategy.traits.splits_batches:

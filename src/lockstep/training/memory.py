@@ -87,6 +87,8 @@ def explanation(
     of = batch // (world * found)
     which = f"One of {of} does, tried without the rest of the run" if alone else f"One of {of} was not tried"
     key = f"trainer.accumulate_grad_batches={found}"
+    if shards := cfg.exact.shards:
+        key = f"exact.shards={shards * found // now} in a new run"
     return OutOfMemory(f"{said} {which}: type {key}; the global batch stays {batch}.", found)
 
 

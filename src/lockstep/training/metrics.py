@@ -7,8 +7,13 @@ from torch import Tensor
 from torchmetrics import Metric
 
 
+def on_grid(x: Tensor, dtype: torch.dtype, bits: int) -> Tensor:
+    """Rounded to multiples of 2^-bits. Their sums in float64 are exact below 2^(53 - bits), so no order of additions changes one."""
+    return (x.to(dtype) * 2**bits).round() / 2**bits if dtype == torch.float64 else x.to(dtype)
+
+
 class MeanLoss(Metric):
-    """The weighted mean of per-sample losses, and the number of samples."""
+    """The weighted mean of per-sample losses, and the number of samples. Losses count in multiples of 2^-24."""
 
     full_state_update = False
     loss_sum: Tensor
@@ -25,8 +30,9 @@ class MeanLoss(Metric):
 
     def update(self, loss_B: Tensor, weight_B: Tensor | None) -> None:
         weighted_B = loss_B if weight_B is None else loss_B * weight_B
-        self.loss_sum += weighted_B.sum(dtype=self.loss_sum.dtype)
-        self.weight_sum += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
+        dtype = self.loss_sum.dtype
+        self.loss_sum += on_grid(weighted_B, dtype, 24).sum()
+        self.weight_sum += len(loss_B) if weight_B is None else on_grid(weight_B, dtype, 24).sum()
         self.count += len(loss_B)
 
     def compute(self) -> dict[str, Tensor]:

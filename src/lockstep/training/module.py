@@ -21,12 +21,13 @@ from lockstep.compat.hook_names import QuickHookNames
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
-from lockstep.training.gradients import clip_grad_norm, scale_gradients
-from lockstep.training.metrics import MeanLoss
+from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
+from lockstep.training.logical_ranks import LogicalRanks
+from lockstep.training.metrics import MeanLoss, on_grid
 from lockstep.training.mixed import weighted_loss
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
-from lockstep.training.steps import completes_step, has_row, total_steps
+from lockstep.training.steps import accumulated_then, completes_step, has_row, total_steps
 from lockstep.training.trees import first_rows, float32
 
 
@@ -49,6 +50,7 @@ class TaskModule(QuickHookNames):
         parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]],
         metrics: dict[str, Metric],
         network_arguments: dict[str, Any],
+        shards: int | None = None,
     ) -> None:
         super().__init__()
         self.net, self.task, self.network_arguments = net, task, network_arguments
@@ -56,6 +58,7 @@ class TaskModule(QuickHookNames):
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
         self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
+        self.logical_ranks = LogicalRanks(shards) if shards else None
         self.mean_loss = MeanLoss()
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run
@@ -76,16 +79,17 @@ class TaskModule(QuickHookNames):
         return self.task.outputs(net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.logical_ranks:
+            self.logical_ranks.begin(self.net, self.trainer, batch_idx)
         loss_B, weight_B = weighted_loss(self.task, self(batch), batch)
         loss = loss_B.mean()
-        self.window_loss += loss.detach().to(
-            self.mean_loss.exact
-        )  # so a checkpoint, which adds up processes, changes no row
+        # So neither a checkpoint, which adds up processes, nor their number changes a row.
+        self.window_loss += on_grid(loss.detach(), self.mean_loss.exact, 32)
         if weight_B is None:
             self.window_weight += 1.0
         else:
-            mean_weight = weight_B.float().mean()
-            self.window_weight += mean_weight.to(self.mean_loss.exact)
+            mean_weight = on_grid(weight_B.float().mean(), self.mean_loss.exact, 32)
+            self.window_weight += mean_weight
             self.step_weight = mean_weight if self.step_weight is None else self.step_weight + mean_weight
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
             # The mean over the global batches since the last row; the only communication about the loss.
@@ -93,7 +97,15 @@ class TaskModule(QuickHookNames):
             self.log("train/loss", (loss_sum / weight_sum).float(), prog_bar=True)
             self.window_loss = self.window_weight = 0.0
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        return loss
+        if not self.logical_ranks:
+            return loss
+        self.logical_ranks.losses[self.logical_ranks.rank] = loss.detach()
+        # Lightning divides by this; dividing each gradient could round the smallest, so only their sum is divided.
+        return loss * self.trainer.accumulate_grad_batches
+
+    def on_after_backward(self) -> None:
+        if self.logical_ranks:
+            self.logical_ranks.end(self.net, self.trainer)
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""
@@ -118,7 +130,7 @@ class TaskModule(QuickHookNames):
         if gradient_clip_algorithm == "value":
             nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
         else:
-            clip_grad_norm(self.parameters(), gradient_clip_val)
+            clip_grad_norm(self.parameters(), gradient_clip_val, exact_norm if self.logical_ranks else gradient_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log is reduced first, so the run can resume with another world size.
@@ -130,8 +142,8 @@ class TaskModule(QuickHookNames):
         checkpoint["network"] = self.network_arguments
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        then = checkpoint["config"]["trainer"]["accumulate_grad_batches"]
-        scale = self.trainer.accumulate_grad_batches / then  # the window sums over micro-batches
+        # The window sums over micro-batches.
+        scale = self.trainer.accumulate_grad_batches / accumulated_then(checkpoint)
         self.window_loss = checkpoint["window"]["loss"] * scale
         self.window_weight = checkpoint["window"]["weight"] * scale
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lockstep.data.sampler import place_in_step
+
 
 def steps_done(trainer: pl.Trainer) -> int:
     """Optimizer steps done; batches under manual optimization, where `trainer.global_step` counts every optimizer's steps."""
@@ -18,6 +20,21 @@ def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
     """Whether the micro-batch `batch_idx` of an epoch is the last of its optimizer step."""
     last = batch_idx + 1 == trainer.num_training_batches or trainer.is_last_batch
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or last
+
+
+def logical_rank(trainer: pl.Trainer, batch_idx: int) -> int:
+    """Which micro-batch of its global batch the micro-batch `batch_idx` of an epoch is, in this process."""
+    parts = trainer.accumulate_grad_batches
+    in_blocks = getattr(trainer.strategy, "in_blocks", False)
+    return place_in_step(trainer.global_rank, trainer.world_size, batch_idx % parts, parts, in_blocks)
+
+
+def accumulated_then(checkpoint: dict[str, Any]) -> int:
+    """The micro-batches per step and process of the run that saved the checkpoint."""
+    in_config: int = checkpoint["config"]["trainer"][
+        "accumulate_grad_batches"
+    ]  # of checkpoints from before there was the entry
+    return int(checkpoint.get("accumulate_grad_batches", in_config))
 
 
 def total_steps(trainer: pl.Trainer) -> float:

@@ -1,0 +1,68 @@
+"""Writes digests.csv (`exact.digests=true`), in which two runs are compared step by step."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lockstep.reporting import digests
+from lockstep.training.module import TaskModule
+from lockstep.training.steps import completes_step, steps_done
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the bits. Every process must call it for a shard."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    bits = whole.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+class Digests(pl.Callback):
+    """Digests of each step: losses of the logical ranks, summed gradients before clipping, weights and statistics after the step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.gradients: list[tuple[str, str]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            digests.begin(self.folder, steps_done(trainer))
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        named = pl_module.named_parameters()
+        self.gradients = [(name, digest(p.grad)) for name, p in named if p.grad is not None]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if not completes_step(trainer, batch_idx):
+            return
+        assert isinstance(pl_module, TaskModule)
+        losses = self.of_all_ranks(pl_module)
+        weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
+        if trainer.is_global_zero:
+            step = str(steps_done(trainer))
+            whole: Iterable[tuple[str, list[tuple[str, str]]]] = (
+                (digests.LOSS, losses),
+                (digests.GRADIENT, self.gradients),
+                (digests.WEIGHT, weights),
+            )
+            digests.append(self.folder, [(step, what, name, value) for what, found in whole for name, value in found])
+
+    @staticmethod
+    def of_all_ranks(module: TaskModule) -> list[tuple[str, str]]:
+        assert module.logical_ranks
+        own = {rank: digest(loss.reshape(1)) for rank, loss in module.logical_ranks.losses.items()}
+        gathered: list[Any] = [own]
+        if torch.distributed.is_initialized():
+            gathered = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(gathered, own)
+        return [(str(rank), value) for rank, value in sorted(pair for found in gathered for pair in found.items())]
