@@ -19,9 +19,8 @@ class LogicalRanks:
     def __init__(self, count: int) -> None:
         self.count = count
         self.gradients = TreeSum()
-        self.before: list[Tensor] = []  # the buffers before the step, and their versions
-        self.versions: list[int] = []
-        self.statistics: list[Tensor] = []  # of each logical rank, as a vector
+        self.before: list[Tensor] = []  # the buffers before the step
+        self.statistics: list[Tensor] = []  # the buffers after each logical rank, as one vector
         self.losses: dict[int, Tensor] = {}  # of the current step, by logical rank
 
     def begin(self, net: nn.Module, trainer: pl.Trainer, batch_idx: int) -> None:
@@ -29,8 +28,7 @@ class LogicalRanks:
         self.rank, self.part = logical_rank(trainer, batch_idx), batch_idx % trainer.accumulate_grad_batches
         buffers = list(net.buffers())
         if self.part == 0:
-            self.before, self.versions = [b.clone() for b in buffers], [b._version for b in buffers]
-            self.statistics, self.losses = [], {}
+            self.before, self.statistics, self.losses = [buffer.clone() for buffer in buffers], [], {}
             return
         for buffer, before in zip(buffers, self.before, strict=True):
             buffer.copy_(before)
@@ -38,9 +36,11 @@ class LogicalRanks:
     @torch.no_grad()
     def end(self, net: nn.Module, trainer: pl.Trainer) -> None:
         """After the backward of a micro-batch. After the last one of the step, gradients and buffers are those of the global batch."""
-        own, changed = self.taken_gradients(net), self.changed_statistics(net)
+        own, buffers = self.taken_gradients(net), averaged(net)
         self.gradients.add(own)
-        self.statistics.append(torch.cat([own[0].new_zeros(0), *(buffer.reshape(-1) for buffer in changed)]))
+        # divided first, so constants stay as they are, even the largest number
+        shares = [(buffer / self.count).reshape(-1) for buffer in buffers]
+        self.statistics.append(torch.cat([own[0].new_zeros(0), *shares]))
         if self.part + 1 < trainer.accumulate_grad_batches:
             return
         gradients, statistics = self.gradients.total(), torch.stack(self.statistics)
@@ -51,7 +51,7 @@ class LogicalRanks:
             add_over_processes([statistics])
             statistics = tree_sum(statistics)
         torch._foreach_mul_(gradients, 1 / self.count)
-        for buffer, mean in zip(changed, (statistics / self.count).split([b.numel() for b in changed]), strict=True):
+        for buffer, mean in zip(buffers, statistics.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(mean.view(buffer.shape))
         for parameter, gradient in zip(trained(net), self.first, strict=True):
             parameter.grad = gradient  # the total lies in the memory of the first logical rank's
@@ -66,12 +66,11 @@ class LogicalRanks:
             self.first = taken
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in taken]
 
-    def changed_statistics(self, net: nn.Module) -> list[Tensor]:
-        """Running means and their like. Counters are the same in each logical rank; a constant may be too large for a sum."""
-        return [
-            b for b, v in zip(net.buffers(), self.versions, strict=True) if b.is_floating_point() and b._version != v
-        ]
-
 
 def trained(net: nn.Module) -> list[nn.Parameter]:
     return [p for p in net.parameters() if p.requires_grad]
+
+
+def averaged(net: nn.Module) -> list[Tensor]:
+    """Running means and their like, not counters, which each logical rank leaves the same."""
+    return [buffer for buffer in net.buffers() if buffer.is_floating_point()]
