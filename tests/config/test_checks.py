@@ -183,6 +183,20 @@ BAD = {
     "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],
     "checkpoint.monitor=val/loss": ["would keep the worst", "checkpoint.mode=min"],
     "data.image_size=[": ["data.image_size=["],
+    "exact.shards=6 data.batch_size=66": ["exact.shards=6", "a power of two", "exact.shards=8"],
+    "exact.shards=8 data.batch_size=60": ["56 or 64", "8 logical ranks"],
+    "exact.shards=4 augment=[mixup] data.batch_size=60": ["56 or 64", "mixes pairs"],
+    "exact.shards=8 strategy=ddp trainer.devices=3 trainer.accelerator=cpu": ["among 3 processes", "1, 2, 4"],
+    "exact.shards=2 strategy=ddp trainer.devices=4 trainer.accelerator=cpu": ["among 4 processes"],
+    "exact.shards=8 strategy=dp": ["strategy=dp", "strategy=ddp"],
+    "exact.shards=8 trainer.accumulate_grad_batches=2": ["no effect", "larger exact.shards"],
+    "exact.shards=8 trainer.sync_batchnorm=true": ["statistics of its own"],
+    "exact.shards=8 compile=true": ["compile=true is not possible"],
+    "exact.shards=8 optim.fused=true": ["rounds the last elements", "Leave optim.fused out"],
+    "exact.shards=8 strategy=fsdp strategy.reduce_each_micro_batch=true": ["has no effect"],
+    "exact.threads=2": ["no effect without exact.shards"],
+    "exact.digests=true": ["exact.digests=true has no effect without exact.shards"],
+    "exact.shard=8": ["exact.shard is not a key", "did you mean exact.shards?"],
 }
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.training.gradients import clip_grad_norm, gradient_norm
+from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm
 
 
 def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
@@ -34,3 +34,21 @@ def test_the_norm_is_the_same_of_parts():
     whole, halves, many = (float(gradient_norm(parts)) for parts in ([grad], list(grad.chunk(2)), list(grad.chunk(37))))
     assert halves == pytest.approx(whole, rel=1e-12)
     assert many == pytest.approx(whole, rel=1e-12)
+
+
+def test_the_exact_norm_is_the_norm():
+    grads = [p.grad for p in parameters() if p.grad is not None] + [torch.zeros(3), torch.zeros(0)]
+    assert float(exact_norm(grads)) == pytest.approx(float(gradient_norm(grads[:-1])), rel=1e-9)
+    tiny = [grad * 1e-30 for grad in grads]
+    assert float(exact_norm(tiny)) == pytest.approx(float(exact_norm(grads)) * 1e-30, rel=1e-6)
+    assert float(exact_norm([torch.zeros(4)])) == 0.0
+    for wrong in (torch.nan, torch.inf):
+        assert float(exact_norm([*grads, torch.tensor([1.0, wrong])])) == torch.inf
+
+
+def test_the_exact_norm_has_the_same_bits_in_any_order():
+    """The order of a sum of floats shows in its last bits."""
+    grad = torch.randn(100_003, generator=torch.Generator().manual_seed(1)) ** 5
+    orders = [grad[torch.randperm(len(grad), generator=torch.Generator().manual_seed(i))] for i in range(8)]
+    assert len({float(each.double().square().cumsum(0)[-1]) for each in orders}) > 1
+    assert len({float(exact_norm([each])) for each in orders}) == 1

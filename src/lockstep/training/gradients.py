@@ -31,7 +31,7 @@ def exact_norm(grads: list[Tensor]) -> Tensor:
     """
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     most = [grad.abs().max().double() if grad.numel() else grad.new_zeros((), dtype=torch.float64) for grad in local]
-    largest = torch.stack(most).nan_to_num(nan=torch.inf)
+    largest = torch.stack(most).nan_to_num(nan=torch.inf, posinf=torch.inf)
     groups = {grad.device_mesh.get_group() for grad in grads if isinstance(grad, DTensor)}
     over_processes(largest, torch.distributed.ReduceOp.MAX, groups)
     bits = torch.tensor([62 - grad.numel().bit_length() for grad in grads], device=largest.device)

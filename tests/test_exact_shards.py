@@ -1,0 +1,128 @@
+"""exact.shards: the same command ends with the same bits, whoever computes the logical ranks."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from in_process import Crash, same, state
+
+import lockstep
+from lockstep.callbacks import step_seed
+from lockstep.reporting.comparison import agree, compare, find
+from lockstep.training import logical_ranks
+from lockstep.training.tree_sums import TreeSum
+
+pytestmark = pytest.mark.xdist_group("exact")
+# Dropout, clipping, the average and AdamW's default learning rate are on.
+COMMON = [
+    "exact.shards=4", "exact.digests=true", "data.batch_size=48", "data.eval_batch_size=20", "trainer.max_steps=8",
+    "trainer.log_every_n_steps=3", "trainer.gradient_clip_val=0.3", "trainer.accelerator=cpu", "callbacks=[default,ema]",
+]  # fmt: skip
+RECIPES = {
+    "plain": ["data.image_size=12", "model.dropout_conv=0.1", "model.dropout_fc=0.3"],
+    "norms": ["model=timm", "model.name=test_resnet", "data.image_size=20", "augment=[standard,mixup]", "task.class_weights=balanced"],
+}  # fmt: skip
+WAYS = {
+    "single": [],
+    "ddp2": ["strategy=ddp", "trainer.devices=2"],
+    "fsdp2": ["strategy=fsdp", "trainer.devices=2"],
+    "ddp4": ["strategy=ddp", "trainer.devices=4"],
+    "fsdp4": ["strategy=fsdp", "trainer.devices=4"],
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, mnist, cache) -> list[str]:
+    return [f"runs_dir={tmp_path_factory.mktemp('exact')}", f"data.root={mnist}", f"data.cache_dir={cache}", *COMMON]
+
+
+@pytest.fixture(scope="module")
+def runs(base) -> Path:
+    return Path(base[0].partition("=")[2])
+
+
+@pytest.fixture(scope="module")
+def single(base, forked) -> None:
+    for recipe, overrides in RECIPES.items():
+        lockstep.train([*base, *overrides, f"run={recipe}-single"])
+
+
+def differences(runs: Path, one: str, other: str) -> list[str]:
+    found = compare(find(one, runs), find(other, runs), exact=True, tolerance=0.0)
+    return [line for section in ("log", "figures", "weights") for line in found[section]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("way", [w if w.endswith("2") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS if w != "single"])  # fmt: skip
+def test_any_number_of_processes_ends_with_the_same_bits(recipe, way, base, runs, single):
+    lockstep.train([*base, *RECIPES[recipe], *WAYS[way], f"run={recipe}-{way}"])
+    assert differences(runs, f"{recipe}-single", f"{recipe}-{way}") == []
+
+
+def test_a_run_that_goes_on_in_another_world_ends_with_the_same_bits(base, runs, single, crash_at):
+    crash_at(5)
+    typed = [*base, *RECIPES["plain"], "run=parts", "resume=auto", "checkpoint.every_n_steps=2"]
+    with pytest.raises(Crash):
+        lockstep.train(typed)
+    crash_at(-1)
+    lockstep.train([*typed, *WAYS["ddp2"]])
+    ours, theirs = (state(runs / name / "checkpoints/last.ckpt") for name in ("parts", "plain-single"))
+    assert same(ours["state_dict"], theirs["state_dict"])
+    assert same(ours["current_model_state"], theirs["current_model_state"])
+    assert differences(runs, "parts", "plain-single") == []
+
+
+def test_a_broken_tree_is_noticed(base, runs, single, monkeypatch):
+    """A sum one by one has the same addends, in another order."""
+
+    class OneByOne(TreeSum):
+        def add(self, tensors):
+            if self.levels:
+                torch._foreach_add_(self.levels[0], tensors)
+            else:
+                super().add(tensors)
+
+    monkeypatch.setattr(logical_ranks, "TreeSum", OneByOne)
+    lockstep.train([*base, *RECIPES["plain"], "run=broken"])
+    found = compare(find("plain-single", runs), find("broken", runs), exact=True, tolerance=0.0)
+    assert not agree(found)
+    assert found["weights"][0].startswith("the runs part at step 1, in the gradient net.")
+
+
+def test_the_first_step_and_logical_rank_that_differ_are_named(base, runs, single, monkeypatch):
+    original = step_seed.step_seed
+    monkeypatch.setattr(
+        step_seed, "step_seed", lambda seed, step, rank: original(seed + ((step, rank) == (4, 2)), step, rank)
+    )
+    lockstep.train([*base, *RECIPES["plain"], "run=another"])
+    found = compare(find("plain-single", runs), find("another", runs), exact=True, tolerance=0.0)
+    assert found["weights"][0] == "the runs part at step 5, in the loss of logical rank 2"
+
+
+def test_statistics_of_a_step_are_the_mean_over_logical_ranks(base, runs, single):
+    """The counter rises by one for each step, not for each micro-batch."""
+    weights = state(runs / "norms-single/checkpoints/last.ckpt")["current_model_state"]
+    counters = {int(value) for name, value in weights.items() if name.endswith("num_batches_tracked")}
+    assert counters == {8}
+
+
+def test_digests_have_a_row_for_each_part_of_each_step(runs, single):
+    with (runs / "norms-single/digests.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows if row["what"].startswith("loss")] == ["0", "1", "2", "3"] * 8
+    assert {int(row["step"]) for row in rows} == set(range(1, 9))
+
+
+def test_the_processes_of_an_evaluation_change_no_figure(base, runs, single):
+    place = [base[0], "run=plain-single", "trainer.accelerator=cpu"]
+    reports = [lockstep.evaluate([*place, *WAYS[way]]) for way in ("single", "ddp2")]
+    one, two = ({key: value for key, value in found.items() if key.startswith("test/")} for found in reports)
+    assert one == two
+    assert one["test/count"] == 103
+
+
+@pytest.mark.parametrize("change", ["exact.shards=8", "exact.shards=null", "exact.threads=2"])
+def test_what_the_bits_depend_on_cannot_be_changed_when_resuming(base, single, change):
+    with pytest.raises(lockstep.errors.UserError, match="cannot be changed when resuming"):
+        lockstep.train([base[0], "resume=plain-single", "trainer.max_steps=9", "exact.digests=false", change])
