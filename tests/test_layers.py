@@ -70,6 +70,7 @@ PRIVATE = {
     "_current_frames": "sys._current_frames is documented: where each thread is",
     "_foreach_norm": "torch's documented optimizers take foreach=True for these; they have no other name",
     "_foreach_mul_": "the same",
+    "_foreach_add_": "the same",
     "_foreach_lerp_": "the same",
     "_version": "torch's count of changes to a tensor in place, which its documentation names",
     "_per_s": "how names of rates end",

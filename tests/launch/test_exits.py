@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import UserError
+from lockstep.launch import exits
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import replacing
 from lockstep.reporting.log_file import LogFile
@@ -87,3 +89,21 @@ def test_a_variable_that_torch_refuses_is_one_message(name, value, text, monkeyp
     assert line.count("\n") == 1
     assert exit_code(lambda: refused_at_import(text, "/x/mine.py")) == 1  # a bug of the user's
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "environment", "waits"), [(0, "job", False), (1, "job", True), (1, "", False)])
+def test_under_torchrun_rank_0_says_what_is_wrong_before_another_process_ends_all(
+    rank, environment, waits, monkeypatch, capsys
+):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if environment:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", environment)
+    waited = []
+    monkeypatch.setattr(exits.time, "sleep", waited.append)
+
+    def refuse():
+        raise UserError("data.batch_size=63")
+
+    assert exit_code(refuse, rank=rank) == 2
+    assert bool(waited) == waits
+    assert ("data.batch_size=63" in capsys.readouterr().err) == (rank == 0)

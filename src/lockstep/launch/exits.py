@@ -16,6 +16,7 @@ from lockstep.machine import signals
 
 INTERRUPTED = 130
 LOOK_S = 1.0  # seconds between two looks for torchrun's agent
+SPOKEN_S = 5.0  # for rank 0 to say what is wrong: torchrun ends all processes as soon as one has ended
 # Of gloo and nccl where another process has ended. The traceback is in train.log.
 LOST = (
     "Connection closed by peer",
@@ -88,6 +89,8 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     except UserError as e:
         if rank == 0:  # all ranks found the same mistakes
             print(readable("\n".join(f"error: {problem}" for problem in e.problems)), file=sys.stderr)
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(SPOKEN_S)
         return 2
     except TrainingFailed as e:
         if rank == 0 or not e.alike:
