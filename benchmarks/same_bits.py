@@ -33,11 +33,19 @@ RESNET = [
     "model=timm", "model.name=resnet18", "data.image_size=32", "data.batch_size=64", "augment=[standard,mixup]", "callbacks=[default,ema]",
     "trainer.gradient_clip_val=0.5",
 ]  # fmt: skip
+CONVNEXT = [
+    "model=timm",
+    "model.name=test_convnext",
+    "data.image_size=32",
+    "data.batch_size=64",
+    "optim.no_decay=true",
+    "task.label_smoothing=0.1",
+]
 RECIPES = {
     "BasicNet, the defaults": [*BASIC, "trainer.precision=bf16-mixed"],
     "BasicNet, float32": [*BASIC, "trainer.precision=32-true"],
-    "ResNet-18, batch norm": [*RESNET, "trainer.precision=bf16-mixed"],
-    "ResNet-18, float32": [*RESNET, "trainer.precision=32-true"],
+    "ResNet-18": [*RESNET, "trainer.precision=bf16-mixed"],
+    "ConvNeXt": [*CONVNEXT, "trainer.precision=bf16-mixed"],
 }
 
 
@@ -120,7 +128,8 @@ def page(found: dict[str, dict[str, str]], steps: int) -> str:
         "# The same bits on any number of processes",
         "",
         f"`{kept}`: `exact.shards=8`, {steps} steps, AdamW at 1e-3. Digests of weights, averages, optimizer and schedule of the last",
-        "checkpoint. BasicNet has dropout; ResNet-18 (timm) has batch norm, clipping, an average of the weights, mixup and augmentation.",
+        "checkpoint. BasicNet has dropout; ResNet-18 (timm) has batch norm, clipping, an average of the weights, mixup and augmentation;",
+        "ConvNeXt (timm's test_convnext) has layer scales, label smoothing, and no decay of vectors. Precision is bf16-mixed where not said.",
         f"{os.cpu_count()} CPU threads, {versions()}.",
         "",
         *table(found),

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep import train
-from lockstep.config.batches import accumulated
+from lockstep.config.batches import parts_of_step
 from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
 from lockstep.config.length import total_steps
@@ -66,12 +66,12 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
 
     batch = int(cfg.data.batch_size)
     copies = sum(getattr(locate(node._target_), "saved_weights", 0) for node in cfg.callbacks.values())
-    accumulate = 1 if cfg.trainer.accumulate_grad_batches == "auto" else accumulated(cfg)
-    device, found = DEVICES[args.on], []
+    device, found, logical_ranks = DEVICES[args.on], [], cfg.exact.shards or 0
     for count in args.devices:
         world = count * args.nodes
         for name, shards in (("single", False),) if world == 1 else (("ddp", False), ("fsdp", True)):
-            if batch % (world * accumulate):
+            accumulate = parts_of_step(cfg, world)
+            if logical_ranks % world or batch % (world * accumulate):
                 continue
             of = Setting(world, args.nodes, shards, not args.full, batch // (world * accumulate), accumulate, copies)
             found.append(
@@ -128,7 +128,7 @@ def duration(seconds: float) -> str:
     )
 
 
-def measure(overrides: list[str], cfg: DictConfig, costs: Any) -> dict[str, float]:
+def measure(overrides: list[str], costs: Any) -> dict[str, float]:
     """Trains a few steps here. The predicted growth of memory and the measured one, and the speed with which to compare others."""
     import resource
 
@@ -139,7 +139,12 @@ def measure(overrides: list[str], cfg: DictConfig, costs: Any) -> dict[str, floa
                     "trainer.limit_test_batches=0", "trainer.enable_checkpointing=false", "logger=csv"])  # fmt: skip
     half = "mixed" in str(report["precision"])
     of = Setting(
-        int(report["world_size"]), 1, report["strategy"] == "fsdp", half, int(report["micro_batch"]), accumulated(cfg)
+        int(report["world_size"]),
+        1,
+        report["strategy"] == "fsdp",
+        half,
+        int(report["micro_batch"]),
+        int(report["accumulate_grad_batches"]),
     )
     predicted = state_bytes(costs, of) + costs.fixed_bytes + sample_bytes(costs, half=half) * of.micro_batch
     rate = report[f"train/{report['unit']}_per_s"] or float("nan")
@@ -177,7 +182,7 @@ def main() -> None:
     costs, samples = costs_of(cfg)
     show(cfg, costs, samples, args)
     if args.measure:
-        found = measure(args.overrides, cfg, costs)
+        found = measure(args.overrides, costs)
         grown = found["measured"] - found["before"]
         print(
             f"here: {size(grown)} measured, {size(found['predicted'])} predicted · {found['rate']:,.1f} samples/s, {found['rate'] * costs.flops / 1e9:,.1f} GFLOP/s"

@@ -128,5 +128,5 @@ def test_figures_do_not_wait(name, monkeypatch):
         made.on_validation_epoch_start()
         batch = {"input": torch.ones(shape, device=DEVICE), "target": target.to(DEVICE), "count": 3}
         waits.on = True
-        made.evaluation_step(batch)
+        made.evaluation_step(batch, 0)
     assert waits.places == []

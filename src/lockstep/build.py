@@ -89,6 +89,14 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     node = optimizer_node(cfg)
     made: dict[str, Any] = {"optimizer": create(node, "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
+    if cfg.exact.shards:
+        if cfg.strategy.traits.shards and "fused" not in takes:  # torch has fused kernels for those that work so
+            raise UserError(
+                f"optim: {node['_target_']} is not known to work element by element, so exact.shards={cfg.exact.shards} is not possible "
+                f"with strategy={cfg.strategy.name}. Name another optimizer, or type strategy=ddp."
+            )
+        if "foreach" in takes:  # shards have no such kernels
+            made["optimizer"] = partial(made["optimizer"], foreach=False)
     own = set(ENGINE["optim"]) - takes.keys()
     asked = {key: value for key, value in node.items() if key in own and value is not None and value is not False}
     if asked:

@@ -15,6 +15,7 @@ from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep.config.batches import parts_of_step
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.signatures import accepted
@@ -110,7 +111,7 @@ def in_micro_batches(cfg: DictConfig, world: World) -> dict[str, Any]:
     """What the Trainer counts in micro-batches, with `exact.shards`: there the config counts steps, on any number of processes."""
     if not cfg.exact.shards:
         return {}
-    parts = cfg.exact.shards // world.size
+    parts = parts_of_step(cfg, world.size)
     counts = {key: cfg.trainer[key] * parts for key in COUNTED if type(cfg.trainer[key]) is int}
     return {**counts, "accumulate_grad_batches": parts}
 

@@ -190,10 +190,19 @@ BAD = {
     "exact.shards=2 strategy=ddp trainer.devices=4 trainer.accelerator=cpu": ["among 4 processes"],
     "exact.shards=8 strategy=dp": ["strategy=dp", "strategy=ddp"],
     "exact.shards=8 trainer.accumulate_grad_batches=2": ["no effect", "larger exact.shards"],
-    "exact.shards=8 trainer.sync_batchnorm=true": ["statistics of its own"],
-    "exact.shards=8 compile=true": ["compile=true is not possible"],
+    "exact.shards=8 trainer.sync_batchnorm=true": ["normalises its own samples"],
+    "exact.shards=8 compile=true": ["compile=true computes differently"],
     "exact.shards=8 optim.fused=true": ["rounds the last elements", "Leave optim.fused out"],
     "exact.shards=8 strategy=fsdp strategy.reduce_each_micro_batch=true": ["has no effect"],
+    "exact.shards=8 trainer.limit_train_batches=0.5": ["a share", "a number of steps"],
+    "exact.shards=8 trainer.val_check_interval=0.25": ["a share", "a number of steps"],
+    "exact.shards=8 strategy=ddp strategy.static_graph=true trainer.devices=2 trainer.accelerator=cpu": [
+        "strategy.static_graph=true has no effect"
+    ],
+    "exact.shards=8 strategy=fsdp trainer.precision=bf16-true trainer.accelerator=cpu": [
+        "rounds the last elements",
+        "bf16-mixed",
+    ],
     "exact.threads=2": ["no effect without exact.shards"],
     "exact.digests=true": ["exact.digests=true has no effect without exact.shards"],
     "exact.shard=8": ["exact.shard is not a key", "did you mean exact.shards?"],

@@ -42,6 +42,10 @@ def test_the_exact_norm_is_the_norm():
     tiny = [grad * 1e-30 for grad in grads]
     assert float(exact_norm(tiny)) == pytest.approx(float(exact_norm(grads)) * 1e-30, rel=1e-6)
     assert float(exact_norm([torch.zeros(4)])) == 0.0
+    for factor in (1e-150, 1e160):
+        assert float(exact_norm([grad.double() * factor for grad in grads])) == pytest.approx(
+            float(exact_norm(grads)) * factor
+        )
     for wrong in (torch.nan, torch.inf):
         assert float(exact_norm([*grads, torch.tensor([1.0, wrong])])) == torch.inf
 

@@ -43,7 +43,7 @@ def seen(module: TaskModule, *batches: tuple[Tensor, Tensor], fillers: int = 0) 
     for logits_BK, label_B in batches:
         odd_BK = torch.cat([logits_BK, 1e4 * torch.rand(fillers, 10)])
         batch = {"input": odd_BK, "target": torch.cat([label_B, torch.zeros(fillers, dtype=torch.int64)])}
-        module.evaluation_step(batch | {"count": len(label_B)})
+        module.evaluation_step(batch | {"count": len(label_B)}, 0)
     return module
 
 

@@ -28,7 +28,7 @@ def test_figures_sum_up_in_float64(dtype):
     made.on_test_epoch_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "count": 1}
-        made.evaluation_step(batch)
+        made.evaluation_step(batch, 0)
     assert made.figures["rmse"].total.dtype == torch.int64
     expected = torch.tensor((2.0**26 + 7) / 8, dtype=torch.float64).sqrt()
     assert made.figures["rmse"].compute().item() == pytest.approx(expected.item(), rel=1e-12)

@@ -32,7 +32,7 @@ class Digests(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            digests.begin(self.folder, steps_done(trainer))
+            digests.begin(self.folder)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -15,6 +15,12 @@ def accumulated(cfg: DictConfig) -> int:
     return 1 if given == "auto" else int(given)
 
 
+def parts_of_step(cfg: DictConfig, processes: int) -> int:
+    """How many micro-batches each process computes for a step."""
+    shards: int | None = cfg.exact.shards
+    return shards // processes if shards else accumulated(cfg)
+
+
 def repeats(cfg: DictConfig) -> int:
     """How many copies of each sample a batch has."""
     return int(cfg.data.get("repeats", 1))

@@ -13,7 +13,7 @@ from lockstep.config.batches import accumulated, auto_problems, batch_problems, 
 from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
 from lockstep.config.environment import environment_problems
-from lockstep.config.exact import division_problems, exact_problems
+from lockstep.config.exact import exact_problems, process_problems
 from lockstep.config.kinds import Kind
 from lockstep.config.length import length_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS
@@ -218,7 +218,7 @@ def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 
 BOTH = (device_problems, strategy_problems, data_set_problems)
-EVALUATION = (*BOTH, division_problems)
+EVALUATION = (*BOTH, process_problems)
 TRAINING = (
     *BOTH,
     exact_problems,

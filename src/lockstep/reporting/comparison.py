@@ -211,7 +211,7 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
         if exact and ours[name].name != theirs[name].name:
             found["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
         found["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
-    if (line := parting(a.folder, b.folder)) is not None:
+    if exact and (line := parting(a.folder, b.folder)):
         found["weights"].insert(0, line)
     return found
 

@@ -33,11 +33,18 @@ def append(folder: Path, added: list[Row]) -> None:
         csv.writer(file).writerows(added)
 
 
-def begin(folder: Path, step: int) -> None:
-    """Keeps the rows up to `step`; a resumed run writes the later ones again."""
-    kept = [row for row in rows(folder) if int(row[0]) <= step]
-    with files.replacing(path_in(folder)) as part, part.open("w", newline="") as file:
-        csv.writer(file).writerows([COLUMNS, *kept])
+def begin(folder: Path) -> None:
+    """Makes the file, unless the run is resumed and has it."""
+    if not path_in(folder).is_file():
+        append(folder, [COLUMNS])
+
+
+def cut(folder: Path, step: int) -> None:
+    """Drops the rows after `step`, which a resumed run will write again."""
+    if path_in(folder).is_file():
+        kept = [row for row in rows(folder) if int(row[0]) <= step]
+        with files.replacing(path_in(folder)) as part, part.open("w", newline="") as file:
+            csv.writer(file).writerows([COLUMNS, *kept])
 
 
 def parting(one: Path, other: Path) -> str | None:

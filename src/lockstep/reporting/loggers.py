@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.errors import TrainingFailed
 from lockstep.machine import files
+from lockstep.reporting import digests
 from lockstep.reporting.background import Background
 from lockstep.reporting.tensorboard_logger import tensorboard
 from lockstep.reporting.wandb_logger import wandb
@@ -101,6 +102,8 @@ class CutAtResume(pl.Callback):
         for logger in trainer.loggers if steps else ():
             if isinstance(logger, MetricsCsv):
                 logger.cut(steps)
+                if trainer.is_global_zero:
+                    digests.cut(logger.path.parent, steps)
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 writer = logger.experiment
                 writer.close()  # it opens a new file that first purges older records from this step on

@@ -119,9 +119,10 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         blocks = self.blocks_of(net)
         policy = MixedPrecisionPolicy()
-        if self.precision_plugin.precision == "bf16-mixed":
+        if self.precision_plugin.precision == "bf16-mixed" and not self.logical_ranks:
             # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays
-            # with autocast: a position embedding in bf16 would turn all that is added to it into bf16.
+            # with autocast: a position embedding in bf16 would turn all that is added to it into bf16. Layer scales in blocks are
+            # rounded all the same, so logical ranks leave everything to autocast, as under the other strategies.
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
             if vectors := list(modules_of_vectors(blocks)):
                 fully_shard(vectors, mesh=self.mesh, reshard_after_forward=False)  # one small group, in fp32

@@ -34,12 +34,14 @@ def exact_norm(grads: list[Tensor]) -> Tensor:
     largest = torch.stack(most).nan_to_num(nan=torch.inf, posinf=torch.inf)
     groups = {grad.device_mesh.get_group() for grad in grads if isinstance(grad, DTensor)}
     over_processes(largest, torch.distributed.ReduceOp.MAX, groups)
-    bits = torch.tensor([62 - grad.numel().bit_length() for grad in grads], device=largest.device)
-    scale = torch.exp2((bits - 2 * torch.frexp(largest).exponent).double())  # the same vector in all processes
-    squares = [(grad.double().square() * by).round() for grad, by in zip(local, scale, strict=True)]
-    total = torch.stack([each.long().sum() for each in squares])
+    unit = torch.exp2(
+        torch.frexp(largest).exponent.double()
+    )  # of each tensor; equal in all processes, as the next two are
+    grid = torch.exp2(torch.tensor([62.0 - grad.numel().bit_length() for grad in grads], dtype=torch.float64).to(unit))
+    parts = zip(local, unit, grid, strict=True)
+    total = torch.stack([((grad.double() / u).square() * g).round().long().sum() for grad, u, g in parts])
     over_processes(total, torch.distributed.ReduceOp.SUM, groups)
-    norm = (total.double() / scale).sum().sqrt()
+    norm = (total.double() / grid * (unit / unit.max()).square()).sum().sqrt() * unit.max()
     return norm.where(largest.isfinite().all(), torch.inf)
 
 

@@ -19,6 +19,7 @@ class LogicalRanks:
     def __init__(self, count: int) -> None:
         self.count = count
         self.gradients = TreeSum()
+        self.first: list[Tensor] = []  # the gradients of the step's first logical rank
         self.before: list[Tensor] = []  # the buffers before the step
         self.statistics: list[Tensor] = []  # the buffers after each logical rank, as one vector
         self.losses: dict[int, Tensor] = {}  # of the current step, by logical rank
@@ -28,10 +29,17 @@ class LogicalRanks:
         self.rank, self.part = logical_rank(trainer, batch_idx), batch_idx % trainer.accumulate_grad_batches
         buffers = list(net.buffers())
         if self.part == 0:
+            assert not self.first, "the micro-batches before this one are no whole step"
             self.before, self.statistics, self.losses = [buffer.clone() for buffer in buffers], [], {}
             return
         for buffer, before in zip(buffers, self.before, strict=True):
             buffer.copy_(before)
+
+    def undivided(self, loss: Tensor, trainer: pl.Trainer) -> Tensor:
+        """The loss times the number that Lightning divides it by: in each gradient that could round the smallest, so `end` divides
+        their sum."""
+        self.losses[self.rank] = loss.detach()
+        return loss * trainer.accumulate_grad_batches
 
     @torch.no_grad()
     def end(self, net: nn.Module, trainer: pl.Trainer) -> None:
@@ -55,9 +63,10 @@ class LogicalRanks:
             buffer.copy_(mean.view(buffer.shape))
         for parameter, gradient in zip(trained(net), self.first, strict=True):
             parameter.grad = gradient  # the total lies in the memory of the first logical rank's
+        self.first, self.before, self.statistics = [], [], []
 
     def taken_gradients(self, net: nn.Module) -> list[Tensor]:
-        """The gradients, or this process's shards of them, which leave the network. A parameter without one has zeros: it may have
+        """Takes the gradients, or this process's shards of them, from the parameters. A parameter without one has zeros: it may have
         one in another logical rank."""
         taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained(net)]
         for parameter in trained(net):

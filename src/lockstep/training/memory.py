@@ -72,12 +72,15 @@ def explanation(
         split = parts.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
         batch = min(data.eval_batch_size, split.count)
         smaller = f"Try data.eval_batch_size={batch // 2}; the figures stay the same." if batch > 1 else OTHERWISE
-        return OutOfMemory(f"an evaluation's batch of {-(-batch // world)} does not fit in memory. {smaller}")
+        share = -(-batch // (cfg.exact.shards or world))
+        return OutOfMemory(f"an evaluation's batch of {share} does not fit in memory. {smaller}")
     if not loop.batch_progress.total.ready:
         return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
     batch, now = data.batch_size, trainer.accumulate_grad_batches
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
     more = [k for k in accumulations(batch, world, unit(cfg)[0]) if k > now] if module.automatic_optimization else []
+    if cfg.exact.shards:
+        more = [k for k in more if k.bit_count() == 1]
     # A network that communicates in forward cannot be tried by one process.
     known = isinstance(module, TaskModule)
     alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
@@ -87,8 +90,8 @@ def explanation(
     of = batch // (world * found)
     which = f"One of {of} does, tried without the rest of the run" if alone else f"One of {of} was not tried"
     key = f"trainer.accumulate_grad_batches={found}"
-    if shards := cfg.exact.shards:
-        key = f"exact.shards={shards * found // now} in a new run"
+    if cfg.exact.shards:
+        key = f"exact.shards={world * found} in a new run"
     return OutOfMemory(f"{said} {which}: type {key}; the global batch stays {batch}.", found)
 
 
@@ -106,6 +109,7 @@ def fits(trainer: pl.Trainer, module: Any, data: DataModule, micro_batch: int) -
 
 def free(trainer: pl.Trainer, module: TaskModule) -> None:
     trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
+    module.logical_ranks = None  # holds gradients
     module.zero_grad(set_to_none=True)
     gc.collect()
     if trainer.strategy.root_device.type == "cuda":

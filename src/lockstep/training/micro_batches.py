@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.batches import accumulated
+from lockstep.config.batches import parts_of_step
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.machine.world import World
 
@@ -16,7 +16,7 @@ def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
 
 def batches(cfg: DictConfig, world: World) -> dict[str, Any]:
     """For the report: the global batch and how it is divided; None for the user's own dataloaders."""
-    accumulate = cfg.exact.shards // world.size if cfg.exact.shards else accumulated(cfg)
+    accumulate = parts_of_step(cfg, world.size)
     if has_own_loaders(cfg):
         return {"batch_size": None, "accumulate_grad_batches": accumulate, "micro_batch": None}
     batch = int(cfg.data.batch_size)

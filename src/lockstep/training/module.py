@@ -23,11 +23,11 @@ from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
-from lockstep.training.metrics import MeanLoss, on_grid
+from lockstep.training.metrics import MeanLoss
 from lockstep.training.mixed import weighted_loss
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
-from lockstep.training.steps import accumulated_then, completes_step, has_row, total_steps
+from lockstep.training.steps import accumulated_then, completes_step, evaluated_rank, has_row, total_steps
 from lockstep.training.trees import first_rows, float32
 
 
@@ -59,7 +59,7 @@ class TaskModule(QuickHookNames):
         self.call_net: Callable[..., Any] | None = None
         self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
         self.logical_ranks = LogicalRanks(shards) if shards else None
-        self.mean_loss = MeanLoss()
+        self.mean_loss = MeanLoss(shards or 1)
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
@@ -83,12 +83,13 @@ class TaskModule(QuickHookNames):
             self.logical_ranks.begin(self.net, self.trainer, batch_idx)
         loss_B, weight_B = weighted_loss(self.task, self(batch), batch)
         loss = loss_B.mean()
-        # So neither a checkpoint, which adds up processes, nor their number changes a row.
-        self.window_loss += on_grid(loss.detach(), self.mean_loss.exact, 32)
+        # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
+        # nor their number changes a row.
+        self.window_loss += loss.detach().float().to(self.mean_loss.exact)
         if weight_B is None:
             self.window_weight += 1.0
         else:
-            mean_weight = on_grid(weight_B.float().mean(), self.mean_loss.exact, 32)
+            mean_weight = weight_B.float().mean().to(self.mean_loss.exact)
             self.window_weight += mean_weight
             self.step_weight = mean_weight if self.step_weight is None else self.step_weight + mean_weight
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
@@ -97,11 +98,7 @@ class TaskModule(QuickHookNames):
             self.log("train/loss", (loss_sum / weight_sum).float(), prog_bar=True)
             self.window_loss = self.window_weight = 0.0
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        if not self.logical_ranks:
-            return loss
-        self.logical_ranks.losses[self.logical_ranks.rank] = loss.detach()
-        # Lightning divides by this; dividing each gradient could round the smallest, so only their sum is divided.
-        return loss * self.trainer.accumulate_grad_batches
+        return self.logical_ranks.undivided(loss, self.trainer) if self.logical_ranks else loss
 
     def on_after_backward(self) -> None:
         if self.logical_ranks:
@@ -160,14 +157,15 @@ class TaskModule(QuickHookNames):
         if self.test_panels:
             self.test_panels.begin(self.device)
 
-    def evaluation_step(self, batch: Batch) -> None:
+    def evaluation_step(self, batch: Batch, batch_idx: int) -> None:
         """Updates the figures with real samples; fillers are dropped before the task sees them."""
         output, count = self(batch), batch["count"]
         if not count:
             return
         output, batch = float32(first_rows(output, count)), first_rows(batch, count)
         loss_B = self.task.loss(output, batch)
-        self.mean_loss.update(loss_B, self.task.weight(batch))
+        place = evaluated_rank(self.trainer, batch_idx, self.logical_ranks.count) if self.logical_ranks else 0
+        self.mean_loss.update(loss_B, self.task.weight(batch), place)
         for metric in self.figures.values():
             metric.update(*self.task.metric_inputs(output, batch))
         if self.test_panels and self.trainer.testing:
@@ -204,13 +202,13 @@ class TaskModule(QuickHookNames):
         return {name: value.float() if isinstance(value, Tensor) else torch.tensor(float(value))}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.evaluation_step(batch)
+        self.evaluation_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.evaluation_step(batch)
+        self.evaluation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
         self.log_evaluation("test")

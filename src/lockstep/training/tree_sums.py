@@ -6,13 +6,14 @@ alternatives cost more: gathering all sums sends as many times more bytes as the
 exponent take twice the bytes and an exchange of exponents first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 dist: Any = torch.distributed
+AT_ONCE = 2**24  # elements, or one larger tensor
 
 
 def tree_sum(parts: Tensor) -> Tensor:
@@ -56,17 +57,30 @@ def reduce_scatter(mine: Tensor, group: Any = None) -> Tensor:
 
 
 def add_over_processes(tensors: Sequence[Tensor]) -> None:
-    """Replaces each tensor by the sum over all processes, in one exchange for each dtype. It sends as many bytes as a ring."""
+    """Replaces each tensor by the sum over all processes. It sends as many bytes as a ring."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        own = [tensor for tensor in tensors if tensor.dtype == dtype]
+    for own in buckets(tensors):
         sizes = [tensor.numel() for tensor in own]
         padding = own[0].new_zeros(-sum(sizes) % dist.get_world_size())
         flat = torch.cat([*(tensor.reshape(-1) for tensor in own), padding])
         dist.all_gather_into_tensor(flat, reduce_scatter(flat))
         for tensor, total in zip(own, flat.split([*sizes, len(padding)]), strict=False):
             tensor.copy_(total.view(tensor.shape))
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype that are exchanged at once: few messages, and copies of few tensors."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket: list[Tensor] = []
+        for tensor in tensors:
+            if tensor.dtype == dtype:
+                bucket.append(tensor)
+                if sum(each.numel() for each in bucket) >= AT_ONCE:
+                    yield bucket
+                    bucket = []
+        if bucket:
+            yield bucket
 
 
 class TreeReduceScatter:
