@@ -86,7 +86,7 @@ def page(now: list[Outcome], before: list[Outcome], command: str = "python bench
     parts = [f"# What is refused, and how\n\n{made}\n\n{text}"]
     parts += [f"## Now\n\n{table(now)}\nNot refused well:\n\n{rest(now) or 'none'}\n"]
     same = [outcome for outcome in before if outcome.name in {each.name for each in now}]
-    said = f"Those of these cases that an earlier version was tried with, {len(same)}, as it answered."
+    said = "Those of these cases that an earlier version was tried with, as it answered."
     parts += [f"## Before\n\n{said}\n\n{table(same)}"] if same else []
     return "\n".join(parts)
 

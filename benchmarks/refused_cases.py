@@ -28,9 +28,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
 WRONG = {
     "flag": ("abc", "5", "[true]", "null"),
     "text": ("[1]", "{a: 1}", "''", "5.5"),
-    "whole": ("abc", "[1,2]", "-1000", "inf", "0.5", "true", "1e30", "1" + 20 * "0"),
+    "whole number": ("abc", "[1,2]", "-1000", "inf", "0.5", "true", "1e30", "1" + 20 * "0"),
     "number": ("abc", "{a: 1}", "-1", "inf", "nan", "true"),
-    "other": ("{a: {b: 1}}", "''", "[[1]]", "nan"),
+    "key of another kind": ("{a: {b: 1}}", "''", "[[1]]", "nan"),
 }
 GROUP_NAMES = ("task", "model", "data", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint")
 EMPTY = ("callbacks", "logger")  # groups that may be empty
@@ -43,8 +43,8 @@ def kind_of(key: str) -> str:
     if kind.takes.startswith(TEXT.takes) or key == "run":
         return "text"
     if kind.takes.startswith("a whole number"):
-        return "whole"
-    return "number" if kind.takes.startswith("a number ab") or kind.takes.startswith("a number of at") else "other"
+        return "whole number"
+    return "number" if kind.takes.startswith("a number ab") or kind.takes.startswith("a number of at") else "key of another kind"
 
 
 def keys() -> Iterator[Case]:

@@ -21,7 +21,7 @@ from lockstep.machine.world import World
 
 LIMIT_S = 20.0  # a case that trains longer than this was accepted
 MEMORY_BYTES = 3 * 2**30  # of data, so an archive that unpacks to more ends in a MemoryError
-WELL, LATE, DIM, TRACEBACK, SILENT = "refused well", "late", "dim", "traceback", "accepted in silence"
+WELL, LATE, DIM, TRACEBACK, SILENT = "refused well", "late", "unclear", "traceback", "accepted in silence"
 STAGES = {b"r": "run", b"t": "torch", b"c": "classes"}  # the letters that a process writes, the last stage first
 LEFT, WORKS, WRONGLY = "left files", "works", "refused wrongly"
 BASE = ["data.root=own", "data.source=disk", "data.batch_size=16", "data.image_size=12", "trainer.accelerator=cpu", "trainer.max_steps=2",

@@ -9,7 +9,7 @@ from lockstep.config.keys import dotted
 from lockstep.errors import raise_problems
 
 # Another network does not fit the checkpoint. Another split would validate on images that were trained on. Other batches would
-# repeat some samples and skip others. The optimizer's state has its own learning rates. The bits of a run are of its `exact` keys.
+# repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
 FIXED = (
     "task._target_",
     "model._target_",
