@@ -32,7 +32,19 @@ WRONG = {
     "number": ("abc", "{a: 1}", "-1", "inf", "nan", "true"),
     "key of another kind": ("{a: {b: 1}}", "''", "[[1]]", "nan"),
 }
-GROUP_NAMES = ("task", "model", "data", "strategy", "trainer", "optim", "schedule", "callbacks", "logger", "checkpoint")
+GROUP_NAMES = (
+    "task",
+    "model",
+    "data",
+    "strategy",
+    "trainer",
+    "optim",
+    "schedule",
+    "callbacks",
+    "logger",
+    "checkpoint",
+    "exact",
+)
 EMPTY = ("callbacks", "logger")  # groups that may be empty
 
 
@@ -44,7 +56,11 @@ def kind_of(key: str) -> str:
         return "text"
     if kind.takes.startswith("a whole number"):
         return "whole number"
-    return "number" if kind.takes.startswith("a number ab") or kind.takes.startswith("a number of at") else "key of another kind"
+    return (
+        "number"
+        if kind.takes.startswith("a number ab") or kind.takes.startswith("a number of at")
+        else "key of another kind"
+    )
 
 
 def keys() -> Iterator[Case]:
@@ -64,7 +80,7 @@ def groups() -> Iterator[Case]:
     for group in GROUP_NAMES:
         for override in (f"~{group}", f"{group}=null", f"{group}=5", f"{group}=abc", f"{group}.x=5"):
             yield Case("a group is removed, null or no group", (override,), group)
-        if group not in ("trainer", "checkpoint", *EMPTY):
+        if group not in ("trainer", "checkpoint", "exact", *EMPTY):
             for given in ("", "=null", "=5", "=[1]", "=lockstep.nothing.Here", "=nothing.Here", "=lockstep", "=''"):
                 override = f"{group}._target_{given}" if given else f"~{group}._target_"
                 yield Case("a target is removed, null or no class", (override,), f"{group}._target_")

@@ -158,3 +158,15 @@ def test_a_rate_of_0_for_the_head_is_a_rate(mnist, cache):
     groups = build.optimizer(cfg)["parameters"](torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
     assert [group["lr"] for group in groups] == [1e-3, 0]
     assert "parameters" not in build.optimizer(compose_config("train", ["trainer.accelerator=cpu"]))
+
+
+def test_exact_threads_are_of_one_job_of_a_sweep():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for override, threads in (("exact.shards=2", 1), ("exact.shards=4", 1), ("exact.shards=null", 3)):
+            cfg = compose_config("train", [override, "trainer.accelerator=cpu"])
+            build.process(cfg, world_of(cfg))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

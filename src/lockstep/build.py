@@ -46,6 +46,7 @@ from lockstep.training.module import TaskModule
 from lockstep.training.panels import TestPanels
 
 __all__ = ["data", "evaluate", "fit", "module", "process", "rehearse", "seed", "trainer", "with_numbers"]
+before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
@@ -55,8 +56,11 @@ def process(cfg: DictConfig, world: World) -> None:
     if world.accelerator == "cpu":
         if not cfg.strategy.traits.shards:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
-        if number := cfg.exact.threads if cfg.exact.shards else threads(world):
+        if number := threads(world) or before_exact.pop("threads", None):
             torch.set_num_threads(number)
+        if cfg.exact.shards:
+            before_exact["threads"] = torch.get_num_threads()
+            torch.set_num_threads(cfg.exact.threads)
     if not gpu_count():
         # Optimizers ask at each step whether there are GPUs. Lightning makes torch ask the driver, which takes 0.1 ms if
         # there is none.

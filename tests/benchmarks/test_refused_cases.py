@@ -66,7 +66,7 @@ def test_the_page_counts_by_family_now_and_before():
     now = [Outcome("a", "x=1", WELL, 1.0, "config", 2, ""), Outcome("b", "y=1", DIM, 2.0, "config", 2, "")]
     page = refused.page(now, now[:1])
     assert "| a | 1 | 1 |" in page
-    assert "- dim: `y=1`" in page
+    assert "- unclear: `y=1`" in page
     assert page.count("| all |") == 2
 
 
