@@ -115,16 +115,17 @@ def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples():
     assert told.startswith("augment.mixup_cutmix mixes the losses of two targets, which a task computes")
 
 
-def test_a_run_from_before_the_group_has_its_operations(tmp_path):
+def test_a_run_from_before_the_groups_augment_and_exact_has_its_operations(tmp_path):
     old = compose_config("train", ["run=a", "augment=none"])
     OmegaConf.set_struct(old, False)
-    del old.augment
+    del old.augment, old.exact
     old.data.random_shift, old.data.random_flip = 2, True
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(old))
     cfg = load_config(tmp_path / "config.yaml")
     assert check(cfg) == []
     shift, flip = operations(cfg).values()
     assert (shift.pixels, flip.horizontal) == (2, 0.5)
+    assert cfg.exact.shards is None
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
