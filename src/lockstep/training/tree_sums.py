@@ -64,7 +64,7 @@ def add_over_processes(tensors: Sequence[Tensor]) -> None:
         sizes = [tensor.numel() for tensor in own]
         padding = own[0].new_zeros(-sum(sizes) % dist.get_world_size())
         flat = torch.cat([*(tensor.reshape(-1) for tensor in own), padding])
-        dist.all_gather_into_tensor(flat, reduce_scatter(flat))
+        dist.all_gather(list(flat.view(dist.get_world_size(), -1)), reduce_scatter(flat))
         for tensor, total in zip(own, flat.split([*sizes, len(padding)]), strict=False):
             tensor.copy_(total.view(tensor.shape))
 
