@@ -63,9 +63,17 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("recipe", "way"), PAIRS)
-def test_any_number_of_processes_ends_with_the_same_bits(recipe, way, base, runs, single):
+def test_any_number_of_processes_ends_with_the_same_bits(recipe, way, base, runs, single, capfd):
     lockstep.train([*base, *RECIPES[recipe], *WAYS[way], f"run={recipe}-{way}"])
     assert differences(runs, f"{recipe}-single", f"{recipe}-{way}") == []
+    assert "Warning" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_fused_optimizer_is_exact_where_nothing_is_sharded(base, runs, forked):
+    for way in ("single", "ddp2", "ddp4"):
+        lockstep.train([*base, *RECIPES["plain"], *WAYS[way], "optim.fused=true", f"run=fused-{way}"])
+        assert differences(runs, "fused-single", f"fused-{way}") == []
 
 
 def test_a_run_that_goes_on_in_another_world_ends_with_the_same_bits(base, runs, single, crash_at):

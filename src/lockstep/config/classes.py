@@ -18,7 +18,10 @@ from lockstep.machine.world import World
 def optimizer_node(cfg: DictConfig) -> dict[str, Any]:
     """The `optim` node, with `fused: auto` decided for the strategy of this process."""
     node = to_plain(cfg.optim)
-    return {**node, "fused": fused_problem(cfg) is None} if node.get("fused") == "auto" else node
+    if node.get("fused") != "auto":
+        return node
+    # with exact.shards, shards decide for all strategies
+    return {**node, "fused": fused_problem(cfg) is None and not cfg.exact.shards}
 
 
 def components(cfg: DictConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
