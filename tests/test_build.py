@@ -1,12 +1,14 @@
 """Every option that is shipped can be built and takes a step: networks, optimizers, schedules, callbacks, loggers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import write_cifar10
 from pictures import write_classes
 
 import lockstep
-from lockstep import CONFIGS, build
+from lockstep import CONFIGS, build, build_trainer
 from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
@@ -170,3 +172,11 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
+    for accelerator, expected in (("cuda", True), ("cpu", False)):
+        cfg = compose_config("train", ["exact.shards=8", "trainer.limit_val_batches=2"])
+        made = build_trainer.for_logical_ranks(cfg, replace(world_of(cfg), accelerator=accelerator))
+        assert bool(made["deterministic"]) == expected
+        assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)

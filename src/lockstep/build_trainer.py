@@ -107,13 +107,18 @@ def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
-def in_micro_batches(cfg: DictConfig, world: World) -> dict[str, Any]:
-    """What the Trainer counts in micro-batches, with `exact.shards`: there the config counts steps, on any number of processes."""
+def for_logical_ranks(cfg: DictConfig, world: World) -> dict[str, Any]:
+    """Arguments of the Trainer with `exact.shards`: deterministic kernels on GPUs; and the config counts steps, on any number of
+    processes, where the Trainer counts micro-batches."""
     if not cfg.exact.shards:
         return {}
     parts = parts_of_step(cfg, world.size)
     counts = {key: cfg.trainer[key] * parts for key in COUNTED if type(cfg.trainer[key]) is int}
-    return {**counts, "accumulate_grad_batches": parts}
+    return {
+        **counts,
+        "accumulate_grad_batches": parts,
+        "deterministic": cfg.trainer.deterministic or world.accelerator == "cuda",
+    }
 
 
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
@@ -121,7 +126,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
-    given |= in_micro_batches(cfg, world) | parts
+    given |= for_logical_ranks(cfg, world) | parts
     if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])

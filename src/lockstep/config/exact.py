@@ -31,8 +31,8 @@ def process_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"{exact} is not possible with strategy={world.strategy}, which divides batches by the number of GPUs. Type strategy=ddp."
     if world.accelerator == "mps":
         yield f"{exact} needs float64, which mps does not support. Type trainer.accelerator=cpu."
-    if world.accelerator == "cuda" and cfg.trainer.deterministic is not True:
-        yield f"{exact} needs deterministic kernels on GPUs. Type trainer.deterministic=true as well."
+    if world.accelerator == "cuda" and cfg.trainer.deterministic in (False, "warn"):
+        yield f"{exact} needs deterministic kernels on GPUs. Leave trainer.deterministic={shown(cfg.trainer.deterministic)} out."
     if world.accelerator == "cuda" and cfg.trainer.benchmark:
         yield f"trainer.benchmark=true chooses kernels by their speed in this run, so {exact} is not possible. Leave trainer.benchmark out."
     if world.accelerator != "cpu" and cfg.exact.threads != 1:
