@@ -16,6 +16,7 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.batches import parts_of_step
+from lockstep.config.exact import COUNTED
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.signatures import accepted
@@ -31,8 +32,6 @@ PROFILERS: dict[str, type[Profiler]] = {
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-
-COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:

@@ -11,7 +11,7 @@ from lockstep.machine.world import World
 
 # Keys that only torch's DistributedDataParallel and all-reduce read, and their usual values.
 OF_DDP = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": False, "find_unused_parameters": False}
-COUNTS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")
+COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
 HALF = ("bf16-true", "16-true")
 
 
@@ -57,7 +57,7 @@ def exact_problems(cfg: DictConfig, world: World) -> Iterator[str]:
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} has no effect with {exact}, which divides the batch. Leave it "
             "out; for smaller micro-batches type a larger exact.shards."
         )
-    for key in COUNTS:
+    for key in COUNTED:
         if isinstance(trainer[key], float) and trainer[key] not in (0.0, 1.0):
             yield f"trainer.{key}={trainer[key]} is a share of a process's micro-batches; with {exact} it takes a number of steps. Type trainer.{key}=10."
     if trainer.sync_batchnorm:
