@@ -91,6 +91,7 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
         probabilities=asked.probabilities,
         overwrite=asked.overwrite,
         image=pixels_of(data.about) if asked.gallery else None,
+        original_size=files.test.original_size if files else None,
         same=files.fingerprint if files else "",
     )
     trainer = evaluator(cfg, world, writer)

@@ -1,5 +1,6 @@
 """Exported folders: the predictions of the run, for every task whose network takes images, without Lockstep; ONNX and torch.export."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from pictures import COLOURS, write_classes
-from PIL import Image
+from PIL import Image, ImageOps
 
 import lockstep
 from lockstep.checkpoints import finding
@@ -170,7 +171,10 @@ def test_the_folder_predicts_files_as_the_run_does(run, name, tmp_path):
     assert len(found) == 30
     for row, other in zip(found, expected, strict=True):
         if name == "masks":
-            row["mask"], other["mask"] = row["mask"].tolist(), np.asarray(Image.open(tmp_path / other["mask"])).tolist()
+            row["mask"], other["mask"] = (
+                np.asarray(row["mask"]).tolist(),
+                np.asarray(Image.open(tmp_path / other["mask"])).tolist(),
+            )
         assert row.keys() == other.keys()
         assert row == {k: pytest.approx(v, rel=1e-4, abs=1e-6) if isinstance(v, float) else v for k, v in other.items()}
     (tmp_path / "bad.png").write_text("no image")
@@ -186,6 +190,10 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(run, pl
     for number, path in enumerate(sorted((place / "photos").rglob("*.png"))[:7]):
         (tmp_path / "images" / f"{number}.png").write_bytes(path.read_bytes())
     (tmp_path / "images/broken.png").write_text("")
+    sideways = Image.Exif()
+    sideways[0x112] = 6
+    for name_of, mode in {"tall.jpg": "RGB", "tall.tif": "RGB", "grey.png": "L"}.items():
+        Image.effect_noise((31, 18), 90).convert(mode).save(tmp_path / "images" / name_of, exif=sideways)
     command = [sys.executable, "-c", BLOCKED, str(made / "load.py"), "images", "--csv", "own.csv"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -203,8 +211,15 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(run, pl
     else:
         assert own == table
     if name == "masks":
-        for mask in (tmp_path / "own-mask").iterdir():
-            assert mask.read_bytes() == (tmp_path / "table-mask" / mask.name).read_bytes()
+        masks = sorted((tmp_path / "table-mask").iterdir())
+        assert [path.name for path in masks] == sorted(path.name for path in (tmp_path / "own-mask").iterdir())
+        for mask in masks:
+            assert mask.read_bytes() == (tmp_path / "own-mask" / mask.name).read_bytes()
+        for row in csv.DictReader(table.splitlines()):
+            assert bool(row["error"]) == row["path"].endswith("broken.png") == (not row["mask"])
+            if row["mask"]:
+                with Image.open(tmp_path / row["path"]) as image, Image.open(tmp_path / row["mask"]) as mask:
+                    assert mask.size == ImageOps.exif_transpose(image).size
 
 
 # --- source files ---

@@ -48,6 +48,15 @@ class Readable:
                     problems[place] = " ".join(str(e).split()) or type(e).__name__
         return {"input": image_BCHW, "problem": problems}
 
+    def original_size(self, index: int) -> tuple[int, int]:
+        """Width and height of a file, from its header."""
+        from PIL import Image
+
+        from lockstep.data.pixels import original_size
+
+        with Image.open(self.base / self.name(index)) as image:
+            return original_size(image)
+
     def name(self, index: int) -> str:
         return os.fsdecode(self.names_N[index])
 

@@ -1,4 +1,4 @@
-"""An opened image to bytes of one size, with Pillow. An exported folder has a copy of this file."""
+"""An opened image to bytes of one size, and a mask of that size back to an image, with Pillow. An exported folder has a copy of this file."""
 
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,25 @@ def to_array(image: "Image", *, channels: int, size: int) -> NDArray[np.uint8]:
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     pixels = np.asarray(image)
     return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def original_size(image: "Image") -> tuple[int, int]:
+    """Width and height of an opened image that is not decoded yet, upright by its EXIF orientation."""
+    from PIL import ExifTags
+
+    width, height = image.size
+    sideways = (
+        image.getexif().get(ExifTags.Base.Orientation, 1) >= 5 and image.format != "TIFF"
+    )  # Pillow turns TIFFs itself
+    return (height, width) if sideways else (width, height)
+
+
+def mask_image(mask_HW: NDArray[np.integer], size: tuple[int, int] | None = None) -> "Image":
+    """Class numbers as an 8-bit image, or 16-bit above 255, in another width and height on request."""
+    from PIL import Image
+
+    image = Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 256 else np.uint16))
+    return image.resize(size, Image.Resampling.NEAREST) if size else image
 
 
 def refuse_numbers(image: "Image") -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class Model:
 
     net: nn.Module
     preprocess: Any  # uint8 images_BCHW of any size to the input of `net`
-    decode: Any  # an opened image to bytes_CHW
+    decode: ModuleType  # decode.py: an opened image to bytes_CHW, and masks back to images
     classes: list[str]
     channels: int
     image_size: int
@@ -79,22 +80,31 @@ class Model:
         return [{"class": self.classes[place], "probability": digits(value)} for place, value in found]
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """A row for each file, in their order; one that cannot be read has only its path and the `error`."""
+        """A row for each file, in their order; one that cannot be read has only its path and the `error`.
+
+        A `mask` is a Pillow image of the file's size.
+        """
         from PIL import Image
 
         left = iter(paths)
         while group := list(islice(left, AT_ONCE)):
-            images, errors = [], []
+            images, sizes, errors = [], [], []
             for path in group:
                 try:
                     with warnings.catch_warnings(), Image.open(path) as image:
                         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-                        pixels = self.decode(image, channels=self.channels, size=self.image_size)
+                        size = self.decode.original_size(image)
+                        pixels = self.decode.to_array(image, channels=self.channels, size=self.image_size)
                     images.append(torch.tensor(pixels))
+                    sizes.append(size)
                     errors.append("")
                 except Exception as e:  # Pillow raises nearly anything for a broken file
                     errors.append(" ".join(str(e).split()) or type(e).__name__)
-            rows = iter(self.predict(torch.stack(images)) if images else [])
+            found = self.predict(torch.stack(images)) if images else []
+            for row, size in zip(found, sizes, strict=True):
+                if "mask" in row:
+                    row["mask"] = self.decode.mask_image(row["mask"].numpy(), size)
+            rows = iter(found)
             for path, error in zip(group, errors, strict=True):
                 yield {"path": path, **({} if error else next(rows)), "error": error}
 
@@ -152,7 +162,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
         net=net.eval(),
         channels=images.pop("channels"),
         preprocess=module(folder / "preprocess.py").Preprocess(**images),
-        decode=module(folder / "decode.py").to_array,
+        decode=module(folder / "decode.py"),
         classes=json.loads((folder / "classes.json").read_text()),
         image_size=images["image_size"],
         activation=about["activation"],
@@ -186,13 +196,9 @@ def write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> None:
             writer.writerow([text(row.get(name)) for name in columns])
 
 
-def save_mask(mask_HW: Tensor, folder: Path, number: int) -> str:
-    from PIL import Image
-
+def save_mask(mask: Any, folder: Path, number: int) -> str:
     folder.mkdir(exist_ok=True)
-    Image.fromarray(mask_HW.numpy().astype("uint8" if mask_HW.max() < 256 else "uint16")).save(
-        folder / f"{number:06}.png"
-    )
+    mask.save(folder / f"{number:06}.png")
     return f"{folder.name}/{number:06}.png"
 
 
@@ -208,7 +214,8 @@ def said(row: dict[str, Any]) -> str:
         return f"{row['class']} ({row['probability']:.1%})"
     shown = {name: value for name, value in row.items() if name not in ("path", "error", "mask")}
     if "mask" in row:
-        shown["mask"] = f"{tuple(row['mask'].shape)}, classes {sorted(set(row['mask'].flatten().tolist()))}"
+        width, height = row["mask"].size
+        shown["mask"] = f"{width} x {height}, classes {np.unique(row['mask']).tolist()}"
     return ", ".join(f"{name}: {text(value)}" for name, value in shown.items())
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.files import remove
@@ -27,7 +27,8 @@ class Writer(pl.Callback):
     """Turns what `predict_step` returns into rows, in a file of this process; nothing is kept in memory.
 
     `first(index)` and `problems()` are the columns that the data knows: of each sample, and why samples of the current batch
-    could not be read. `made` makes columns of the outputs. `image(batch)` has the pixels for a gallery.
+    could not be read. `made` makes columns of the outputs. `image(batch)` has the pixels for a gallery. Masks are enlarged or
+    shrunk to `original_size(index)`, if it is known.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class Writer(pl.Callback):
         probabilities: bool,
         overwrite: bool,
         image: Callable[[Any], Tensor] | None = None,
+        original_size: Callable[[int], tuple[int, int]] | None = None,
         same: str = "",
     ) -> None:
         self.output, self.made, self.first, self.problems = output, made, first, problems
         self.names, self.wide, self.overwrite, self.image, self.same = names, probabilities, overwrite, image, same
+        self.original_size = original_size
         self.part: parts.Part | None = None
         self.order: Iterator[Any] = iter(())
         self.kept = 0
@@ -70,20 +73,19 @@ class Writer(pl.Callback):
         indices = indices[indices != FILLER].tolist()
         if not indices:
             return
-        found = self.made(outputs)
+        found, problems = self.made(outputs), self.problems()
         masks = {name: found.pop(name) for name in list(found) if columns.is_mask(found[name])}
-        found |= {name: self.saved(name, mask_BHW, indices) for name, mask_BHW in masks.items()}
+        found |= {name: self.saved(name, mask_BHW, indices, problems) for name, mask_BHW in masks.items()}
         rows = columns.rows(found, self.names, wide=self.wide)
         if len(rows) != len(indices):
             raise UserError(
                 f"the predictions have {len(rows)} rows for a batch of {len(indices)}. Return one for each."
             )
         rows = [self.first(index) | row for index, row in zip(indices, rows, strict=True)]
-        if (problems := self.problems()) is not None:
-            problems = problems[: len(rows)]
+        if problems is not None:
             rows = [
                 {**(self.first(index) if why else row), parts.ERROR: why}
-                for index, row, why in zip(indices, rows, problems, strict=True)
+                for index, row, why in zip(indices, rows, problems, strict=False)
             ]
         if self.image and self.kept < KEPT:
             self.kept += len(rows)
@@ -91,17 +93,18 @@ class Writer(pl.Callback):
                 row[parts.THUMBNAIL] = thumbnail(pixels)
         self.part.write(batch_idx, rows)
 
-    def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int]) -> list[str]:
+    def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int], problems: Sequence[str] | None) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
         there = parts.masks(self.output, name)
         if there.exists() and not self.overwrite:
             raise UserError(f"{there} exists. Type another output=, or overwrite=true.")
         folder = parts.folder_of(self.output) / name
         folder.mkdir(exist_ok=True)
-        for index, mask_HW in zip(indices, mask_BHW.cpu().numpy(), strict=True):
-            Image.fromarray(mask_HW.astype(np.uint8 if mask_HW.max() < 256 else np.uint16)).save(
-                folder / f"{index:06}.png"
-            )
+        for place, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
+            if problems and problems[place]:
+                continue
+            size = self.original_size(index) if self.original_size else None
+            mask_image(mask_HW, size).save(folder / f"{index:06}.png")
         return [f"{there.name}/{index:06}.png" for index in indices]
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
