@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import HEADERS, MARKDOWN, Command, Text
@@ -140,6 +141,17 @@ def test_the_index_leads_to_every_page():
     listed = {page.path for page in PAGES if page.name.startswith("docs/") and page.path != index.path}
     own = {path for path in listed if path.parent.name == "your-own"}  # which has an index of its own
     assert (listed - own) - linked == set()
+
+
+def test_the_loss_in_the_readme_is_a_focal_loss():
+    torch, written = pytest.importorskip("torch"), dict[str, Any]()
+    exec(Text(ROOT / "README.md").files["src/flowers/task.py"], written)
+    focal = written["Focal"](gamma=1.5)
+    focal.bind({"classes": ["daisy", "rose", "tulip"]})
+    output_BK, target_B = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+    right_B = output_BK.softmax(1)[torch.arange(5), target_B]
+    expected_B = -((1 - right_B) ** 1.5) * right_B.log()
+    assert torch.allclose(focal.loss(output_BK, {"target": target_B}), expected_B)
 
 
 def numbers(text: str) -> set[float]:
