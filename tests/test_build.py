@@ -132,6 +132,8 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
         (["strategy=fsdp"], True),
         (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], True),
         (["optim.fused=false"], False),
+        (["exact.shards=8", "optim=sgd", "strategy=fsdp"], True),
+        (["exact.shards=8", "trainer.accelerator=cuda"], False),
     ],
 )
 def test_optimizers_are_fused_where_they_can_be(overrides, expected):

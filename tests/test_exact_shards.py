@@ -70,10 +70,12 @@ def test_any_number_of_processes_ends_with_the_same_bits(recipe, way, base, runs
 
 
 @pytest.mark.slow
-def test_a_fused_optimizer_is_exact_where_nothing_is_sharded(base, runs, forked):
-    for way in ("single", "ddp2", "ddp4"):
-        lockstep.train([*base, *RECIPES["plain"], *WAYS[way], "optim.fused=true", f"run=fused-{way}"])
-        assert differences(runs, "fused-single", f"fused-{way}") == []
+@pytest.mark.parametrize("optim", ["sgd", "adam optim.fused=false"])
+def test_other_optimizers_too(optim, base, runs, forked):
+    given, name = f"optim={optim}".split(), optim.split()[0]
+    for way in ("single", "ddp2", "fsdp4"):
+        lockstep.train([*base, *RECIPES["plain"], *WAYS[way], *given, f"run={name}-{way}"])
+        assert differences(runs, f"{name}-single", f"{name}-{way}") == []
 
 
 def test_a_run_that_goes_on_in_another_world_ends_with_the_same_bits(base, runs, single, crash_at):

@@ -99,7 +99,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
                 f"optim: {node['_target_']} is not known to work element by element, so exact.shards={cfg.exact.shards} is not possible "
                 f"with strategy={cfg.strategy.name}. Name another optimizer, or type strategy=ddp."
             )
-        if "foreach" in takes:  # shards have no such kernels
+        if "foreach" in takes:  # the first step, which is not fused, computes element by element
             made["optimizer"] = partial(made["optimizer"], foreach=False)
     own = set(ENGINE["optim"]) - takes.keys()
     asked = {key: value for key, value in node.items() if key in own and value is not None and value is not False}

@@ -192,10 +192,6 @@ BAD = {
     "exact.shards=8 trainer.accumulate_grad_batches=2": ["no effect", "larger exact.shards"],
     "exact.shards=8 trainer.sync_batchnorm=true": ["normalises its own samples"],
     "exact.shards=8 compile=true": ["compile=true computes differently"],
-    "exact.shards=8 optim.fused=true strategy=fsdp trainer.accelerator=cpu": [
-        "rounds the last elements",
-        "Leave optim.fused out",
-    ],
     "exact.shards=8 strategy=fsdp strategy.reduce_each_micro_batch=true": ["has no effect"],
     "exact.shards=8 trainer.limit_train_batches=0.5": ["a share", "a number of steps"],
     "exact.shards=8 trainer.val_check_interval=0.25": ["a share", "a number of steps"],
@@ -250,6 +246,15 @@ def test_more_devices_than_there_are(monkeypatch):
     assert "4 cuda devices; this machine has 2" in told
     assert "trainer.devices=2" in told
     assert problems("strategy=ddp", "trainer.devices=2") == []
+
+
+def test_a_fused_optimizer_of_logical_ranks_is_refused_on_shards_of_gpus(monkeypatch):
+    monkeypatch.setattr(world, "gpu_count", lambda: 2)
+    typed = ["exact.shards=8", "optim.fused=true", "strategy=fsdp", "trainer.devices=2"]
+    (told,) = problems(*typed)
+    assert "on shards of GPUs" in told
+    assert "Leave optim.fused out" in told
+    assert problems(*typed, "trainer.accelerator=cpu") == []
 
 
 def test_each_value_of_a_sweep_is_tried_before_it_starts():

@@ -12,7 +12,7 @@ from lockstep.config.components import is_shipped
 from lockstep.config.identity import title
 from lockstep.config.instantiate import ENGINE_DATA, data_set_node, has_own_loaders, problems, to_plain
 from lockstep.errors import UserError
-from lockstep.machine.world import World
+from lockstep.machine.world import World, accelerator_of
 
 
 def optimizer_node(cfg: DictConfig) -> dict[str, Any]:
@@ -20,8 +20,9 @@ def optimizer_node(cfg: DictConfig) -> dict[str, Any]:
     node = to_plain(cfg.optim)
     if node.get("fused") != "auto":
         return node
-    # with exact.shards, shards decide for all strategies
-    return {**node, "fused": fused_problem(cfg) is None and not cfg.exact.shards}
+    # with exact.shards all strategies compute as shards do
+    unknown = cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) != "cpu"
+    return {**node, "fused": fused_problem(cfg) is None and not unknown}
 
 
 def components(cfg: DictConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:

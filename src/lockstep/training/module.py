@@ -29,6 +29,7 @@ from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import accumulated_then, completes_step, evaluated_rank, has_row, total_steps
 from lockstep.training.trees import first_rows, float32
+from lockstep.training.whole_vectors import WholeVectors
 
 
 class TaskModule(QuickHookNames):
@@ -59,6 +60,7 @@ class TaskModule(QuickHookNames):
         self.call_net: Callable[..., Any] | None = None
         self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
         self.logical_ranks = LogicalRanks(shards) if shards else None
+        self.whole_vectors: WholeVectors | None = None  # of logical ranks, if the optimizer is fused
         self.mean_loss = MeanLoss(shards or 1)
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run
@@ -119,15 +121,19 @@ class TaskModule(QuickHookNames):
             scale = self.trainer.accumulate_grad_batches / mean
             scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
             self.step_weight = None
-        if not gradient_clip_val:
-            return
+        if gradient_clip_val:
+            self.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        if self.whole_vectors:
+            self.whole_vectors.begin()
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: str | None) -> None:
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         if scaler is not None and optimizer.defaults.get("fused"):  # unscaled within the step otherwise, after clipping
             scaler.unscale_(optimizer)
-        if gradient_clip_algorithm == "value":
-            nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(self.parameters(), value)
         else:
-            clip_grad_norm(self.parameters(), gradient_clip_val, exact_norm if self.logical_ranks else gradient_norm)
+            clip_grad_norm(self.parameters(), value, exact_norm if self.logical_ranks else gradient_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log is reduced first, so the run can resume with another world size.
@@ -222,6 +228,8 @@ class TaskModule(QuickHookNames):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.new_optimizer()
+        if self.logical_ranks and optimizer.defaults.get("fused") and self.device.type == "cpu":
+            self.whole_vectors = WholeVectors(optimizer)
         schedule = scheduler(self.make_schedule, optimizer, total_steps(self.trainer))
         if isinstance(schedule, ReduceLROnPlateau):
             raise UserError(
