@@ -141,6 +141,10 @@ def test_mistakes_are_refused_before_a_sweep_starts(tmp_path, monkeypatch):
         (["optim.lrr=1,2"], "did you mean optim.lr"),
         (["seed=0,1", "-m"], "-m: sweep takes key=value alone"),
         (["seed=0,1", "hydra.mode=RUN"], "hydra.mode cannot be set"),
+        (
+            ["seed=0,1", "hydra.sweep.dir=/tmp/there"],
+            r"hydra.sweep.dir cannot be set(.|\n)*run=<name> and runs_dir=<folder>",
+        ),
     ):
         with pytest.raises(UserError, match=told):
             lockstep.sweep(wrong)

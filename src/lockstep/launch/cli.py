@@ -120,7 +120,9 @@ def refused_options(argv: list[str]) -> Iterator[str]:
             yield f"{arg}: hydra.mode cannot be set. Type -m for a multirun."
         if name.startswith("hydra.run"):
             yield f"{arg}: {name} cannot be set. Name the run directory with run=<name> and runs_dir=<folder>."
-        if name.startswith(("hydra.sweep", "hydra.launcher")) and not multirun:
+        if name in ("hydra.sweep.dir", "hydra.sweep.subdir"):
+            yield f"{arg}: {name} cannot be set. Name the folder of a multirun with run=<name> and runs_dir=<folder>."
+        elif name.startswith(("hydra.sweep", "hydra.launcher")) and not multirun:
             yield f"{arg}: {name} has no effect without a multirun. Type -m as well."
 
 
