@@ -21,7 +21,12 @@ def main() -> None:
     parser.add_argument(
         "what", help="a run's name in ./runs, its directory, or a checkpoint; of a run, the checkpoint that it tested"
     )
-    parser.add_argument("folder", nargs="?", type=Path, help="where to write; default: exports/<run>")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        help="where to write; default: exports/<run>, of a sweep's job exports/<sweep>-<job>",
+    )
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx; needs lockstep[onnx]")
     parser.add_argument("--pt2", action="store_true", help="also write model.pt2, for torch.export.load")
     parser.add_argument(
@@ -29,7 +34,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     path = tested_checkpoint(args.what, "export")
-    folder = args.folder or Path("exports") / path.resolve().parents[1].name
+    run = path.resolve().parents[1]
+    of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
+    folder = args.folder or Path("exports") / f"{of_sweep}{run.name}"
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
     print(
         f"{path} is exported to {export(path, folder, formats, args.images)}. Try it: python {folder}/load.py <image>"

@@ -2,7 +2,7 @@
 
 python scripts/lr_range.py [key=value ...] [--low 1e-6] [--high 1.0] [--steps 100]
 
-Takes the keys of train.py, so every strategy works. Leaves a run with the curve, lr_range.html, and prints the rate at which the
+Takes the keys of train.py, so every strategy works; it sets the schedule and the length itself. Leaves a run with the curve, lr_range.html, and prints the rate at which the
 smoothed loss falls fastest (Smith, "Cyclical learning rates", 2017), which is a good optim.lr, and the one at which it is smallest,
 which is too high. With several groups of parameters, all rates rise by the same factor.
 """
@@ -10,7 +10,6 @@ which is too high. With several groups of parameters, all rates rise by the same
 import argparse
 import math
 import sys
-from pathlib import Path
 
 from lockstep import train
 from lockstep.config.run_files import read_metrics
@@ -24,6 +23,7 @@ from lockstep.reporting.render import render
 SMOOTHING = 0.9  # of the loss, an exponential moving average
 EDGE = 0.1  # the first steps, whose average has few losses, and the last are no suggestion
 DIVERGED = 4.0  # the curve ends where the loss is this many times the smallest
+ITS_OWN = ("schedule", "optim.lr", "trainer.max_epochs", "trainer.max_steps")  # keys that it sets
 OVERRIDES = [
     "trainer.max_epochs=-1",
     "trainer.log_every_n_steps=1",
@@ -77,13 +77,15 @@ def main() -> None:
         f"optim.lr={args.high}",
         f"schedule.initial_fraction={args.low / args.high}",
     ]
-    report = train([*OVERRIDES, *own, *args.overrides])
+    given = [
+        o for o in args.overrides if o.lstrip("+~").partition("=")[0] not in ITS_OWN and not o.startswith("schedule.")
+    ]
+    if dropped := [o for o in args.overrides if o not in given]:
+        print(f"without {' '.join(dropped)}, which the test sets itself")
+    report = train([*OVERRIDES, *own, *given])
     if rank_of() != 0:
         return
-    runs_dir = [
-        each.removeprefix("runs_dir=") for each in ["runs_dir=runs", *args.overrides] if each.startswith("runs_dir=")
-    ]
-    folder = Path(runs_dir[-1]) / str(report["run"])
+    folder = report.folder
     losses = [row["train/loss"] for row in read_metrics(folder / "metrics.csv") if "train/loss" in row]
     loss = smoothed(losses)
     rate = rates(args.low, args.high, args.steps)[: len(loss)]

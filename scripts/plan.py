@@ -2,8 +2,9 @@
 
 python scripts/plan.py [key=value ...] [--on h100] [--devices 1,2,4,8] [--nodes 1] [--utilisation 0.35] [--price 3.0] [--measure]
 
-Takes the keys of train.py. Nothing is computed: the step runs on torch's meta device, so a network larger than this machine is planned
-as well. --measure runs some steps here, and shows how far memory and time were off. docs/plan.md has the errors that were measured.
+Takes the keys of train.py; --on, --devices and --nodes stand for those of the strategy and the devices. Nothing is computed: the step
+runs on torch's meta device, so a network larger than this machine is planned as well. --measure trains some steps in this process, and
+shows how far the memory was off, and the operations per second. docs/plan.md has the errors that were measured.
 """
 
 import argparse
@@ -16,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep import train
-from lockstep.config.batches import parts_of_step
+from lockstep.config.batches import accumulated, parts_of_step
 from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
-from lockstep.config.length import total_steps
+from lockstep.config.instantiate import create
+from lockstep.config.length import batches_of, total_steps
 from lockstep.config.signatures import locate
 from lockstep.config.words import size
 from lockstep.errors import UserError, raise_problems
@@ -57,7 +59,15 @@ def costs_of(cfg: DictConfig) -> tuple[Any, int]:
         module: Any = build.module(cfg, data)
     if not hasattr(module, "net"):
         raise UserError("only tasks can be planned; a LightningModule defines its own steps.")
+    for name, node in cfg.callbacks.items():
+        if hasattr(locate(node._target_), "freeze"):
+            create(node, f"callbacks.{name}").freeze(module.net)
     return costs(module, data, module.net.train(), nullcontext), data.train_split.count
+
+
+def in_half(cfg: DictConfig) -> bool:
+    """Whether the step computes in half precision, as `auto` does on all known devices."""
+    return not str(cfg.trainer.precision).startswith(("32", "64"))
 
 
 def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[str, Any, Any]]:
@@ -73,7 +83,7 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
             accumulate = parts_of_step(cfg, world)
             if logical_ranks % world or batch % (world * accumulate):
                 continue
-            of = Setting(world, args.nodes, shards, not args.full, batch // (world * accumulate), accumulate, copies)
+            of = Setting(world, args.nodes, shards, in_half(cfg), batch // (world * accumulate), accumulate, copies)
             found.append(
                 (name, of, plan(costs, of, device, utilisation=args.utilisation, between_nodes=args.between_nodes))
             )
@@ -91,7 +101,7 @@ def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) ->
         f"{costs.parameters:,} parameters, {costs.trained:,} of them trained · {costs.flops / 1e9:,.2f} GFLOP per sample, forward and backward\n"
         f"weights {size(costs.weight_bytes)} · gradients {size(costs.gradient_bytes)} · optimizer {size(costs.optimizer_bytes)} · "
         f"activations {size(costs.activation_bytes)} per sample in fp32\n"
-        f"{args.on} at {args.utilisation:.0%} of its peak, {args.nodes} node{'s' * (args.nodes > 1)}, {'fp32' if args.full else 'mixed precision'}, batch {batch}"
+        f"{args.on} at {args.utilisation:.0%} of its peak, {args.nodes} node{'s' * (args.nodes > 1)}, {'mixed precision' if in_half(cfg) else 'fp32'}, batch {batch}"
     )
     columns = [
         "strategy",
@@ -106,14 +116,17 @@ def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) ->
         "run",
     ]
     table = Table(*columns, *(["cost"] if args.price else []))
-    for name, of, found in plans(cfg, costs, args):
-        epoch_s, run_s = samples // batch * found.step_s, steps * found.step_s
+    made = plans(cfg, costs, args)
+    for name, of, found in made:
+        epoch_s, run_s = batches_of(cfg, samples) // accumulated(cfg) * found.step_s, steps * found.step_s
         fits = "" if of.micro_batch <= found.largest_micro_batch else " does not fit"
         row = [name, str(of.world), str(of.micro_batch) + (f" x {of.accumulate}" if of.accumulate > 1 else ""), size(found.memory_bytes) + fits,
                str(found.largest_micro_batch), size(found.communicated_bytes), f"{found.step_s * 1000:.1f} ms",
                f"{(found.step_s - found.compute_s) / found.step_s:.0%}", duration(epoch_s), duration(run_s)]  # fmt: skip
         table.add_row(*row, *([f"{run_s / 3600 * of.world * args.price:,.2f}"] if args.price else []))
     out.print(table)
+    if left_out := [n for n in args.devices if n * args.nodes not in {of.world for _, of, _ in made}]:
+        out.print(f"not on {', '.join(map(str, left_out))} devices: data.batch_size={batch} cannot be divided by them")
 
 
 def duration(seconds: float) -> str:
@@ -129,7 +142,7 @@ def duration(seconds: float) -> str:
 
 
 def measure(overrides: list[str], costs: Any) -> dict[str, float]:
-    """Trains a few steps here. The predicted growth of memory and the measured one, and the speed with which to compare others."""
+    """Trains a few steps here. The predicted growth of memory and the measured one, and the speed."""
     import resource
 
     from lockstep.planning.machines import Setting, sample_bytes, state_bytes
@@ -167,7 +180,6 @@ def main() -> None:
     parser.add_argument("--utilisation", type=float, default=0.35, help="share of the device's peak that is reached")
     parser.add_argument("--between-nodes", type=float, default=45e9, help="bytes/s of each device to other nodes")
     parser.add_argument("--price", type=float, default=0.0, help="of a device for an hour")
-    parser.add_argument("--full", action="store_true", help="fp32 instead of mixed precision")
     parser.add_argument("--measure", action="store_true", help="train some steps here as well")
     args = parser.parse_intermixed_args()
     from lockstep.planning.machines import DEVICES
@@ -179,6 +191,8 @@ def main() -> None:
     if min(args.devices, default=0) < 1 or args.nodes < 1:
         raise UserError("--devices and --nodes are at least 1.")
     cfg = composed(args.overrides)
+    if args.measure and world_of(cfg).size > 1:
+        raise UserError("--measure trains in this process. Leave the strategy and trainer.devices out.")
     costs, samples = costs_of(cfg)
     show(cfg, costs, samples, args)
     if args.measure:

@@ -15,7 +15,10 @@ from PIL import Image
 from your_own import FOLDER, Page, forget, samples_seen
 
 import lockstep
+from lockstep.checkpoints import finding
 from lockstep.errors import OutOfMemory, RunFailed, UserError
+from lockstep.export import exported
+from lockstep.export.folder import export
 from lockstep.reporting import comparison
 
 TWO = ("strategy=ddp", "trainer.devices=2")
@@ -192,6 +195,31 @@ def test_a_prediction_has_a_row_for_each_test_sample_from_one_process_and_from_t
             masks = [np.asarray(Image.open(tmp_path / each["mask"])) for each in (row, other)]
             assert masks[0].shape == (16, 16)
             assert (masks[0] == masks[1]).mean() > 0.99
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch.onnx
+def test_masks_are_augmented_predicted_for_files_and_exported(runs, tmp_path):
+    """What the page of segmentation says to type after training, on photos of other sizes."""
+    if runs.page.name != "segmentation":
+        pytest.skip("it is about masks")
+    typed = [*runs.page.typed[1], *QUICK, *runs.page.quick]
+    lockstep.train(typed)
+    (tmp_path / "photos").mkdir()
+    for i, size in enumerate([(20, 31), (16, 16), (50, 12)]):
+        Image.effect_noise(size, 90).save(tmp_path / f"photos/{i}.png")
+    asked = [f"input={tmp_path}/photos", "gallery=true", f"output={tmp_path}/table.jsonl", "trainer.accelerator=cpu"]
+    lockstep.predict(["run=light", *asked])
+    rows = [json.loads(line) for line in (tmp_path / "table.jsonl").read_text().splitlines()]
+    for row in rows:
+        with Image.open(row["path"]) as image, Image.open(tmp_path / row["mask"]) as mask:
+            assert (mask.mode, mask.size) == ("L", image.size)
+    drawn = re.findall(r'src="data:image/png;base64,([^"]+)"', (tmp_path / "table.jsonl.html").read_text())
+    assert len(drawn) == len(rows) == 3
+    made = export(finding.tested_checkpoint("runs/light", "export"), tmp_path / "exported", ["onnx"])
+    for row, other in zip(exported.load(made).predict_files(row["path"] for row in rows), rows, strict=True):
+        with Image.open(tmp_path / other["mask"]) as mask:
+            assert (np.asarray(row["mask"]) == np.asarray(mask)).mean() > 0.99
 
 
 def test_the_monitored_figure_chooses_the_checkpoint(runs):

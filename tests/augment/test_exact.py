@@ -125,10 +125,10 @@ def joined(change: Augmentation, *, world: int, accumulate: int, **options) -> l
 @FORKS
 @pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize(
-    "options", [("strong",), pytest.param(("standard", "rotate", "rand", "mixup"), marks=pytest.mark.slow)]
+    "option", [pytest.param(option, marks=() if option == "strong" else pytest.mark.slow) for option in OPTIONS]
 )
-def test_global_batches_are_the_same_for_every_world_and_number_of_workers(options, repeats):
-    change = augmentation(*options)
+def test_global_batches_are_the_same_for_every_world_and_number_of_workers(option, repeats):
+    change = augmentation(option)
     worlds = [(2, 2, 2)] if repeats == 3 else [(2, 1, 0), (4, 1, 0), (2, 3, 0), (2, 1, 2)]
     alone = steps(change, repeats=repeats)
     assert len(alone) == 117 // (24 // repeats)

@@ -50,7 +50,7 @@ def test_fractions_that_are_no_parts_of_a_run_are_refused(wrong):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["model=basic_net"], "model=basic_net"),
+        (["model=basic_net"], "It needs a network that takes images of any size."),
         (["trainer.max_steps=-1", "trainer.max_epochs=-1", "schedule=constant"], "trainer.max_steps=<n>"),
     ],
 )

@@ -16,6 +16,7 @@ from lockstep.data import Arrays, folder
 from lockstep.data.decoding import Files
 from lockstep.data.folder import Folder
 from lockstep.data.pixels import to_array
+from lockstep.data.sampler import splits
 from lockstep.errors import UserError
 
 PLACES = np.arange(4)
@@ -70,6 +71,18 @@ def test_fractions_are_of_each_class(root):
     write_pictures(root / "green", "green", 40)
     data = made(root, test_fraction=0.3)
     assert np.bincount(data.test[np.arange(24)]["target"]).tolist() == [6, 12, 6]
+
+
+def test_with_folds_the_engine_divides_train_and_nothing_else_is_held_out(root, tmp_path):
+    data = made(root, folds=3)
+    assert (len(data.train), data.val, len(data.test)) == (54, None, 6)
+    assert content(data.test) == content(made(root).test)
+    files = made(root, folds=3, decode="workers")
+    assert (len(files.train), files.val, len(files.test)) == (54, None, 6)
+    for part, count in (("train", 9), ("val", 5), ("test", 7)):
+        write_classes(tmp_path / "divided" / part, count)
+    with pytest.raises(UserError, match=r"validation part of its own. Leave it out, or remove that part"):
+        splits(made(tmp_path / "divided", folds=3), batch_size=2, folds=3)
 
 
 def test_a_class_of_few_images_is_in_every_part_as_long_as_it_lasts(tmp_path):

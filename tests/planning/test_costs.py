@@ -58,6 +58,14 @@ def test_an_optimizer_with_two_moments_holds_twice_the_weights(given):
     assert found.optimizer_bytes == pytest.approx(2 * found.gradient_bytes, rel=1e-3)
 
 
+def test_what_is_frozen_has_no_gradient_and_no_moments(given):
+    whole, _ = script.costs_of(script.composed(given))
+    head, _ = script.costs_of(script.composed([*given, "callbacks=[default,freeze]"]))
+    assert (head.parameters, head.trained) == (whole.parameters, 128 * 10 + 10)
+    assert head.gradient_bytes == 4 * head.trained
+    assert head.optimizer_bytes == pytest.approx(8 * head.trained, rel=1e-2)
+
+
 def test_one_device_holds_everything_and_sends_nothing():
     found = plan(COSTS, SINGLE, DEVICES["t4"], utilisation=0.5)
     assert found.memory_bytes == 4000 + 4000 + 8000 + 50 + 32 * 100
@@ -90,7 +98,7 @@ def test_communication_shows_only_where_backward_does_not_hide_it():
 @pytest.mark.parametrize(
     ("args", "told"),
     [(["--on", "abacus"], "known kinds are h100"), (["--utilisation", "2"], "share of the peak"), (["--devices", "0"], "at least 1"),
-     (["--devices", "7"], "cannot be divided"), (["optim.lr=-1"], "optim.lr"), (["nosuch=1"], "nosuch")],
+     (["--devices", "7"], "cannot be divided"), (["--measure", "strategy=ddp", "trainer.devices=2"], "trains in this process"), (["optim.lr=-1"], "optim.lr"), (["nosuch=1"], "nosuch")],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(args, told, given, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["plan.py", *given, *args])
@@ -99,7 +107,9 @@ def test_what_makes_no_sense_is_refused(args, told, given, monkeypatch):
 
 
 def test_the_table_has_a_row_for_each_strategy(given, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *given, "--devices", "1,2", "--on", "a100", "--price", "2"])
+    monkeypatch.setattr(
+        sys, "argv", ["plan.py", *given, "--devices", "1,2,3", "--on", "a100", "--price", "2", "data.repeats=2"]
+    )
     script.main()
     out = capsys.readouterr().out
     assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
@@ -107,4 +117,13 @@ def test_the_table_has_a_row_for_each_strategy(given, monkeypatch, capsys):
         "ddp",
         "fsdp",
     ]
-    assert "a100 at 35% of its peak" in out and "cost" in out
+    assert "a100 at 35% of its peak" in out and "cost" in out and "mixed precision" in out
+    assert "not on 3 devices: data.batch_size=32 cannot be divided by them" in out
+    cells = next(line for line in out.splitlines() if "single" in line).split("│")
+    assert cells[9].strip() == cells[10].strip()  # an epoch is the run
+
+
+def test_the_precision_is_that_of_the_keys(given, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", *given, "trainer.precision=32-true"])
+    script.main()
+    assert ", fp32, batch 32" in capsys.readouterr().out

@@ -99,6 +99,8 @@ def test_a_folder_a_glob_and_a_csv_of_its_files_say_what_its_test_part_says(pred
     listed = predict("run=photos", "input=photos/list.csv")
     assert [(row["path"], row["target"]) for row in listed] == [(path, "x") for path in reversed(of_part)]
     assert [row["class"] for row in listed] == [of_part[path]["class"] for path in reversed(of_part)]
+    (place / "photos/list.tsv").write_text("target\tpath\n" + "".join(f"x\t{path}\n" for path in reversed(of_part)))
+    assert [row["class"] for row in predict("run=photos", "input=photos/list.tsv")] == [row["class"] for row in listed]
     assert predict("run=photos", f"input={place}/photos/red/0.png")[0]["class"] in COLOURS
 
 

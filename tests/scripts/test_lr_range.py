@@ -1,5 +1,6 @@
 """The learning-rate range test: the curve of a loss of known shape, and real runs."""
 
+import csv
 import itertools
 import math
 import sys
@@ -37,12 +38,25 @@ def test_bounds_that_make_no_sense_are_refused(given, told, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "strategy", [[], pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow)], ids=["single", "ddp"]
+    "strategy",
+    [
+        ["schedule=cosine", "schedule.warmup_steps=100", "trainer.max_epochs=1", "runs_dir=elsewhere"],
+        pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow),
+        pytest.param(["strategy=fsdp", "trainer.devices=2"], marks=pytest.mark.slow),
+        pytest.param(["strategy=dp"], marks=pytest.mark.slow),
+    ],
+    ids=["single", "ddp", "fsdp", "dp"],
 )
-def test_a_range_of_rates_is_trained_and_drawn(strategy, tmp_path, mnist, cache, monkeypatch, capsys, forked):
+def test_a_range_of_rates_is_trained_and_drawn(strategy, tmp_path, mnist, cache, monkeypatch, capsys, forked, request):
     monkeypatch.chdir(tmp_path)
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=16", "trainer.accelerator=cpu", "run=a"]
     monkeypatch.setattr(sys, "argv", ["lr_range.py", *given, *strategy, "--steps", "20", "--high", "0.1"])
     lr_range.main()
-    assert "optim.lr=" in capsys.readouterr().out
-    assert "<svg" in Path("runs/a/lr_range.html").read_text()
+    out = capsys.readouterr().out
+    assert "optim.lr=" in out
+    typed = "single" in request.node.name
+    assert ("without schedule=cosine schedule.warmup_steps=100 trainer.max_epochs=1, which" in out) is typed
+    folder = Path("elsewhere/a" if typed else "runs/a")
+    assert "<svg" in (folder / "lr_range.html").read_text()
+    with (folder / "metrics.csv").open() as file:
+        assert len([row for row in csv.DictReader(file) if row["train/loss"]]) == 20

@@ -364,6 +364,10 @@ def test_a_run_with_a_checkpoint_needs_nothing_else(runs, call):
         ["data.root='/with space/and=more'", "data.cache_dir='it\\'s \"quoted\"'", "seed=null", "compile=true", "~callbacks.throughput"],
         pytest.param(["experiment=mnist_basic_net", "debug=overfit"], marks=pytest.mark.slow),
         pytest.param(["callbacks=[]", "logger=[]"], marks=pytest.mark.slow),
+        ["augment=[light,mixup]", "augment.shift.pixels=2"],
+        pytest.param(["augment=standard"], marks=pytest.mark.slow),
+        pytest.param(["augment=strong", "~augment.erase"], marks=pytest.mark.slow),
+        pytest.param(["experiment=mnist_airbench"], marks=pytest.mark.slow),
         pytest.param(["init_from=runs/old/checkpoints/last.ckpt", "trainer.max_epochs=3"], marks=pytest.mark.slow),
     ],
     ids=lambda overrides: " ".join(overrides) or "defaults",
@@ -373,9 +377,10 @@ def test_a_run_without_a_checkpoint_begins_anew_with_its_own_config(runs, call, 
     folder = write(runs / "early", report("failed", 0), *overrides)
     command = commands(call)["early"]
     assert command[:2] == ["run=early", "resume=auto"]
-    cfg = started(command)
+    cfg, own = started(command), OmegaConf.load(folder / "config.yaml")
     assert cfg.resume is None
-    assert without(cfg) == without(OmegaConf.load(folder / "config.yaml"))
+    assert without(cfg) == without(own)
+    assert list(cfg.augment) == list(own.augment)  # operations run in this order
 
 
 def test_the_overrides_of_a_report_are_preferred(runs, call):

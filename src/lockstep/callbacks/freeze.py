@@ -29,8 +29,10 @@ class Freeze(pl.Callback):
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raises UserError: a pattern matches no parameter, or nothing is left to train."""
-        net = self.network(pl_module)
+        self.freeze(self.network(pl_module))
+
+    def freeze(self, net: nn.Module) -> None:
+        """Finds what is frozen until when. Raises UserError: a pattern matches no parameter, or nothing is left to train."""
         of_head = {id(p) for p in head_of(net).parameters()}
         every = {name: id(p) not in of_head for name, p in net.named_parameters()}
         frozen = [n for n in every if any(every[n] if p == BODY else fnmatchcase(n, p) for p in self.patterns)]

@@ -21,6 +21,8 @@ class ProgressiveResize(pl.Callback):
     `size_increment` pixels. It depends on the step alone, so it is the same on all processes and after a resume.
     """
 
+    needs = " It needs a network that takes images of any size."
+
     def __init__(
         self,
         initial_scale: float = 0.5,

@@ -103,9 +103,7 @@ def fused_problem(cfg: DictConfig) -> str | None:
     if cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
         return None  # training/whole_vectors.py
     if cfg.exact.shards and cfg.strategy.traits.shards:
-        return (
-            f"was not compared with whole tensors on shards of GPUs, so exact.shards={cfg.exact.shards} is not possible"
-        )
+        return f"was not tried on shards of GPUs, so exact.shards={cfg.exact.shards} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):
         return None
     if cfg.strategy.traits.shards:

@@ -145,6 +145,9 @@ def message(error: BaseException, override: str) -> str:
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
         near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]
+        if key in KEYS:
+            group = key.partition(".")[0]
+            return f"{key} is not a key of the chosen {group}. Leave it out, or choose another with {group}=<name>."
         meant = f"did you mean {'.'.join(parts)}? " if parts != key.split(".") else nearest_key(key)
         return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)

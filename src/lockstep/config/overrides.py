@@ -38,6 +38,20 @@ def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
     return found
 
 
+def several(group: str, own: dict[str, Any]) -> list[str]:
+    """The options that a group of several may come from, in the order of their nodes. Options of other options alone are left out."""
+    depth = group.count(".") + 1
+    nodes = list(dict.fromkeys(key.split(".")[depth] for key in own if key.startswith(f"{group}.")))
+    place: dict[str, int] = {}
+    for name, _ in sorted(options_of(group, own).items(), key=lambda found: found[1]):
+        option = yaml.load(config_file(f"{group}/{name}").read_text(), LOADER) or {}
+        made = [node for node in option if node != "defaults"]
+        if made and set(made) <= set(nodes):
+            place[name] = nodes.index(made[0])
+            nodes = ["" if node in made else node for node in nodes]  # an option's alone
+    return sorted(place, key=place.__getitem__)
+
+
 def as_overrides(config: DictConfig) -> list[str]:
     """The overrides that give this config: group options, then keys. A key that the config lacks is newer than the run."""
     own, (composed, defaults), chosen = dotted(plain(config)), default_config("train"), []
@@ -47,7 +61,7 @@ def as_overrides(config: DictConfig) -> list[str]:
         if group in defaults:
             default, choice = defaults[group], min(found, key=found.__getitem__, default=defaults[group])
         else:  # it takes several
-            default, choice = list(options_of(group, usual)), list(found)
+            default, choice = several(group, usual), several(group, own)
         chosen += [f"{group}={typed(choice)}"] if choice != default else []
     if chosen:
         composed = compose_config("train", chosen)

@@ -17,7 +17,7 @@ from lockstep.data.decoding import Files, read_all, scratch, shown
 from lockstep.data.images import Images
 from lockstep.data.listing import Listing, class_folders, from_csv
 from lockstep.data.samples import Arrays
-from lockstep.data.splits import PARTS, divided
+from lockstep.data.splits import PARTS, divided, taken_from_train
 from lockstep.data.targets import KINDS, names_of, targets_of
 from lockstep.errors import UserError
 
@@ -42,13 +42,14 @@ class Folder(Images):
         skip_broken: bool = False,
         test_fraction: float = 0.1,
         val_fraction: float = 0.1,
+        folds: int | None = None,
         cache_dir: str | None = None,
         **images: Any,
     ) -> None:
         super().__init__(**images)
         self.root, self.csv, self.kind, self.asked = Path(root).expanduser(), csv, target, decode
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
-        self.fractions = {"test": test_fraction, "val": val_fraction}
+        self.fractions = taken_from_train(test=test_fraction, val=val_fraction, folds=folds)
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
@@ -88,7 +89,7 @@ class Folder(Images):
         parts, targets = np.array(self.listing.parts), self.targets
         strata = targets if self.kind == "class" else np.zeros(len(parts), np.int64)
         parts = divided(parts, strata, self.fractions)
-        for part in PARTS:
+        for part in ("train", *self.fractions):
             if not (parts == part).any():
                 raise UserError(
                     f"{self.where} has {len(parts)} images: too few for a {part} part. Add images, or put some into {part}/."
@@ -135,7 +136,7 @@ class Folder(Images):
     def read(self) -> tuple[Parts, dict[str, Any]]:
         """Reads all files; returns the arrays of each part if images go into the cache."""
         digest, parts, broken = hashlib.sha256(repr(self.names).encode()), Parts(), dict[str, str]()
-        for part in PARTS:
+        for part in (each for each in PARTS if (self.parts == each).any()):
             places = np.flatnonzero(self.parts == part)
             shape = (len(places), self.channels, self.image_size, self.image_size)
             rows, good = scratch(self.cache, shape) if self.in_cache else None, np.ones(len(places), bool)
@@ -180,7 +181,9 @@ class Folder(Images):
     def paths(self, part: str) -> list[str]:
         return [self.listing.paths[place] for place in self.readable(part)]
 
-    def open_part(self, part: str) -> Arrays | Files:
+    def open_part(self, part: str) -> Arrays | Files | None:
+        if not (self.parts == part).any():
+            return None
         places = self.readable(part)
         if not places:
             raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")

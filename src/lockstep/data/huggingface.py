@@ -15,7 +15,7 @@ from lockstep.data.cache import cache_folder, decoded, key_of
 from lockstep.data.foreign import Foreign
 from lockstep.data.listing import part_names
 from lockstep.data.samples import Indices
-from lockstep.data.splits import PARTS, divided
+from lockstep.data.splits import PARTS, divided, taken_from_train
 from lockstep.errors import UserError
 
 
@@ -34,13 +34,14 @@ class HuggingFace(Foreign):
         target: str = "label",
         test_fraction: float = 0.1,
         val_fraction: float = 0.1,
+        folds: int | None = None,
         cache_dir: str | None = None,
         **images: Any,
     ) -> None:
         super().__init__(**images)
         self.root, self.cache = Path(root).expanduser(), cache_folder(cache_dir)
         self.columns = {"input": input, "target": target}
-        self.fractions = {"test": test_fraction, "val": val_fraction}
+        self.fractions = taken_from_train(test=test_fraction, val=val_fraction, folds=folds)
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> list[str]:
@@ -116,7 +117,9 @@ class HuggingFace(Foreign):
         own = {part: (table, np.arange(len(table))) for part, table in self.tables.items()}
         return own | {part: (train, np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
 
-    def open_part(self, part: str) -> Rows:
+    def open_part(self, part: str) -> Rows | None:
+        if part not in self.places:
+            return None
         table, places = self.places[part]
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")

@@ -28,7 +28,7 @@ def is_part(given: str) -> bool:
 
 
 def find_inputs(given: str) -> Inputs:
-    """The files of a folder (with all below it), a glob, a CSV with a column `path`, or one image file.
+    """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one image file.
 
     Raises:
         UserError: there is no such thing, or it holds no images.
@@ -65,7 +65,7 @@ def from_csv(path: Path) -> Inputs:
     """The column `path`, relative to the CSV's folder, and the column `target` if there is one."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             columns = reader.fieldnames or []
             if "path" not in columns:
                 raise UserError(

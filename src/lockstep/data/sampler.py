@@ -107,7 +107,9 @@ def splits(
     """
     total = len(dataset.train)
     if folds and dataset.val is not None:
-        raise UserError("data.folds has no effect: this data has a validation part of its own. Leave it out.")
+        raise UserError(
+            "data.folds has no effect: this data has a validation part of its own. Leave it out, or remove that part."
+        )
     if folds and folds > total:
         raise UserError(f"data.folds={folds} is more than the {total} training {dataset.unit}. Type a smaller number.")
     begin, end = (fold * total // folds, (fold + 1) * total // folds) if folds else (0, val_count(total, val_fraction))

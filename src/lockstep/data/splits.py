@@ -23,6 +23,11 @@ def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
     return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
 
 
+def taken_from_train(*, test: float, val: float, folds: int | None) -> dict[str, float]:
+    """The share of each part that is taken from train if the data lacks it. With `folds`, the engine divides train for validation."""
+    return {"test": test} if folds else {"test": test, "val": val}
+
+
 def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:
     """The part of each sample. Parts in `fractions` that `part_N` lacks are taken from its train part."""
     part_N = part_N.copy()

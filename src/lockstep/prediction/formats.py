@@ -12,9 +12,9 @@ Row = dict[str, Any]
 CHUNK = 10_000  # rows of a Parquet row group
 
 
-def write_table(path: Path, ending: str, columns: list[str], rows: Iterator[Row]) -> None:
-    """Writes `rows` to `path` in the format of `ending`; columns that a row lacks are empty there."""
-    WRITERS[ending](path, columns, ({name: row.get(name) for name in columns} for row in rows))
+def write_table(path: Path, ending: str, example: Row, rows: Iterator[Row]) -> None:
+    """Writes `rows` to `path` in the format of `ending`, with the columns of `example`; those that a row lacks are empty there."""
+    WRITERS[ending](path, example, ({name: row.get(name) for name in example} for row in rows))
 
 
 def text(value: Any) -> Any:
@@ -22,10 +22,10 @@ def text(value: Any) -> Any:
     return "|".join(map(str, value)) if isinstance(value, list) else value
 
 
-def write_csv(path: Path, columns: list[str], rows: Iterator[Row]) -> None:
+def write_csv(path: Path, example: Row, rows: Iterator[Row]) -> None:
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
+        writer.writerow(example)
         writer.writerows([text(value) for value in row.values()] for row in rows)
 
 
@@ -40,12 +40,12 @@ def line(row: Row) -> str:
     return json.dumps({name: finite(value) for name, value in row.items()})
 
 
-def write_jsonl(path: Path, _: list[str], rows: Iterator[Row]) -> None:
+def write_jsonl(path: Path, _: Row, rows: Iterator[Row]) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.writelines(f"{line(row)}\n" for row in rows)
 
 
-def write_json(path: Path, _: list[str], rows: Iterator[Row]) -> None:
+def write_json(path: Path, _: Row, rows: Iterator[Row]) -> None:
     """A list of objects, one a line."""
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
@@ -53,12 +53,12 @@ def write_json(path: Path, _: list[str], rows: Iterator[Row]) -> None:
         file.write("\n]\n")
 
 
-def write_parquet(path: Path, columns: list[str], rows: Iterator[Row]) -> None:
+def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     first = list(itertools.islice(rows, CHUNK))
-    schema = pa.schema([(name, kind(pa, [row[name] for row in first])) for name in columns])
+    schema = pa.schema([(name, kind(pa, [row[name] for row in (example, *first)])) for name in example])
     with pq.ParquetWriter(path, schema) as writer:
         while first:
             readable = [{name: as_utf8(value) for name, value in row.items()} for row in first]
@@ -79,7 +79,7 @@ def kind(pa: Any, values: list[Any]) -> Any:
     return pa.infer_type([as_utf8(value) for value in known])
 
 
-WRITERS: Mapping[str, Callable[[Path, list[str], Iterator[Row]], None]] = {
+WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
     ".csv": write_csv,
     ".json": write_json,
     ".jsonl": write_jsonl,

@@ -53,12 +53,12 @@ def joined(output: Path, world: int) -> Iterator[Row]:
         yield row
 
 
-def columns_of(output: Path, world: int) -> list[str]:
-    """The columns of the first row with a prediction; empty if all files are broken."""
+def example_of(output: Path, world: int) -> Row:
+    """The first row with a prediction; empty if all files are broken."""
     for row in joined(output, world):
         if not row.get(ERROR):
-            return [name for name in row if name != THUMBNAIL]
-    return []
+            return {name: value for name, value in row.items() if name != THUMBNAIL}
+    return {}
 
 
 class Counted:
@@ -89,13 +89,13 @@ def write(output: Path, world: int, shown: int = 10) -> Counted:
     Raises:
         UserError: all files are broken.
     """
-    columns, counted = columns_of(output, world), Counted(shown)
-    if not columns:
+    example, counted = example_of(output, world), Counted(shown)
+    if not example:
         for _ in counted(joined(output, world)):
             pass
         raise UserError(f"none of {counted.count:,} files can be read:{counted.listed}\nNothing was written.")
     with replacing(output) as new:
-        write_table(new, output.suffix, columns, counted(joined(output, world)))
+        write_table(new, output.suffix, example, counted(joined(output, world)))
         for folder in sorted(path for path in folder_of(output).iterdir() if path.is_dir()):
             remove(masks(output, folder.name))
             folder.replace(masks(output, folder.name))

@@ -2,14 +2,11 @@
 
 # B batch
 
-import base64
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from PIL import Image
 from torch import Tensor
 
 from lockstep.data.pixels import mask_image
@@ -18,9 +15,10 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.files import remove
 from lockstep.prediction import columns, parts
 from lockstep.prediction.formats import Row
+from lockstep.reporting.pictures import data_uri, overlaid, thumbnail
 
 Columns = dict[str, Any]
-SIDE, KEPT = 128, 200  # pixels of a thumbnail; thumbnails of a gallery
+KEPT = 200  # thumbnails of a gallery
 
 
 class Writer(pl.Callback):
@@ -89,8 +87,11 @@ class Writer(pl.Callback):
             ]
         if self.image and self.kept < KEPT:
             self.kept += len(rows)
-            for row, pixels in zip(rows, self.image(batch), strict=False):
-                row[parts.THUMBNAIL] = thumbnail(pixels)
+            images = self.image(batch).clamp(0, 255).byte().cpu().numpy()
+            drawn = next((mask_BHW.cpu().numpy() for mask_BHW in masks.values()), None)
+            for place, row in enumerate(rows):
+                image = thumbnail(images[place]) if drawn is None else overlaid(images[place], drawn[place], -1)
+                row[parts.THUMBNAIL] = data_uri(image)
         self.part.write(batch_idx, rows)
 
     def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int], problems: Sequence[str] | None) -> list[str]:
@@ -117,16 +118,6 @@ class Writer(pl.Callback):
     def close(self) -> None:
         if self.part:
             self.part.close()
-
-
-def thumbnail(pixels_CHW: Tensor) -> str:
-    """A small PNG as a data URL, from pixels 0 to 255."""
-    pixels = pixels_CHW.clamp(0, 255).byte().cpu().numpy()
-    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
-    image.thumbnail((SIDE, SIDE))
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def pixels_of(about: Mapping[str, Any]) -> Callable[[Any], Tensor]:

@@ -12,9 +12,9 @@ from PIL import Image, ImageDraw
 
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
+from lockstep.reporting.pictures import coloured
 
 COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for COLUMNS
-PALETTE = np.array([(214, 39, 40), (31, 119, 180), (44, 160, 44), (255, 127, 14), (148, 103, 189), (140, 86, 75)])
 
 
 def picture(before: Batch, after: Batch, about: Mapping[str, Any], count: int) -> Image.Image:
@@ -30,7 +30,7 @@ def picture(before: Batch, after: Batch, about: Mapping[str, Any], count: int) -
         row, column = divmod(place, columns)
         left, top = MARGIN + column * (width + GAP), GAP + row * tall
         for line, (batch, drawn) in enumerate(zip((before, after), images, strict=True)):
-            tile = Image.fromarray(with_mask(drawn[place], batch["target"][place].numpy()))
+            tile = with_mask(drawn[place], batch["target"][place].numpy())
             page.paste(tile.resize((width, height), Image.Resampling.NEAREST), (left, top + line * (height + GAP)))
             if not column:
                 draw.text((4, top + line * (height + GAP)), ("before", "after")[line], fill="black")
@@ -48,15 +48,11 @@ def bytes_of(batch: Batch, about: Mapping[str, Any]) -> NDArray[np.uint8]:
     return image.repeat(3, axis=3) if image.shape[3] == 1 else image
 
 
-def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> NDArray[np.uint8]:
-    """The image, with the classes of a mask above 0 in colours."""
+def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image:
+    """The image, with the target over it if that is a mask."""
     if target.shape != image_HW3.shape[:2]:
-        return image_HW3
-    colour = PALETTE[target.astype(int) % len(PALETTE)]
-    shown: NDArray[np.uint8] = np.where(target[..., None] > 0, image_HW3 * 0.5 + colour * 0.5, image_HW3).astype(
-        np.uint8
-    )
-    return shown
+        return Image.fromarray(image_HW3)
+    return coloured(image_HW3, target)
 
 
 def caption(batch: Batch, place: int, about: Mapping[str, Any], longest: int) -> str:

@@ -5,6 +5,7 @@ import io
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 SIDE = 128  # pixels of a thumbnail, at most
@@ -25,12 +26,17 @@ def thumbnail(image_CHW: Any) -> Image.Image:
 
 
 def overlaid(image_CHW: Any, classes_HW: Any, ignored: int) -> Image.Image:
-    """The mask over the image; class 0 and what is ignored stay clear."""
-    image = np.asarray(thumbnail(image_CHW).convert("RGB"), np.float32)
+    """The mask over a thumbnail of the image."""
+    image = np.asarray(thumbnail(image_CHW).convert("RGB"))
     height, width = image.shape[:2]
     classes = np.asarray(classes_HW)
     rows, columns = (np.arange(n) * size // n for n, size in ((height, classes.shape[0]), (width, classes.shape[1])))
-    classes = classes[rows[:, None], columns]
+    return coloured(image, classes[rows[:, None], columns], ignored)
+
+
+def coloured(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | None = None) -> Image.Image:
+    """The mask over the image; class 0 and what is ignored stay clear."""
+    image = image_HW3.astype(np.float32)
     drawn = ((classes != 0) & (classes != ignored))[..., None]
     colour = COLOURS[np.where(classes > 0, (classes - 1) % (len(COLOURS) - 1) + 1, 0)]
     return Image.fromarray(np.where(drawn, OPACITY * colour + (1 - OPACITY) * image, image).round().astype(np.uint8))

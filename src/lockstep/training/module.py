@@ -21,7 +21,7 @@ from lockstep.compat.hook_names import QuickHookNames
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
-from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
+from lockstep.training.gradients import clip, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
 from lockstep.training.metrics import MeanLoss
 from lockstep.training.mixed import weighted_loss
@@ -122,18 +122,15 @@ class TaskModule(QuickHookNames):
             scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
             self.step_weight = None
         if gradient_clip_val:
-            self.clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+            if scaler is not None and optimizer.defaults.get(
+                "fused"
+            ):  # unscaled within the step otherwise, after clipping
+                scaler.unscale_(optimizer)
+            norm_of = exact_norm if self.logical_ranks else gradient_norm
+            clip(self.parameters(), gradient_clip_val, gradient_clip_algorithm, norm_of)
         if self.whole_vectors:
             self.whole_vectors.begin()
-
-    def clip(self, optimizer: Optimizer, value: float, algorithm: str | None) -> None:
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None and optimizer.defaults.get("fused"):  # unscaled within the step otherwise, after clipping
-            scaler.unscale_(optimizer)
-        if algorithm == "value":
-            nn.utils.clip_grad_value_(self.parameters(), value)
-        else:
-            clip_grad_norm(self.parameters(), value, exact_norm if self.logical_ranks else gradient_norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log is reduced first, so the run can resume with another world size.
@@ -177,6 +174,8 @@ class TaskModule(QuickHookNames):
         if self.test_panels and self.trainer.testing:
             self.test_panels.update(output, batch, loss_B)
 
+    validation_step = test_step = evaluation_step
+
     def log_evaluation(self, stage: str) -> None:
         found = self.mean_loss.compute()
         for name, metric in self.figures.items():
@@ -207,14 +206,8 @@ class TaskModule(QuickHookNames):
             return {f"{name}/{each}": part for each, part in zip(names, value.float().flatten(), strict=True)}
         return {name: value.float() if isinstance(value, Tensor) else torch.tensor(float(value))}
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.evaluation_step(batch, batch_idx)
-
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.evaluation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
         self.log_evaluation("test")

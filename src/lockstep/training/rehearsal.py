@@ -139,10 +139,12 @@ def step(cfg: DictConfig, module: TaskModule, data: DataModule, net: nn.Module, 
 
 def try_callback(cfg: DictConfig, module: TaskModule, data: DataModule, callback: Any) -> None:
     """The outputs for a batch that the callback has changed, without numbers."""
-    name = type(callback).__name__
-    with refused(f"{name} does not fit model={title(cfg.model)} and data={title(cfg.data)}: {{}}."):
+    name, needs = type(callback).__name__, getattr(callback, "needs", "")
+    words = f"{name} does not fit model={title(cfg.model)} and data={title(cfg.data)}: {{}}."
+    with refused(words):
         batch = moved(data.example(SAMPLES), torch.device("meta"))
         batch = callback.rehearsed(batch, total_steps(cfg, data.train_split.count))
+    with refused(f"{words}{needs}"):
         with torch.device("meta"):
             net = network(to_plain(cfg.model), module.network_arguments, with_weights=False).train()
         copy.deepcopy(module.task).to("meta").outputs(net, batch)
