@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.training import tree_sums
 from lockstep.training.tree_sums import TreeReduceScatter, TreeSum, add_over_processes, tree_sum
 
 LEAVES = 8
@@ -66,7 +67,11 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
     for tensors in leaves()[int(rank) * share :][:share]:
         total.add(tensors)
     summed = total.total()
+    divided = [tensor.clone() for tensor in summed]
     add_over_processes(summed)
+    tree_sums.AT_ONCE, at_once = 6, tree_sums.AT_ONCE  # elements: less than a tensor has
+    add_over_processes(divided)
+    tree_sums.AT_ONCE = at_once
     mixed = [torch.full((3,), float(rank)), torch.full((2,), 1, dtype=torch.float64)]
     add_over_processes(mixed)
     # every world-th logical rank, as FSDP2 reduces them
@@ -77,7 +82,10 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
         out = comm.allocate((len(flat) // int(world),), dtype=flat.dtype, device=flat.device)
         comm(out, flat, None, torch.distributed.ReduceOp.SUM)
         parts.append(out)
-    torch.save({"sum": summed, "mixed": mixed, "shard": tree_sum(torch.stack(parts))}, Path(folder) / f"{rank}.pt")
+    torch.save(
+        {"sum": summed, "divided": divided, "mixed": mixed, "shard": tree_sum(torch.stack(parts))},
+        Path(folder) / f"{rank}.pt",
+    )
     torch.distributed.destroy_process_group()
 
 
@@ -91,6 +99,7 @@ def test_processes_add_up_to_the_same_bits(world, tmp_path, fork_server):
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
     for each in found:
         assert equal(each["sum"], written_out())
+        assert equal(each["divided"], written_out())
         assert each["mixed"][0].tolist() == [world * (world - 1) / 2] * 3
         assert each["mixed"][1].tolist() == [world] * 2
         assert each["mixed"][1].dtype == torch.float64
