@@ -72,24 +72,29 @@ def add_over_processes(tensors: Sequence[Tensor]) -> None:
     for bucket in buckets(tensors):
         sizes = [part.numel() for part in bucket]
         padding = bucket[0].new_zeros(-sum(sizes) % world)
-        total = torch.cat([*(part.reshape(-1) for part in bucket), padding])
+        flat = [*(part.reshape(-1) for part in bucket), *([padding] if len(padding) else [])]
+        total = torch.cat(flat) if len(flat) > 1 else flat[0]
         if world == 2:  # one addition, which has no order
             dist.all_reduce(total)
         else:
             total = gather(reduce_scatter(total))
         for part, found in zip(bucket, total.split([*sizes, len(padding)]), strict=False):
-            part.copy_(found.view(part.shape))
+            if found.data_ptr() != part.data_ptr():  # a large tensor was added up in its place
+                part.copy_(found.view(part.shape))
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype, or parts of large ones, that are exchanged at once: few messages, and small copies."""
+    """Tensors of one dtype that are exchanged at once, or a part of a large one, which needs no copy."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket, room = list[Tensor](), AT_ONCE
         for tensor in tensors:
             if tensor.dtype != dtype:
                 continue
             for part in tensor.view(-1).split(AT_ONCE) if tensor.is_contiguous() else [tensor]:
-                if bucket and part.numel() > room:
+                if part.numel() > AT_ONCE // 4:
+                    yield [part]
+                    continue
+                if part.numel() > room:
                     yield bucket
                     bucket, room = [], AT_ONCE
                 bucket.append(part)
