@@ -1,6 +1,6 @@
 """What `exact.shards` costs: images/s and memory against the ordinary mode, as tables in Markdown.
 
-python benchmarks/exact_cost.py [--rounds 3] [--only BasicNet]
+python benchmarks/exact_cost.py [--rounds 3] [--only BasicNet] [--equal]
 
 All modes of a round run one after the other; figures are ratios within a round, and their median over the rounds is shown.
 """
@@ -27,8 +27,10 @@ WORLDS, SHARDS = (1, 2, 4), (None, 1, 2, 4, 8)
 Mode = tuple[int, int | None]  # processes, and shards
 
 
-def modes() -> list[Mode]:
-    return [(world, shards) for world in WORLDS for shards in SHARDS if shards is None or shards >= world]
+def modes(*, equal: bool) -> list[Mode]:
+    """With `equal`, several processes with a logical rank each, and without."""
+    every = [(world, shards) for world in WORLDS for shards in SHARDS if shards is None or shards >= world]
+    return [(world, shards) for world, shards in every if not equal or (world > 1 and shards in (None, world))]
 
 
 def measured(mode: Mode, recipe: str, run: Path) -> tuple[float, float]:
@@ -49,7 +51,7 @@ def table(rounds: list[dict[Mode, tuple[float, float]]], recipe: str) -> Iterato
         cells = []
         for shards in SHARDS:
             found = [each[world, shards] for each in rounds if (world, shards) in each]
-            if not found:
+            if not found:  # not measured, or not possible
                 cells.append("")
                 continue
             memory = statistics.median(gib for _, gib in found)
@@ -57,19 +59,22 @@ def table(rounds: list[dict[Mode, tuple[float, float]]], recipe: str) -> Iterato
             speed = f"{statistics.median(rate for rate, _ in found):.0f} images/s" if shards is None else f"{share:.2f}"
             cells.append(f"{speed}, {memory:.2f} GiB")
         name = "one process" if world == 1 else f"ddp, {world} processes"
-        yield f"| {name} | " + " | ".join(cells) + " |"
+        if any(cells):
+            yield f"| {name} | " + " | ".join(cells) + " |"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="recipes whose name has this in it")
+    parser.add_argument("--equal", action="store_true", help="as many logical ranks as processes, and no others")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for recipe in (name for name in RECIPES if args.only in name):
             rounds = []
             for number in range(args.rounds):
-                found = {m: measured(m, recipe, Path(folder) / f"{recipe[0]}-{number}-{m[0]}-{m[1]}") for m in modes()}
+                runs = {m: Path(folder) / f"{recipe[0]}-{number}-{m[0]}-{m[1]}" for m in modes(equal=args.equal)}
+                found = {mode: measured(mode, recipe, run) for mode, run in runs.items()}
                 rounds.append(found)
                 print(f"round {number + 1}: {found}", file=sys.stderr, flush=True)
             print("\n".join(table(rounds, recipe)), end="\n\n", flush=True)
