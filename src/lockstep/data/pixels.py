@@ -33,8 +33,8 @@ def original_size(image: "Image") -> tuple[int, int]:
     from PIL import ExifTags
 
     width, height = image.size
-    turned = image.format == "TIFF" or image.getexif().get(ExifTags.Base.Orientation, 1) < 5  # Pillow turns TIFFs itself
-    return (width, height) if turned else (height, width)
+    upright = image.getexif().get(ExifTags.Base.Orientation, 1) < 5 or image.format == "TIFF"  # which Pillow turns itself
+    return (width, height) if upright else (height, width)
 
 
 def mask_image(mask_HW: NDArray[np.integer], size: tuple[int, int] | None = None) -> "Image":
