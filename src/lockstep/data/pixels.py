@@ -33,7 +33,9 @@ def original_size(image: "Image") -> tuple[int, int]:
     from PIL import ExifTags
 
     width, height = image.size
-    upright = image.getexif().get(ExifTags.Base.Orientation, 1) < 5 or image.format == "TIFF"  # which Pillow turns itself
+    upright = (
+        image.getexif().get(ExifTags.Base.Orientation, 1) < 5 or image.format == "TIFF"
+    )  # which Pillow turns itself
     return (width, height) if upright else (height, width)
 
 
