@@ -145,7 +145,7 @@ def test_the_index_leads_to_every_page():
 
 def test_the_loss_in_the_readme_is_a_focal_loss():
     torch, written = pytest.importorskip("torch"), dict[str, Any]()
-    exec(Text(ROOT / "README.md").files["src/flowers/task.py"], written)
+    exec(Text(ROOT / "README.md").files["src/flowers/focal.py"], written)
     focal = written["Focal"](gamma=1.5)
     focal.bind({"classes": ["daisy", "rose", "tulip"]})
     output_BK, target_B = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
