@@ -2,9 +2,9 @@
 
 python scripts/lr_range.py [key=value ...] [--low 1e-6] [--high 1.0] [--steps 100]
 
-Takes the keys of train.py, so every strategy works; it sets the schedule and the length itself. Leaves a run with the curve, lr_range.html, and prints the rate at which the
-smoothed loss falls fastest (Smith, "Cyclical learning rates", 2017), which is a good optim.lr, and the one at which it is smallest,
-which is too high. With several groups of parameters, all rates rise by the same factor.
+Takes the keys of train.py, so every strategy works; it sets the schedule and the length itself. Leaves a run with the curve,
+lr_range.html, and prints the rate at which the smoothed loss falls fastest (Smith, "Cyclical learning rates", 2017), which is a good
+optim.lr, and the one at which it is smallest, which is too high. With several groups of parameters, all rates rise by the same factor.
 """
 
 import argparse
@@ -63,6 +63,11 @@ def suggestion(rate: list[float], loss: list[float]) -> tuple[float, float]:
     return rate[steepest], rate[min(inside, key=lambda i: loss[i])]
 
 
+def sets_itself(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    return key in ITS_OWN or key.startswith("schedule.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -77,10 +82,8 @@ def main() -> None:
         f"optim.lr={args.high}",
         f"schedule.initial_fraction={args.low / args.high}",
     ]
-    given = [
-        o for o in args.overrides if o.lstrip("+~").partition("=")[0] not in ITS_OWN and not o.startswith("schedule.")
-    ]
-    if dropped := [o for o in args.overrides if o not in given]:
+    given = [override for override in args.overrides if not sets_itself(override)]
+    if dropped := [override for override in args.overrides if sets_itself(override)]:
         print(f"without {' '.join(dropped)}, which the test sets itself")
     report = train([*OVERRIDES, *own, *given])
     if rank_of() != 0:

@@ -48,6 +48,7 @@ def costs_of(cfg: DictConfig) -> tuple[Any, int]:
     import torch
 
     from lockstep import build
+    from lockstep.callbacks import Freeze
     from lockstep.planning.costs import costs
 
     cfg = build.with_numbers(cfg)
@@ -60,7 +61,8 @@ def costs_of(cfg: DictConfig) -> tuple[Any, int]:
     if not hasattr(module, "net"):
         raise UserError("only tasks can be planned; a LightningModule defines its own steps.")
     for name, node in cfg.callbacks.items():
-        if hasattr(locate(node._target_), "freeze"):
+        kind = locate(node._target_)
+        if isinstance(kind, type) and issubclass(kind, Freeze):
             create(node, f"callbacks.{name}").freeze(module.net)
     return costs(module, data, module.net.train(), nullcontext), data.train_split.count
 

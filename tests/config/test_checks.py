@@ -204,6 +204,7 @@ BAD = {
     ],
     "exact.threads=2": ["no effect without exact.shards"],
     "exact.digests=true": ["exact.digests=true has no effect without exact.shards"],
+    "task=segmentation task.class_weights=balanced": ["not a key of the chosen task", "task=<name>"],
     "exact.shard=8": ["exact.shard is not a key", "did you mean exact.shards?"],
 }
 

@@ -234,6 +234,11 @@ def test_texts_are_classes_and_a_part_of_each_is_held_out(tmp_path):
     assert sum(map(len, rows)) == 20
 
 
+def test_with_folds_nothing_but_a_test_part_is_held_out(tmp_path):
+    data = held(tmp_path, COLUMNS, input="x", target="kind", test_fraction=0.3, folds=2)
+    assert (len(data.train), data.val, len(data.test)) == (14, None, 6)
+
+
 def test_its_splits_are_taken(tmp_path):
     some = {"x": COLUMNS["x"][:4], "kind": COLUMNS["kind"][:4]}
     data = held(tmp_path, COLUMNS, {"validation": {**some, "price": [0.0] * 4}}, input="x", target="kind")

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -220,6 +222,16 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(run, pl
             if row["mask"]:
                 with Image.open(tmp_path / row["path"]) as image, Image.open(tmp_path / row["mask"]) as mask:
                     assert mask.size == ImageOps.exif_transpose(image).size
+
+
+def test_the_folder_of_a_sweeps_job_has_the_sweeps_name(run, tmp_path, monkeypatch):
+    job = tmp_path / "runs/rates/0"
+    shutil.copytree(run("masks").parents[1], job)
+    (job.parent / "multirun.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["export.py", str(job)])
+    runpy.run_path(str(lockstep.ROOT / "scripts/export.py"), run_name="export")["main"]()
+    assert (tmp_path / "exports/rates-0/load.py").is_file()
 
 
 # --- source files ---

@@ -15,6 +15,7 @@ from PIL import Image
 
 import lockstep
 from lockstep.errors import UserError
+from lockstep.prediction import formats
 
 pytestmark = pytest.mark.xdist_group("predict")
 CPU = ["trainer.accelerator=cpu"]
@@ -208,6 +209,14 @@ def test_every_format_says_the_same(predict, broken):
     assert predict(*asked, ending="json") == predict(*asked, ending="parquet") == expected
     texts = [{name: "" if v is None else str(v) for name, v in row.items()} for row in expected]
     assert predict(*asked, ending="csv") == texts
+
+
+def test_parquet_has_the_types_of_a_row_that_could_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK", 2)
+    rows = [{"path": str(i), "error": "broken"} for i in range(4)] + [{"path": "4", "price": 0.5, "error": ""}]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    formats.write_table(tmp_path / "a.parquet", ".parquet", rows[-1], iter(rows))
+    assert parquet.read_table(tmp_path / "a.parquet")["price"].to_pylist() == [None] * 4 + [0.5]
 
 
 def test_the_default_is_a_file_of_the_run_and_it_is_not_overwritten(place):

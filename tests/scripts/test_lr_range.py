@@ -40,7 +40,7 @@ def test_bounds_that_make_no_sense_are_refused(given, told, monkeypatch):
 @pytest.mark.parametrize(
     "strategy",
     [
-        ["schedule=cosine", "schedule.warmup_steps=100", "trainer.max_epochs=1", "runs_dir=elsewhere"],
+        ["schedule=cosine", "++schedule.warmup_steps=100", "trainer.max_epochs=1", "runs_dir=elsewhere"],
         pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow),
         pytest.param(["strategy=fsdp", "trainer.devices=2"], marks=pytest.mark.slow),
         pytest.param(["strategy=dp"], marks=pytest.mark.slow),
@@ -55,7 +55,7 @@ def test_a_range_of_rates_is_trained_and_drawn(strategy, tmp_path, mnist, cache,
     out = capsys.readouterr().out
     assert "optim.lr=" in out
     typed = "single" in request.node.name
-    assert ("without schedule=cosine schedule.warmup_steps=100 trainer.max_epochs=1, which" in out) is typed
+    assert ("without schedule=cosine ++schedule.warmup_steps=100 trainer.max_epochs=1, which" in out) is typed
     folder = Path("elsewhere/a" if typed else "runs/a")
     assert "<svg" in (folder / "lr_range.html").read_text()
     with (folder / "metrics.csv").open() as file:

@@ -40,8 +40,7 @@ def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 def several(group: str, own: dict[str, Any]) -> list[str]:
     """The options that a group of several may come from, in the order of their nodes. Options of other options alone are left out."""
-    depth = group.count(".") + 1
-    nodes = list(dict.fromkeys(key.split(".")[depth] for key in own if key.startswith(f"{group}.")))
+    nodes = list(dict.fromkeys(key.split(".")[1] for key in own if key.startswith(f"{group}.")))
     place: dict[str, int] = {}
     for name, _ in sorted(options_of(group, own).items(), key=lambda found: found[1]):
         option = yaml.load(config_file(f"{group}/{name}").read_text(), LOADER) or {}

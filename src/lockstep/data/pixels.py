@@ -33,9 +33,8 @@ def original_size(image: "Image") -> tuple[int, int]:
     from PIL import ExifTags
 
     width, height = image.size
-    upright = (
-        image.getexif().get(ExifTags.Base.Orientation, 1) < 5 or image.format == "TIFF"
-    )  # which Pillow turns itself
+    # Pillow turns TIFFs itself
+    upright = image.format == "TIFF" or image.getexif().get(ExifTags.Base.Orientation, 1) < 5
     return (width, height) if upright else (height, width)
 
 

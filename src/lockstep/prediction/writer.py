@@ -90,7 +90,7 @@ class Writer(pl.Callback):
             images = self.image(batch).clamp(0, 255).byte().cpu().numpy()
             drawn = next((mask_BHW.cpu().numpy() for mask_BHW in masks.values()), None)
             for place, row in enumerate(rows):
-                image = thumbnail(images[place]) if drawn is None else overlaid(images[place], drawn[place], -1)
+                image = thumbnail(images[place]) if drawn is None else overlaid(images[place], drawn[place])
                 row[parts.THUMBNAIL] = data_uri(image)
         self.part.write(batch_idx, rows)
 

@@ -25,7 +25,7 @@ def thumbnail(image_CHW: Any) -> Image.Image:
     return image
 
 
-def overlaid(image_CHW: Any, classes_HW: Any, ignored: int) -> Image.Image:
+def overlaid(image_CHW: Any, classes_HW: Any, ignored: int | None = None) -> Image.Image:
     """The mask over a thumbnail of the image."""
     image = np.asarray(thumbnail(image_CHW).convert("RGB"))
     height, width = image.shape[:2]

@@ -64,16 +64,6 @@ def clip_grad_norm(
     return norm
 
 
-def clip(
-    parameters: Iterable[Tensor], value: float, algorithm: str | None, norm_of: Callable[[list[Tensor]], Tensor]
-) -> None:
-    """`algorithm`: value, or the norm."""
-    if algorithm == "value":
-        torch.nn.utils.clip_grad_value_(parameters, value)
-    else:
-        clip_grad_norm(parameters, value, norm_of)
-
-
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     grads = [p.grad for p in parameters if p.grad is not None]

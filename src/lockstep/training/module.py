@@ -21,7 +21,7 @@ from lockstep.compat.hook_names import QuickHookNames
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
-from lockstep.training.gradients import clip, exact_norm, gradient_norm, scale_gradients
+from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
 from lockstep.training.metrics import MeanLoss
 from lockstep.training.mixed import weighted_loss
@@ -123,12 +123,14 @@ class TaskModule(QuickHookNames):
             self.step_weight = None
         if gradient_clip_val:
             scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-            if scaler is not None and optimizer.defaults.get(
-                "fused"
-            ):  # unscaled within the step otherwise, after clipping
+            # unscaled within the step otherwise, after clipping
+            if scaler is not None and optimizer.defaults.get("fused"):
                 scaler.unscale_(optimizer)
-            norm_of = exact_norm if self.logical_ranks else gradient_norm
-            clip(self.parameters(), gradient_clip_val, gradient_clip_algorithm, norm_of)
+            if gradient_clip_algorithm == "value":
+                nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+            else:
+                norm_of = exact_norm if self.logical_ranks else gradient_norm
+                clip_grad_norm(self.parameters(), gradient_clip_val, norm_of)
         if self.whole_vectors:
             self.whole_vectors.begin()
 
