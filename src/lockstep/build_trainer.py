@@ -74,7 +74,9 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         UserError: Lightning refuses a combination of arguments.
     """
     own: list[pl.Callback] = [
-        callbacks.StepSeed(cfg.seed, by_logical_rank=bool(cfg.exact.shards)),
+        callbacks.StepSeed(
+            cfg.seed, by_logical_rank=bool(cfg.exact.shards), masks_by_row=not (cfg.exact.shards or cfg.compile)
+        ),
         callbacks.Plan(cfg, data, facts(data)),
         callbacks.Clock(),
         callbacks.FirstBatch(),

@@ -10,10 +10,13 @@ from lockstep.checkpoints.changes import values
 from lockstep.config.batches import repeats
 from lockstep.config.identity import model_title, title
 from lockstep.config.instantiate import has_own_loaders
+from lockstep.data.datamodule import DataModule
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
 from lockstep.reporting.provenance import versions
+from lockstep.strategies.batch_norm import NORMS, SYNCHRONISED
 from lockstep.training.foreign import promises
+from lockstep.training.invariance import DIFFERS, SAME_BITS, UNKNOWN
 from lockstep.training.module import TaskModule
 from lockstep.training.steps import steps_done, total_steps
 
@@ -32,6 +35,7 @@ class Plan(pl.Callback):
     def __init__(self, cfg: DictConfig, data: pl.LightningDataModule, facts: Mapping[str, Any]) -> None:
         self.cfg, self.data, self.facts = cfg, data, facts
         self.changes: list[str] = []  # since the checkpoint
+        self.across_processes: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -84,12 +88,17 @@ class Plan(pl.Callback):
             f" · {trainer.precision} · {total_steps(trainer):g} steps".replace("inf steps", "no fixed number of steps")
             + (f", {steps_done(trainer)} of them done" if steps_done(trainer) else "")
         )
+        self.across_processes = across_processes(pl_module, self.data)
+        say(f"result: {self.across_processes}")
         if self.cfg.compile and device == "cpu":
             say(COMPILED_ON_A_CPU)
         for change in self.changes:
             say(f"changed since the checkpoint: {change}")
         if not isinstance(pl_module, TaskModule):
             say(promises(pl_module, self.data, world))
+
+    def report_figures(self) -> dict[str, Any]:
+        return {"across_processes": self.across_processes}
 
     def samples(self) -> str:
         known = self.facts
@@ -106,6 +115,22 @@ class Plan(pl.Callback):
         batch = self.cfg.data.batch_size
         copies = f", {repeats(self.cfg)} copies of each sample" if repeats(self.cfg) > 1 else ""
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{copies}"
+
+
+def across_processes(module: pl.LightningModule, data: pl.LightningDataModule) -> str:
+    """How the result depends on the number of processes."""
+    if not isinstance(data, DataModule):
+        return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
+    if not isinstance(module, TaskModule):
+        return UNKNOWN.format(f"the steps of {type(module).__name__} are its own, and were not tried")
+    if module.logical_ranks:
+        return SAME_BITS
+    apart = [m for m in module.net.modules() if isinstance(m, NORMS) and m.training and not isinstance(m, SYNCHRONISED)]
+    if apart:
+        return DIFFERS.format(
+            "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.shards=8"
+        )
+    return module.across_processes
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> Iterator[str]:

@@ -1,6 +1,7 @@
-"""Dropout and other per-step randomness as a function of (seed, micro-batch, rank): nothing to store, nothing to restore.
+"""Random numbers of a training step as a function of what they are for: nothing to store, nothing to restore.
 
-With `exact.shards` it is one of (seed, step, logical rank), so it does not depend on the number of processes.
+Masks of dropout layers belong to the samples of the global batch (training/dropout.py), everything else to (seed, micro-batch, rank).
+With `exact.shards` all of them belong to (seed, step, logical rank). So neither depends on the number of processes.
 """
 
 import hashlib
@@ -9,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from lockstep.data.datamodule import DataModule
+from lockstep.training import dropout
 from lockstep.training.steps import logical_rank, steps_done
 
 
@@ -28,17 +31,48 @@ def seed_generators(seed: int, device_type: str) -> None:
 
 
 class StepSeed(pl.Callback):
-    """Seeds torch before each training batch."""
+    """Seeds torch before each training batch, and tells the dropout layers which samples follow."""
 
-    def __init__(self, seed: int, *, by_logical_rank: bool = False) -> None:
-        self.seed, self.by_logical_rank = seed, by_logical_rank
+    def __init__(self, seed: int, *, by_logical_rank: bool = False, masks_by_row: bool = True) -> None:
+        self.seed, self.by_logical_rank, self.masks_by_row = seed, by_logical_rank, masks_by_row
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit" and self.masks_by_row:
+            dropout.by_row(pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         when, who, accumulate = steps_done(trainer), trainer.global_rank, trainer.accumulate_grad_batches
+        if self.masks_by_row:
+            dropout.begin(self.rows(trainer, batch_idx))
         if self.by_logical_rank:
             who = logical_rank(trainer, batch_idx)
         else:
             when = when * accumulate + batch_idx % accumulate
         seed_generators(step_seed(self.seed, when, who), trainer.strategy.root_device.type)
+
+    def rows(self, trainer: pl.Trainer, batch_idx: int) -> dropout.MicroBatch | None:
+        """None for dataloaders of the user's own, whose samples have no place in a global batch."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, DataModule):
+            return None
+        count = data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
+        first = logical_rank(trainer, batch_idx) * count
+        rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]
+        return dropout.MicroBatch(self.seed, steps_done(trainer), rows)
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if dropout.current:
+            dropout.current.in_backward = True
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if dropout.current:
+            dropout.current.in_backward = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        dropout.begin(None)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """After an error in a batch as well."""
+        dropout.begin(None)

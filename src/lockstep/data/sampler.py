@@ -25,9 +25,12 @@ SPLIT_SEED = 0x5EED  # the seed of the validation split, so it does not depend o
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's finalizer (Steele, Lea, Flood 2014): every bit of the output depends on every bit of the input."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def keys(seed: int, epoch: int) -> NDArray[np.uint64]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.compat.sync_batch_norm import without_masks
+from lockstep.training.invariance import NORMS
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
 
@@ -78,6 +78,9 @@ class GlobalBatchNorm(nn.BatchNorm2d):
         momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased_var.to(self.running_var.dtype), momentum)
+
+
+SYNCHRONISED = (GlobalBatchNorm, nn.SyncBatchNorm)
 
 
 def synchronise(net: nn.Module, device_type: str) -> int:

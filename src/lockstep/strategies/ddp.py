@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 
 from lockstep.strategies.one_format import OneFormat
 from lockstep.strategies.rendezvous import meet
+from lockstep.training import dropout
 from lockstep.training.module import TaskModule
 
 
@@ -85,7 +86,7 @@ class Replicated(OneFormat, DDPStrategy):
         assert self.lightning_module is not None
         buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
         gpus = [self.root_device] if self.root_device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus), self.precision_plugin.train_step_context():
+        with torch.random.fork_rng(devices=gpus), dropout.paused(), self.precision_plugin.train_step_context():
             output = self.model(batch)
         total(output).backward()
         for name, buffer in self.lightning_module.named_buffers():

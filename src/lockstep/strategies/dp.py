@@ -39,6 +39,16 @@ class DataParallel(Single):
 
     strategy_name = "dp"
 
+    @property
+    def gpus(self) -> list[torch.device]:
+        return [device for device in self.parallel_devices or [] if device.type == "cuda"]
+
+    def device_rows(self, rows: range) -> dict[torch.device, range]:
+        """As torch's DataParallel divides a batch: equal parts, the last one smaller."""
+        part = -(-len(rows) // max(1, len(self.gpus)))
+        parts = {gpu: rows[i * part : (i + 1) * part] for i, gpu in enumerate(self.gpus)}
+        return {gpu: own for gpu, own in parts.items() if own} or super().device_rows(rows)
+
     def parallelize(self, net: nn.Module) -> nn.Module:
-        devices: list[Any] = [device for device in self.parallel_devices or [] if device.type == "cuda"]
+        devices: list[Any] = self.gpus
         return Replicas(net, device_ids=devices) if len(devices) > 1 else net

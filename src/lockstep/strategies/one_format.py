@@ -54,6 +54,10 @@ class OneFormat(Strategy):
         False  # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
     )
 
+    def device_rows(self, rows: range) -> dict[torch.device, range]:
+        """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""
+        return {self.root_device: rows}
+
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Set-up converts the network to the dtype of trainer.precision; loading before it would round the weights."""

@@ -21,6 +21,7 @@ from lockstep.compat.hook_names import QuickHookNames
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
+from lockstep.training import invariance
 from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
 from lockstep.training.metrics import MeanLoss
@@ -59,6 +60,10 @@ class TaskModule(QuickHookNames):
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
         self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
+        self.draws: bool | None = (
+            None  # random numbers in a step, if known; this and the next found out by rehearsal.py
+        )
+        self.across_processes = invariance.UNKNOWN.format("it was not tried")
         self.logical_ranks = LogicalRanks(shards) if shards else None
         self.whole_vectors: WholeVectors | None = None  # of logical ranks, if the optimizer is fused
         self.mean_loss = MeanLoss(shards or 1)

@@ -29,6 +29,7 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.models.network import network
 from lockstep.tasks import Task
+from lockstep.training import invariance
 from lockstep.training.memory import ran_out
 from lockstep.training.module import TaskModule
 from lockstep.training.schedules import scheduler
@@ -70,8 +71,26 @@ def rehearse(
         for callback in callbacks:
             if hasattr(callback, "rehearsed"):
                 try_callback(cfg, module, data, callback)
+        if not module.logical_ranks:
+            module.across_processes = across_processes(cfg, module, data, device)
         if outputs is not None:
             try_metrics(cfg, module, data, outputs, count)
+
+
+def across_processes(cfg: DictConfig, module: TaskModule, data: DataModule, device: torch.device) -> str:
+    """Whether the network and the loss compute the same on any number of processes, and why not."""
+    if module.draws is False:
+        return invariance.ROUNDING
+    if module.draws and cfg.compile:
+        return invariance.DIFFERS.format(
+            "a compiled network draws random numbers of each process's own. Remove compile=true"
+        )
+    try:
+        net, task = copy.deepcopy(module.net).to(device), copy.deepcopy(module.task).to(device)
+        why = invariance.why_not(net, task, moved(data.example(invariance.COUNT, training=False), device))
+    except Exception as e:
+        return invariance.UNKNOWN.format(f"its forward could not be tried: {' '.join(str(e).split())}")
+    return invariance.DIFFERS.format(why) if why else invariance.ROUNDING
 
 
 @contextmanager
@@ -120,10 +139,11 @@ def on_device(cfg: DictConfig, module: TaskModule, data: DataModule, count: int,
 
 def step(cfg: DictConfig, module: TaskModule, data: DataModule, net: nn.Module, task: Task, batch: Batch) -> Any:
     """The network's outputs in a training step."""
-    with refused(misfit(cfg, batch)), FlopCounterMode(display=False) as counter:
+    with refused(misfit(cfg, batch)), FlopCounterMode(display=False) as counter, invariance.Draws() as draws:
         outputs = task.outputs(net, batch)
         loss = task.loss(outputs, batch).sum()
         loss.backward()
+    module.draws = draws.any
     module.flops_per_sample = int(counter.get_total_flops()) // len(batch["index"])
     with refused("optim: {}."):
         optimizer = module.new_optimizer(net)

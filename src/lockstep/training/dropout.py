@@ -1,0 +1,205 @@
+"""Random layers whose masks belong to the samples: the processes of a step draw together what one process draws.
+
+An element of a mask is a hash of (seed, optimizer step, layer, call, row of the global batch, element). Nothing is drawn from a
+generator, stored or sent. Outside of a training step the layers are torch's own.
+"""
+
+# N row: a sample of the micro-batch, or one of the k neighbours that a network makes of each sample · W word of 64 bits
+
+import hashlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lockstep.augment import draws
+from lockstep.data import sampler
+from lockstep.errors import UserError
+from lockstep.models import basic_net
+
+GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step
+SELU = -1.7580993408473766  # minus SELU's scale times its alpha: what alpha dropout sets elements to
+
+
+def key_of(*parts: object) -> int:
+    """64 bits of what identifies a draw."""
+    return int.from_bytes(hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest(), "big")
+
+
+class MicroBatch:
+    """The rows of the global batch that each device computes in a forward. `calls` counts the calls of each layer."""
+
+    def __init__(self, seed: int, step: int, rows: Mapping[torch.device, range]) -> None:
+        self.key, self.rows = key_of(seed, step), rows
+        self.in_backward = False
+        self.calls: dict[tuple[str, torch.device], int] = {}
+
+    def call(self, layer: str, device: torch.device) -> int:
+        """The number of this call of a layer. A call during backward computes the activations of an earlier one again.
+
+        Raises:
+            UserError: the layer was called several times, so it is unknown which of them this one repeats.
+        """
+        place = layer, device
+        if not self.in_backward:
+            self.calls[place] = self.calls.get(place, -1) + 1
+        elif self.calls.get(place):
+            raise UserError(
+                f"activation checkpointing cannot repeat the masks of {layer}, which a forward calls {self.calls[place] + 1} times. Give each "
+                "call a layer of its own, or leave these activations out of checkpointing."
+            )
+        return self.calls.get(place, 0)
+
+    def first(self, device: torch.device, count: int) -> int:
+        """The number of the first of `count` rows in the global batch; 0 if the rows are not the samples, nor k for each sample."""
+        rows = self.rows[device] if device in self.rows else next(iter(self.rows.values()))
+        return rows.start * (count // len(rows)) if count % len(rows) == 0 else 0
+
+
+current: MicroBatch | None = None  # of this process, not of a thread: the replicas of dp are threads
+
+
+def begin(micro_batch: MicroBatch | None) -> None:
+    """Of the forward that follows; None where masks belong to no sample."""
+    global current
+    current = micro_batch
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """The layers are torch's own meanwhile."""
+    kept = current
+    begin(None)
+    try:
+        yield
+    finally:
+        begin(kept)
+
+
+def words_on_cpu(key: int, call: int, rows: range, words: int) -> Tensor:
+    """(N, W) random int64, in a quarter of torch's time for a small layer."""
+    n, w = (np.arange(r.start, r.stop, dtype=np.uint64) * np.uint64(GOLDEN) for r in (rows, range(words)))
+    random = sampler.mix(sampler.mix(n + np.uint64(key))[:, None] + (w + np.uint64(call)))
+    return torch.from_numpy(random.view(np.int64))
+
+
+def words_on(device: torch.device, key: int, call: int, rows: range, words: int) -> Tensor:
+    """The same numbers on a device."""
+    n, w = (torch.arange(r.start, r.stop, device=device) * draws.GOLDEN for r in (rows, range(words)))
+    return draws.mix(draws.mix(n + draws.signed(key))[:, None] + (w + draws.signed(call)))
+
+
+def kept_rows(words_NW: Tensor, elements: int, bits: int, limit: int) -> Tensor:
+    """(N, elements): 1 where a number of so many bits is at least `limit`; int8, or bool on GPUs.
+
+    On CPUs with NumPy: torch 2.13 takes 0.7 ms to compare 590,000 bytes and to convert the result to floats, NumPy and int8 0.1.
+    """
+    numbers = words_NW.view(torch.int8 if bits == 8 else torch.int16)[:, :elements]
+    return torch.from_numpy((numbers.numpy() >= limit).view(np.int8)) if numbers.is_cpu else numbers >= limit
+
+
+class ByRow:
+    """A dropout layer with masks by row: the first base of a class whose second base is the layer."""
+
+    layer: str  # its name in the network
+    p: float
+    training: bool
+
+    @property
+    def probability(self) -> float:
+        return self.p
+
+    def mask_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Rows first. Empty for an input that torch itself has to mask."""
+        return tuple(x.shape)
+
+    def masked(self, x: Tensor, kept: Tensor, p: float) -> Tensor:
+        noise = kept.to(x.dtype).mul_(1 / (1 - p))
+        return x.mul_(noise) if getattr(self, "inplace", False) else x * noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        p, shape = self.probability, self.mask_shape(x)
+        if current is None or not self.training or not 0 < p < 1 or not shape:
+            result: Tensor = super().forward(x)  # type: ignore[misc]  # the second base's
+            return result
+        return self.masked(x, *self.drawn(current, x.device, p, shape))
+
+    def drawn(
+        self, micro_batch: MicroBatch, device: torch.device, p: float, shape: tuple[int, ...]
+    ) -> tuple[Tensor, float]:
+        """What is kept, and the probability of dropping: `p` as 8 bits express it, or 16 if they can't."""
+        bits = 8 if (p * 256).is_integer() else 16
+        dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
+        elements, first = math.prod(shape[1:]), micro_batch.first(device, shape[0])
+        call = key_of(self.layer, micro_batch.call(self.layer, device))
+        place = micro_batch.key, call, range(first, first + shape[0]), -(-elements * bits // 64)
+        words_NW = words_on_cpu(*place) if device.type == "cpu" else words_on(device, *place)
+        kept = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
+        return kept.reshape(shape), dropped / 2**bits
+
+
+class ByChannel(ByRow):
+    """Drops whole channels."""
+
+    def mask_shape(self, x: Tensor) -> tuple[int, ...]:
+        usual = next((dim for kind, dim in WITH_SAMPLES.items() if isinstance(self, kind)), x.dim())
+        return (*x.shape[:2], *[1] * (x.dim() - 2)) if x.dim() == usual else ()
+
+
+class Alpha(ByRow):
+    """Keeps the mean and variance of SELU's outputs (Klambauer et al., "Self-Normalizing Neural Networks", 2017)."""
+
+    def masked(self, x: Tensor, kept: Tensor, p: float) -> Tensor:
+        scale = ((1 - p) * (1 + p * SELU**2)) ** -0.5
+        return x.where(kept.bool(), SELU) * scale - SELU * p * scale
+
+
+class AlphaByChannel(Alpha, ByChannel):
+    pass
+
+
+class BySample(ByRow):
+    """Drops a branch of a sample (Huang et al., "Deep Networks with Stochastic Depth", 2016): timm's and torchvision's layer."""
+
+    @property
+    def probability(self) -> float:
+        return float(getattr(self, "drop_prob", None) or getattr(self, "p", 0.0))
+
+    def mask_shape(self, x: Tensor) -> tuple[int, ...]:
+        rows = 1 if getattr(self, "mode", "row") == "batch" else len(x)
+        return (rows, *[1] * (x.dim() - 1))
+
+    def masked(self, x: Tensor, kept: Tensor, p: float) -> Tensor:
+        return super().masked(x, kept, p if getattr(self, "scale_by_keep", True) else 0.0)
+
+
+WITH_SAMPLES = {nn.Dropout1d: 3, nn.Dropout2d: 4, nn.Dropout3d: 5}  # dimensions of an input of several samples
+LAYERS: dict[type[nn.Module], type[ByRow]] = {
+    nn.Dropout: ByRow,
+    basic_net.Dropout: ByRow,
+    **dict.fromkeys(WITH_SAMPLES, ByChannel),
+    nn.AlphaDropout: Alpha,
+    nn.FeatureAlphaDropout: AlphaByChannel,
+}
+OF_LIBRARIES = {"timm.layers": "DropPath", "torchvision.ops": "StochasticDepth"}
+
+
+@cache
+def with_rows(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class of `kind` with masks by row; None for other modules and for subclasses, which may draw otherwise."""
+    found = {getattr(sys.modules[name], of): BySample for name, of in OF_LIBRARIES.items() if name in sys.modules}
+    base = (LAYERS | found).get(kind)
+    return None if base is None else type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+
+
+def by_row(net: nn.Module) -> None:
+    """Gives the dropout layers of a network masks by row, in place: hooks, sharing and state keys stay."""
+    for name, module in net.named_modules():
+        if kind := with_rows(type(module)):
+            module.__class__ = kind
+            module.layer = name

@@ -1,0 +1,170 @@
+"""Whether the result depends on the number of processes: tried before training, with a copy of the network.
+
+Two forwards of two samples must give what one forward of these four gives, with the masks that dropout has in training. What differs
+draws random numbers by itself, or does not keep the samples in its first dimension, and is named with its file and line.
+"""
+
+# B batch
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.data.dataset import Batch
+from lockstep.tasks import Task
+from lockstep.training import dropout
+
+COUNT = 4  # samples
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+SAME_BITS = "same bits on any number of processes"
+ROUNDING = "same result on any number of processes up to rounding, which long training amplifies"
+DIFFERS = "differs with the number of processes, because {}"
+UNKNOWN = "may differ with the number of processes, because {}"
+TOLERANCE = 1e-3  # of the largest number of a tensor: rounding is at 1e-6 of it, another mask at 1
+
+
+class Draws(TorchDispatchMode):
+    """Notes whether an operation inside may draw random numbers, on the meta device too."""
+
+    any = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The tensors that went into a module, or came out of it, and whose code they come from: a module's, or the loss."""
+
+    source: nn.Module | Task
+    tensors: list[Tensor]
+
+
+class Forward:
+    """Everything that passes between the modules of a network, and the loss, in order."""
+
+    def __init__(self, net: nn.Module, task: Task) -> None:
+        self.net, self.task, self.passed, self.stack = net, task, list[Passed](), [net]
+
+    def keep(self, source: nn.Module, tree: Any) -> None:
+        tensors: list[Tensor] = []
+        apply_to_collection(tree, Tensor, lambda tensor: tensors.append(tensor.detach().clone()))
+        self.passed.append(Passed(source, tensors))
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.keep(self.stack[-1], (args, kwargs))
+        self.stack.append(module)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.keep(self.stack.pop(), output)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, first: int = 0, seed: int = 0) -> list[Passed]:
+        """`first`: the place of the first sample in the global batch. `seed`: of all random numbers but masks of dropout."""
+        self.passed, self.stack = [], [self.net]
+        index_B = batch["index"]
+        rows = {index_B.device: range(first, first + len(index_B))}
+        hooks = [m.register_forward_pre_hook(self.enter, with_kwargs=True) for m in self.net.modules()]
+        hooks += [m.register_forward_hook(self.leave) for m in self.net.modules()]
+        torch.manual_seed(seed)
+        dropout.begin(dropout.MicroBatch(0, 0, rows))
+        try:
+            self.keep(self.task, self.task.loss(self.task.outputs(self.net, batch), batch))
+        finally:
+            dropout.begin(None)
+            for hook in hooks:
+                hook.remove()
+        return self.passed
+
+
+def joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """The tensors of two halves of the samples in the form of the whole: along the dimension that the samples change."""
+    a, b = parts
+    longer = [
+        d for d in range(like.dim()) if a.dim() == b.dim() == like.dim() and a.shape[d] + b.shape[d] == like.shape[d]
+    ]
+    return torch.cat(parts, longer[0]) if longer and a.shape != like.shape else a
+
+
+def differs(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return True
+    a, b = a.double(), b.double()
+    largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
+    return not torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
+
+
+def differing(whole: list[Passed], *parts: list[Passed]) -> Iterator[int]:
+    """The places where one forward, or two of a half each, passes something else than `whole`.
+
+    Raises:
+        ValueError: the forwards call different modules.
+    """
+    if any([each.source for each in part] != [each.source for each in whole] for part in parts):
+        raise ValueError("its forward calls other modules for other samples")
+    for place, expected in enumerate(whole):
+        found = [part[place].tensors for part in parts]
+        for number, tensor in enumerate(expected.tensors):
+            given = [tensors[number] for tensors in found]
+            if differs(tensor, joined(given, tensor) if len(given) == 2 else given[0]):
+                yield place
+                break
+
+
+def named(source: nn.Module | Task) -> str:
+    """A module's class, with the file and line of the code that computes."""
+    kind = type(source)
+    if isinstance(source, dropout.ByRow):
+        kind = kind.__mro__[2]
+    code = kind.loss if isinstance(source, Task) else kind.forward
+    try:
+        file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        return kind.__name__
+    place = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else kind.__module__
+    return f"{kind.__name__} ({place}:{line})"
+
+
+def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
+    """Why a step depends on how its samples are divided; empty if it does not. `net` and `task` are copies, `batch` has COUNT samples.
+
+    Raises:
+        Exception: of the user's classes, or because this cannot be tried.
+    """
+    net.train()
+    for module in net.modules():
+        if isinstance(module, NORMS):
+            module.eval()  # statistics of a batch are not what is tried
+    dropout.by_row(net)
+    forward = Forward(net, task)
+    whole = forward(batch)
+    for place in differing(whole, forward(batch, seed=1)):
+        return (
+            f"each process draws its own random numbers in {named(whole[place].source)}. Use an nn.Dropout layer there, or set "
+            "exact.shards=8"
+        )
+    halves = [
+        {name: v[rows] if isinstance(v, Tensor) and v.dim() and len(v) == COUNT else v for name, v in batch.items()}
+        for rows in (slice(0, COUNT // 2), slice(COUNT // 2, None))
+    ]
+    halves = [{**half, "count": COUNT // 2} for half in halves]
+    apart = list(differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2)))
+    if not apart:
+        return ""
+    net.eval()  # no masks: what differs now depends on the other samples of the batch
+    coupled = set(differing(forward(batch), forward(halves[0]), forward(halves[1], first=COUNT // 2)))
+    for place in apart:
+        if place not in coupled:
+            return (
+                f"the dropout masks in or before {named(whole[place].source)} do not follow the samples. Keep the samples in the first "
+                "dimension, in the order of the batch, or set exact.shards=8"
+            )
+    return f"what {named(whole[apart[0]].source)} computes for a sample depends on the other samples of its process"

@@ -1,0 +1,207 @@
+"""Masks of dropout belong to the samples of the global batch, whichever process draws them."""
+
+# B batch
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import UserError
+from lockstep.models import basic_net
+from lockstep.training import dropout
+
+CPU = torch.device("cpu")
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dropout": (lambda: nn.Dropout(0.25), (8, 5, 7)),
+    "16 bits": (lambda: nn.Dropout(0.1), (8, 33)),
+    "vectors": (lambda: nn.Dropout(0.5), (8,)),
+    "basic": (lambda: basic_net.Dropout(0.25), (8, 100)),
+    "1d": (lambda: nn.Dropout1d(0.5), (8, 6, 4)),
+    "2d": (lambda: nn.Dropout2d(0.5), (8, 6, 4, 4)),
+    "3d": (lambda: nn.Dropout3d(0.5), (8, 6, 2, 2, 2)),
+    "alpha": (lambda: nn.AlphaDropout(0.3), (8, 50)),
+    "feature alpha": (lambda: nn.FeatureAlphaDropout(0.3), (8, 6, 4)),
+    "timm": (lambda: timm.layers.DropPath(0.5), (8, 3, 4)),
+    "timm unscaled": (lambda: timm.layers.DropPath(0.5, scale_by_keep=False), (8, 3)),
+    "stochastic depth": (lambda: torchvision.ops.StochasticDepth(0.5, "row"), (8, 3, 4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    yield
+    dropout.begin(None)
+
+
+def layer(make: Callable[[], nn.Module]) -> nn.Module:
+    net = nn.Sequential(make())
+    dropout.by_row(net)
+    return net
+
+
+def run(net: nn.Module, x: torch.Tensor, first: int = 0, samples: int | None = None, step: int = 3) -> torch.Tensor:
+    dropout.begin(dropout.MicroBatch(0, step, {CPU: range(first, first + (samples or len(x)))}))
+    return net(x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_parts_of_a_batch_have_the_masks_of_the_whole(name):
+    make, shape = LAYERS[name]
+    x, net = torch.rand(shape) + 1, layer(make)
+    whole = run(net, x)
+    for count in (1, 2, 4):
+        parts = [run(net, x[i : i + count], i) for i in range(0, len(x), count)]
+        assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(run(net, x, step=4), whole)
+    assert not torch.equal(run(layer(lambda: nn.Sequential(make())), x), whole)  # another name
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_outside_of_a_training_step_the_layers_are_torchs_own(name):
+    make, shape = LAYERS[name]
+    net, x = layer(make), torch.rand(shape)
+    dropout.begin(None)
+    torch.manual_seed(0)
+    found = net(x)
+    torch.manual_seed(0)
+    assert torch.equal(found, make()(x))
+    assert torch.equal(run(net.eval(), x), x)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_masks_have_the_moments_and_the_values_of_torchs(name):
+    make, (_, *rest) = LAYERS[name]
+    x = torch.ones(4000, *rest)
+    torch.manual_seed(0)
+    found, expected = run(layer(make), x), make()(x)
+    torch.testing.assert_close(found.unique(), expected.unique(), rtol=1e-4, atol=1e-4)
+    drawn = found.reshape(len(x), -1)[:, 0]
+    scale = max(1.0, expected.abs().max().item())
+    assert abs((found.mean() - expected.mean()).item()) < 0.04 * scale
+    assert abs((drawn[1:] * drawn[:-1]).mean() - drawn.mean() ** 2).item() < 0.1 * scale**2  # neighbours are independent
+    if rest and name in ("dropout", "16 bits", "basic"):
+        kept = (found != 0).double()
+        assert (kept.mean(0) - kept.mean()).abs().max() < 0.05  # no element is favoured
+
+
+def test_whole_channels_and_whole_samples_are_dropped():
+    x = torch.ones(64, 6, 4, 4)
+    channels = run(layer(lambda: nn.Dropout2d(0.5)), x).flatten(2)
+    assert (channels == channels[:, :, :1]).all()
+    samples = run(layer(lambda: timm.layers.DropPath(0.5)), x).flatten(1)
+    assert (samples == samples[:, :1]).all()
+    assert len(samples.unique()) == len(channels.unique()) == 2
+    batch = run(layer(lambda: torchvision.ops.StochasticDepth(0.5, "batch")), x)
+    assert len(batch.unique()) == 1
+
+
+def test_masks_do_not_depend_on_the_order_in_memory():
+    x = torch.rand(8, 16, 5, 5)
+    net = layer(lambda: nn.Dropout(0.5))
+    found = run(net, x.contiguous(memory_format=torch.channels_last))
+    assert torch.equal(found, run(net, x))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_device_draws_what_numpy_draws():
+    for words, key, call in ((1, 5, 9), (13, 2**64 - 1, 2**63 + 5)):
+        place = key, call, range(40, 60), words
+        assert torch.equal(dropout.words_on_cpu(*place), dropout.words_on(CPU, *place))
+    for bits in (8, 16):
+        numbers = dropout.words_on_cpu(*place)
+        expected = numbers.view(torch.int8 if bits == 8 else torch.int16)[:, :50] >= 7
+        assert torch.equal(dropout.kept_rows(numbers, 50, bits, 7).bool(), expected)
+
+
+def test_several_rows_of_a_sample_and_rows_of_none():
+    """Windows of an image, tokens of a sentence: k neighbours of each sample. A table of positions: one mask for all."""
+    net, x = layer(lambda: nn.Dropout(0.5)), torch.rand(8 * 3, 10)
+    whole = run(net, x, samples=8)
+    assert torch.equal(torch.cat([run(net, x[:12], 0, 4), run(net, x[12:], 4, 4)]), whole)
+    positions = torch.rand(5, 10)
+    assert torch.equal(run(net, positions, 0, 4), run(net, positions, 4, 4))
+
+
+def test_each_call_of_a_layer_has_masks_of_its_own_and_each_micro_batch_counts_anew():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([self.drop(x), self.drop(x)])
+
+    net = Twice()
+    dropout.by_row(net)
+    x = torch.rand(4, 50)
+    first = run(net, x)
+    assert not torch.equal(first[0], first[1])
+    assert torch.equal(run(net, x), first)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_have_the_same_masks(reentrant):
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.5), nn.ReLU(), nn.Linear(20, 1))
+    dropout.by_row(inner)
+    x = torch.rand(8, 20, requires_grad=True)
+    run(inner, x).sum().backward()
+    expected = [p.grad.clone() for p in inner.parameters()]
+    inner.zero_grad()
+    dropout.begin(micro_batch := dropout.MicroBatch(0, 3, {CPU: range(8)}))
+    loss = checkpoint(inner, x, use_reentrant=reentrant, preserve_rng_state=False).sum()
+    micro_batch.in_backward = True
+    loss.backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(inner.parameters(), expected, strict=True))
+
+
+def test_a_layer_that_is_called_twice_cannot_be_recomputed():
+    drop = nn.Dropout(0.5)
+    dropout.by_row(drop)
+    x = torch.rand(4, 9, requires_grad=True)
+    dropout.begin(micro_batch := dropout.MicroBatch(0, 3, {CPU: range(4)}))
+    loss = checkpoint(lambda y: drop(drop(y) + y), x, use_reentrant=False, preserve_rng_state=False).sum()
+    micro_batch.in_backward = True
+    with pytest.raises(UserError, match="calls 2 times"):
+        loss.backward()
+
+
+def test_subclasses_and_shared_layers_and_keys_stay():
+    class Mine(nn.Dropout):
+        pass
+
+    shared = nn.Dropout(0.5)
+    net = nn.ModuleDict({"a": shared, "b": shared, "mine": Mine(0.5), "linear": nn.Linear(2, 2)})
+    keys = list(net.state_dict())
+    dropout.by_row(net)
+    dropout.by_row(net)  # again: a network that is trained twice
+    assert net["a"] is net["b"]
+    assert isinstance(net["a"], nn.Dropout)
+    assert type(net["mine"]) is Mine
+    assert list(net.state_dict()) == keys
+    assert repr(net["a"]) == "Dropout(p=0.5, inplace=False)"
+
+
+def test_inplace_layers_and_gradients():
+    net = layer(lambda: nn.Dropout(0.25, inplace=True))
+    x = torch.ones(8, 40)
+    assert run(net, x) is x
+    y = (x := torch.ones(8, 40, requires_grad=True)) * 1
+    out = run(net, y)
+    out.sum().backward()
+    assert torch.equal(x.grad, out)
+
+
+@pytest.mark.parametrize("unbatched", [(6, 4), (4, 4)])
+def test_inputs_without_samples_are_torchs(unbatched):
+    net = layer(lambda: nn.Dropout1d(0.5))
+    dropout.begin(dropout.MicroBatch(0, 0, {CPU: range(2)}))
+    torch.manual_seed(0)
+    found = net(torch.ones(unbatched))
+    torch.manual_seed(0)
+    assert torch.equal(found, nn.Dropout1d(0.5)(torch.ones(unbatched)))

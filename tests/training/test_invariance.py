@@ -1,0 +1,126 @@
+"""The trial before training: which networks and losses compute the same however a batch is divided, and what is named if not."""
+
+# B batch
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.tasks import Task
+from lockstep.training import dropout, invariance
+
+
+class Mean(Task):
+    def loss(self, output: Tensor, batch: dict) -> Tensor:
+        return output.flatten(1).mean(1)
+
+
+class Noisy(Mean):
+    def loss(self, output: Tensor, batch: dict) -> Tensor:
+        return super().loss(output, batch) + torch.rand(len(output))
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.dropout(self.a(x), 0.5, self.training))
+
+
+class Always(Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x) + torch.rand(x.shape))
+
+
+class SequenceFirst(Functional):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.a(x)[None].repeat(8, 1, 1)
+        return self.b(self.drop(tokens).mean(0))
+
+
+class TwoViews(SequenceFirst):
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.drop(torch.cat([self.a(x), self.b(x)])).chunk(2)
+        return one + two
+
+
+class Windows(SequenceFirst):
+    """Three neighbours of each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.a(x).repeat_interleave(3, 0)).view(len(x), 3, -1).mean(1)
+
+
+class Coupled(SequenceFirst):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return self.drop(y - y.mean(0))
+
+
+class Attention(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, dropout=p, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, None].repeat(1, 3, 1) * torch.arange(1.0, 4)[:, None]
+        return self.attention(tokens, tokens, tokens)[0]
+
+
+def layers(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), *more, nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
+
+
+def why_not(net: nn.Module, task: Task | None = None) -> str:
+    torch.manual_seed(0)
+    batch = {"input": torch.randn(4, 6), "target": torch.zeros(4), "index": torch.arange(4), "count": 4}
+    with torch.random.fork_rng():
+        return invariance.why_not(net, task or Mean(), batch)
+
+
+@pytest.mark.parametrize(
+    "net", [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Attention(0.0)], ids=str
+)
+def test_covered_networks(net):
+    assert why_not(net) == ""
+    assert dropout.current is None
+    assert not net._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("net", "expected"),
+    [
+        (Functional(), ["each process draws its own random numbers in Functional (", "test_invariance.py:", "nn.Dropout"]),
+        (nn.Sequential(nn.Linear(6, 6), Always()), ["random numbers in Always ("]),
+        (Attention(0.5), ["random numbers in MultiheadAttention (torch.nn.modules.activation:", "exact.shards=8"]),
+        (SequenceFirst(), ["masks in or before Dropout (", "do not follow the samples", "first dimension"]),
+        (TwoViews(), ["do not follow the samples"]),
+        (Coupled(), ["SequenceFirst (", "Coupled (", "depends on the other samples"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_depends_on_the_processes_is_named(net, expected):
+    why = why_not(net)
+    assert any(part in why for part in expected[:2]), why
+    assert all(part in why for part in expected[2:]), why
+
+
+def test_random_numbers_of_the_loss_are_found():
+    assert "random numbers in Noisy (" in why_not(layers(), Noisy())
+
+
+def test_draws_are_seen_without_numbers():
+    batch = torch.empty(2, 6, device="meta")
+    for net, expected in ((layers(), True), (nn.Linear(6, 6), False), (Functional(), True)):
+        with invariance.Draws() as draws:
+            copy.deepcopy(net).to("meta")(batch)
+        assert draws.any is expected
