@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from in_process import SMALL
 
 import lockstep
 from lockstep import ROOT
+from lockstep.training import dropout
+from lockstep.training.invariance import ROUNDING
 
 pytestmark = pytest.mark.xdist_group("strategies")
 TWO = ["trainer.devices=2"]
@@ -28,12 +31,12 @@ REPORT = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, mnist, cache, forked) -> list[str]:
-    """10 steps in fp32 with dropout off, SGD, gradients clipped; a row of the log for each step."""
+    """10 steps in fp32 with dropout on, SGD, gradients clipped; a row of the log for each step."""
     runs = tmp_path_factory.mktemp("strategies") / "runs"
     return [
         f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "data.eval_batch_size=20",
         "optim=sgd",
-        "optim.momentum=0.5", "optim.lr=0.02", "model.dropout_conv=0", "model.dropout_fc=0", "trainer.gradient_clip_val=0.5",
+        "optim.momentum=0.5", "optim.lr=0.02", "trainer.gradient_clip_val=0.5",
         "augment=[light,strong]", "augment.shift.pixels=2", "data.repeats=2",
         "trainer.precision=32-true", "trainer.max_steps=10", "trainer.log_every_n_steps=1", *SMALL,
     ]  # fmt: skip
@@ -95,6 +98,7 @@ def test_figures_of_the_reports(reports):
         assert report["strategy"] == ("single" if name == "accumulated" else name)
         assert report["world_size"] == (2 if name in ("ddp", "fsdp") else 1)
         assert (report["data/source"], report["data/train"], report["data/val"]) == ("disk", 576, 64)
+        assert report["across_processes"] == ROUNDING
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
@@ -108,6 +112,29 @@ def test_weights_and_losses_agree_with_a_single_process(name, reports, runs):
     assert found == pytest.approx(expected, rel=2e-6)
     for figure in ("test/loss", "val/loss", "test/acc"):
         assert reports[name][figure] == pytest.approx(reports["single"][figure], rel=1e-5)
+
+
+def test_a_run_that_goes_on_in_another_world_ends_with_the_same_weights(base, reports, runs):
+    lockstep.train(["run=moved", *base, "trainer.max_steps=4"])
+    lockstep.train(["resume=moved", base[0], "trainer.max_steps=10", "strategy=ddp", "trainer.devices=2"])
+    report = json.loads((runs / "moved" / "report.json").read_text())
+    shutil.move(runs / "moved", runs.parent)
+    reference, other = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for folder in (runs / "single", runs.parent / "moved")
+    )
+    assert (report["train/steps"], report["world_size"]) == (10, 2)
+    assert relative_difference(reference, other) < 1e-6
+
+
+def test_masks_that_belong_to_processes_would_differ(base, reports, runs, monkeypatch):
+    monkeypatch.setattr(dropout, "by_row", lambda _: None)
+    lockstep.train(["run=broken", *base, "trainer.accumulate_grad_batches=4", f"runs_dir={runs.parent}"])
+    reference, other = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for folder in (runs / "single", runs.parent / "broken")
+    )
+    assert relative_difference(reference, other) > 1e-3
 
 
 def test_an_evaluation_gives_the_same_figures_again(reports, base, runs):

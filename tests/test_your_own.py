@@ -30,14 +30,13 @@ QUICK = (
 )  # fmt: skip
 KILLED_AT = 5
 MNIST = ("data.root={mnist}", "data.cache_dir={cache}")
-NO_DROPOUT = ("model.dropout_conv=0", "model.dropout_fc=0")
 PAGES = [
-    Page("folder", ("data.image_size=16", "data.cache_dir={cache}", *NO_DROPOUT)),
-    Page("model", ("model.dropout=0", *MNIST)),
-    Page("loss", (*NO_DROPOUT, *MNIST), command=1),
-    Page("metric", (*NO_DROPOUT, *MNIST)),
-    Page("panel", (*NO_DROPOUT, *MNIST)),
-    Page("multilabel", ("data.image_size=16", "data.cache_dir={cache}", *NO_DROPOUT)),
+    Page("folder", ("data.image_size=16", "data.cache_dir={cache}")),
+    Page("model", MNIST),
+    Page("loss", MNIST, command=1),
+    Page("metric", MNIST),
+    Page("panel", MNIST),
+    Page("multilabel", ("data.image_size=16", "data.cache_dir={cache}")),
     Page("regression", ("model.width=8",)),
     Page("segmentation", ("data.count=70", "data.image_size=16", "model.width=4")),
     Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),

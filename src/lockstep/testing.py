@@ -28,7 +28,7 @@ LIMIT_S = 600
 
 @dataclass
 class Project:
-    """Short runs of a project in fp32: eight steps of eight samples. Let `overrides` choose small data and no dropout."""
+    """Short runs of a project in fp32: eight steps of eight samples. Let `overrides` choose small data."""
 
     runs_dir: Path
     overrides: list[str]

@@ -83,7 +83,9 @@ def test_masks_have_the_moments_and_the_values_of_torchs(name):
     drawn = found.reshape(len(x), -1)[:, 0]
     scale = max(1.0, expected.abs().max().item())
     assert abs((found.mean() - expected.mean()).item()) < 0.04 * scale
-    assert abs((drawn[1:] * drawn[:-1]).mean() - drawn.mean() ** 2).item() < 0.1 * scale**2  # neighbours are independent
+    assert (
+        abs((drawn[1:] * drawn[:-1]).mean() - drawn.mean() ** 2).item() < 0.1 * scale**2
+    )  # neighbours are independent
     if rest and name in ("dropout", "16 bits", "basic"):
         kept = (found != 0).double()
         assert (kept.mean(0) - kept.mean()).abs().max() < 0.05  # no element is favoured

@@ -99,7 +99,10 @@ def test_covered_networks(net):
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
-        (Functional(), ["each process draws its own random numbers in Functional (", "test_invariance.py:", "nn.Dropout"]),
+        (
+            Functional(),
+            ["each process draws its own random numbers in Functional (", "test_invariance.py:", "nn.Dropout"],
+        ),
         (nn.Sequential(nn.Linear(6, 6), Always()), ["random numbers in Always ("]),
         (Attention(0.5), ["random numbers in MultiheadAttention (torch.nn.modules.activation:", "exact.shards=8"]),
         (SequenceFirst(), ["masks in or before Dropout (", "do not follow the samples", "first dimension"]),
