@@ -144,6 +144,7 @@ def machine(report: dict[str, Any]) -> list[tuple[str, str]]:
         "host": report.get("host"),
         "devices": f"{report.get('devices')} x {report.get('accelerator')}" + (f" on {nodes} nodes" if (nodes or 1) > 1 else ""),
         "processes": world,
+        "result": report.get("across_processes"),
         "precision": report.get("precision"),
         "batch": f"{report.get('batch_size')} = {world} x {report.get('micro_batch')} x {report.get('accumulate_grad_batches')} accumulated",
         "data": f"{report.get('data/source')}, SHA-256 {str(report.get('data/sha256'))[:12]}",
