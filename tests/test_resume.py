@@ -176,7 +176,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at
     crash_at(-1)
     again = train("run=a", "resume=auto", "trainer.log_every_n_steps=1")
     assert (again["train/steps"], again["resumed_from"]) == (12, None)
-    assert logged_steps("a") == list(range(12))
+    assert logged_steps("a") == list(range(1, 13))
 
 
 def test_more_steps_go_on_where_max_steps_ended_a_run(train):
@@ -262,7 +262,7 @@ def test_going_back_to_an_older_checkpoint_drops_what_came_later(train):
     files = {path.name for path in Path("runs/a/checkpoints").iterdir()}
     before = rows("a")
     train("resume=runs/a/checkpoints/best-step-12.ckpt", "trainer.max_steps=15")
-    assert logged_steps("a") == list(range(15))
+    assert logged_steps("a") == list(range(1, 16))
     assert not {"best-step-24.ckpt", "best-step-36.ckpt"} & {path.name for path in Path("runs/a/checkpoints").iterdir()}
     again = train("run=a", "resume=auto", "trainer.max_steps=-1", *common)
     assert again["resumed_from"].endswith("last.ckpt")
@@ -293,7 +293,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash(train, crash_at):
     crash_at(-1)
     train(*common, "resume=auto")
     events = EventAccumulator("runs/a/tensorboard").Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(12))
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
 
 
 def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
@@ -303,5 +303,5 @@ def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_bytes(path.read_bytes()[: -len("1,11.5\r\n")])
     assert path.read_text().endswith("\n1")  # of 11
-    logger.cut(11)
+    logger.cut(10)
     assert path.read_text().split() == ["step,loss", "9,9.5", "10,10.5"]

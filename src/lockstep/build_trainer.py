@@ -14,11 +14,13 @@ from omegaconf import DictConfig
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.batches import parts_of_step
 from lockstep.config.exact import COUNTED
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
+from lockstep.config.run_files import read_report
 from lockstep.config.signatures import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
@@ -78,8 +80,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         callbacks.Plan(cfg, data, facts(data)),
         callbacks.Clock(),
         callbacks.FirstBatch(),
-        CutAtResume(),
-        saving.Position(to_plain(cfg)),
+        CutAtResume(read_report(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress(cfg.checkpoint.monitor))
@@ -96,7 +97,9 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.trainer.max_time:
         own.append(callbacks.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    return lightning_trainer(cfg, world, callbacks=[*foreign_callbacks(cfg, save), *chosen, *own], logger=loggers(cfg))
+    position = saving.Position(to_plain(cfg))  # before those that log when a batch begins
+    every = [*foreign_callbacks(cfg, save), position, *chosen, *own]
+    return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
@@ -156,4 +159,5 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
     without_sigterm_broadcast(made)
+    log_steps_from_one(made)
     return made

@@ -76,7 +76,7 @@ class Position(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        set_logged_step(trainer, steps_done(trainer))
+        set_logged_step(trainer, steps_done(trainer) + 1)
 
 
 class LastCheckpoint(Checkpoint):

@@ -136,12 +136,13 @@ class Recorder:
         """Adds figures of an evaluation to the report and the loggers. The last evaluation is the test."""
         assert self.trainer is not None
         self.report |= {**figures, "evaluated": SEPARATOR.join(figures)}
+        if self.rank == 0 and self.dir.is_dir():
+            write_json(self.dir / "report.json", self.report)  # before its row: loggers.py drops what the report has
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.report["train/steps"])
 
     def trained(self, checkpoint: str | None) -> None:
         """Adds the figures of training. Call it on every rank."""
-        from lockstep.reporting.loggers import MetricsCsv
         from lockstep.training.steps import steps_done
 
         trainer, monitor, unit = self.trainer, self.cfg.checkpoint.monitor, self.report["unit"]
@@ -168,9 +169,6 @@ class Recorder:
             **self.validated(),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsCsv):
-                logger.cut(self.report["train/steps"])  # the test row of a run that had already ended
 
     def validated(self) -> dict[str, float]:
         """The validation figures of the tested checkpoint, the best by `checkpoint.monitor`."""
