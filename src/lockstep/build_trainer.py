@@ -12,7 +12,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from omegaconf import DictConfig
 
 from lockstep import callbacks, strategies
-from lockstep.checkpoints import saving
+from lockstep.checkpoints import best, saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
@@ -90,7 +90,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
-            own.append(saving.best_checkpoints(cfg, folder))
+            own.append(best.best_checkpoints(cfg, folder))
         own.append(last := saving.last_checkpoint(cfg, folder))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))

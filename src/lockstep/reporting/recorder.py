@@ -174,7 +174,7 @@ class Recorder:
         """The validation figures of the tested checkpoint, the best by `checkpoint.monitor`."""
         monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
         rows = [row for row in read_metrics(self.dir / "metrics.csv") if monitor in row] if self.rank == 0 else []
-        best = max(rows, key=lambda row: sign * row[monitor], default={})
+        best = max(rows, key=lambda row: (sign * row[monitor], -row.get("val/loss", 0), row["step"]), default={})
         return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
