@@ -305,3 +305,47 @@ def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
     assert path.read_text().endswith("\n1")  # of 11
     logger.cut(10)
     assert path.read_text().split() == ["step,loss", "9,9.5", "10,10.5"]
+
+
+@pytest.fixture
+def changed_files(run_a):
+    """The files of runs/a that differ from what they were when the test began."""
+
+    def contents() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
+
+    before = contents()
+    return lambda: sorted(name for name, content in {**before, **contents()}.items() if before.get(name) != content)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["resume=a"], "set trainer.max_epochs=2 to continue"),
+        (["run=a", "resume=auto"], "set trainer.max_epochs=2 to continue"),
+        (["resume=runs/a/checkpoints/best-step-12.ckpt", "run=b"], "set trainer.max_epochs=2 to continue"),
+        (["resume=a", "strategy=ddp", "trainer.devices=2"], "set trainer.max_epochs=2 to continue"),
+        (["resume=a", "trainer.max_epochs=1", "trainer.log_every_n_steps=2"], "set trainer.max_epochs=2 to continue"),
+        (["resume=a", "trainer.max_epochs=-1", "trainer.max_steps=12"], "set trainer.max_steps=24 to continue"),
+        (["resume=a", "trainer.max_steps=12"], "set trainer.max_epochs=2 trainer.max_steps=24 to continue"),
+    ],
+)
+def test_a_finished_run_with_nothing_left_to_train_is_left_as_it_is(train, run_a, changed_files, capsys, typed, said):
+    assert train(*typed) == run_a
+    assert f"a is already finished: 12 of 12 steps; {said}" in capsys.readouterr().out
+    assert changed_files() == []
+    assert not Path("runs/b").exists()
+
+
+def test_an_evaluation_under_another_strategy_has_its_own_file(run_a, changed_files, forked):
+    lockstep.evaluate(["run=a", "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"])
+    assert changed_files() == ["runs/a/eval.json"]
+    assert report("a") == run_a
+
+
+def test_a_run_that_ended_early_is_finished_until_what_ended_it_changes(train, capsys):
+    common = ["run=a", "resume=auto", "trainer.max_epochs=-1", "trainer.limit_train_batches=1"]
+    first = train(*common, "trainer.max_time=00:00:00:01")
+    assert train(*common, "trainer.max_time=00:00:00:01") == first
+    assert f"{first['train/steps']:,} steps; set trainer.max_time=<longer> to continue" in capsys.readouterr().out
+    assert train(*common, "trainer.max_time=00:00:00:02")["train/steps"] > first["train/steps"]

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import best, saving
+from lockstep.checkpoints.content import DATA, refuse_without_position
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
@@ -64,17 +65,20 @@ def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
     return found
 
 
-def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
+def foreign_callbacks(cfg: DictConfig) -> list[pl.Callback]:
     """First in the list, to say first what is wrong."""
-    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if foreign.is_foreign(cfg) else []
+    return [callbacks.Foreign(cfg, strategies.parallelize)] if foreign.is_foreign(cfg) else []
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
     """The Trainer of a training run.
 
     Raises:
-        UserError: Lightning refuses a combination of arguments.
+        UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
     """
+    if cfg.resume:
+        of_module = ("plateau",) if foreign.is_foreign(cfg) else ("window", "network")
+        refuse_without_position(Path(cfg.resume), (*of_module, *(() if has_own_loaders(cfg) else (DATA,))))
     own: list[pl.Callback] = [
         callbacks.StepSeed(cfg.seed, by_logical_rank=bool(cfg.exact.shards)),
         callbacks.Plan(cfg, data, facts(data)),
@@ -98,7 +102,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         own.append(callbacks.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(to_plain(cfg))  # before those that log when a batch begins
-    every = [*foreign_callbacks(cfg, save), position, *chosen, *own]
+    every = [*foreign_callbacks(cfg), callbacks.Monitored(cfg, save), position, *chosen, *own]
     return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 

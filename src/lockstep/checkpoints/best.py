@@ -57,7 +57,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         self.losses = {name: losses[name] for name in (Path(path).name for path in kept) if name in losses}
         self.best_model_path, self.kth_best_model_path = kept[0], kept[-1]
         self.best_model_score, self.kth_value = scores[kept[0]], scores[kept[-1]]
-        trainer.save_checkpoint(new)
+        trainer.save_checkpoint(new, weights_only=False)
         self.saved_at = step
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.after_save_checkpoint(self)

@@ -111,12 +111,14 @@ class CutAtResume(pl.Callback):
     def __init__(self, report: Mapping[str, Any]) -> None:
         self.report = report
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for logger in trainer.loggers if self.report else ():  # also with nothing left to train
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Also with nothing left to train."""
+        for logger in trainer.loggers if self.report else ():
             if isinstance(logger, MetricsCsv):
                 logger.drop_tests(self.report)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_fit_end(trainer, pl_module)
         steps = steps_done(trainer)
         for logger in trainer.loggers if steps else ():
             if isinstance(logger, MetricsCsv):
