@@ -32,7 +32,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     raise_problems(check(cfg))
     world = world_of(cfg)
     check_classes(cfg, world, overrides, evaluating=False)
-    prepared = prepare_data(cfg)
+    prepared, _ = prepare_data(cfg)
     if prepared is None:
         raise UserError(f"{cfg.data._target_} makes its own batches, so Lockstep does not know them.")
     from lockstep import build

@@ -4,9 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from in_process import report
 
 import lockstep
+from lockstep.checkpoints.content import DATA, LOOP, refuse_without_position
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import lock
 
@@ -19,6 +21,51 @@ def contents(run: str) -> dict[str, bytes]:
         for path in Path("runs", run).rglob("*")
         if path.is_file() and path.name != "train.log"
     }
+
+
+@pytest.mark.parametrize("key", ["run", "resume", "init_from"])
+def test_a_name_from_outside_the_config_writes_nowhere(train, tmp_path, monkeypatch, key):
+    monkeypatch.setenv("OUTSIDE", str(tmp_path / "home"))
+    told = "run=.* from .*oc.env:OUTSIDE.*is not possible" if key == "run" else "neither a checkpoint nor a run"
+    with pytest.raises(UserError, match=told):
+        train(f"{key}=${{oc.env:OUTSIDE}}")
+    with pytest.raises(UserError, match=r"run=.* is not possible"):
+        lockstep.sweep(["run=${oc.env:OUTSIDE}", "seed=1,2"])
+    assert [path.name for path in tmp_path.iterdir() if path.name != "runs"] == []
+
+
+PARTS = (
+    "callbacks",
+    "DataModule",
+    "loops",
+    "optimizer_states",
+    "lr_schedulers",
+    "global_step",
+    "epoch",
+    "window",
+    "network",
+    "config",
+)
+
+
+def test_a_checkpoint_that_does_not_say_where_training_stopped_is_not_resumed(train, run_a):
+    whole = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
+    path = Path("runs/a/checkpoints/cut.ckpt")
+    cases = {part: {key: value for key, value in whole.items() if key != part} for part in PARTS}
+    cases["callbacks "] = whole | {"callbacks": {}}
+    for part in whole["loops"]["fit_loop"].keys() & set(LOOP):
+        left = {key: value for key, value in whole["loops"]["fit_loop"].items() if key != part}
+        cases[f"loops.fit_loop.{part}"] = whole | {"loops": {"fit_loop": left}}
+    assert len(cases) == len(PARTS) + 1 + len(LOOP)
+    refuse_without_position(Path("runs/a/checkpoints/last.ckpt"), ("window", "network", DATA))
+    for part, content in [*cases.items(), ("state_dict", [whole])]:
+        torch.save(content, path)
+        with pytest.raises(UserError, match=rf"has no .*{part.strip()}.*Type init_from={path} run="):
+            refuse_without_position(path, ("window", "network", DATA))
+    torch.save(cases["DataModule"], path)
+    with pytest.raises(UserError, match="has no DataModule"):
+        train(f"resume={path}", "run=b", "trainer.max_epochs=2")
+    assert not Path("runs/b").exists()
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):

@@ -176,7 +176,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at
     crash_at(-1)
     again = train("run=a", "resume=auto", "trainer.log_every_n_steps=1")
     assert (again["train/steps"], again["resumed_from"]) == (12, None)
-    assert logged_steps("a") == list(range(12))
+    assert logged_steps("a") == list(range(1, 13))
 
 
 def test_more_steps_go_on_where_max_steps_ended_a_run(train):
@@ -262,7 +262,7 @@ def test_going_back_to_an_older_checkpoint_drops_what_came_later(train):
     files = {path.name for path in Path("runs/a/checkpoints").iterdir()}
     before = rows("a")
     train("resume=runs/a/checkpoints/best-step-12.ckpt", "trainer.max_steps=15")
-    assert logged_steps("a") == list(range(15))
+    assert logged_steps("a") == list(range(1, 16))
     assert not {"best-step-24.ckpt", "best-step-36.ckpt"} & {path.name for path in Path("runs/a/checkpoints").iterdir()}
     again = train("run=a", "resume=auto", "trainer.max_steps=-1", *common)
     assert again["resumed_from"].endswith("last.ckpt")
@@ -293,7 +293,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash(train, crash_at):
     crash_at(-1)
     train(*common, "resume=auto")
     events = EventAccumulator("runs/a/tensorboard").Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(12))
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
 
 
 def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
@@ -303,5 +303,49 @@ def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_bytes(path.read_bytes()[: -len("1,11.5\r\n")])
     assert path.read_text().endswith("\n1")  # of 11
-    logger.cut(11)
+    logger.cut(10)
     assert path.read_text().split() == ["step,loss", "9,9.5", "10,10.5"]
+
+
+@pytest.fixture
+def changed_files(run_a):
+    """The files of runs/a that differ from what they were when the test began."""
+
+    def contents() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in Path("runs/a").rglob("*") if path.is_file()}
+
+    before = contents()
+    return lambda: sorted(name for name, content in {**before, **contents()}.items() if before.get(name) != content)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["resume=a"], "set trainer.max_epochs=2 to continue"),
+        (["run=a", "resume=auto"], "set trainer.max_epochs=2 to continue"),
+        (["resume=runs/a/checkpoints/best-step-12.ckpt", "run=b"], "set trainer.max_epochs=2 to continue"),
+        (["resume=a", "strategy=ddp", "trainer.devices=2"], "set trainer.max_epochs=2 to continue"),
+        (["resume=a", "trainer.max_epochs=1", "trainer.log_every_n_steps=2"], "set trainer.max_epochs=2 to continue"),
+        (["resume=a", "trainer.max_epochs=-1", "trainer.max_steps=12"], "set trainer.max_steps=24 to continue"),
+        (["resume=a", "trainer.max_steps=12"], "set trainer.max_epochs=2 trainer.max_steps=24 to continue"),
+    ],
+)
+def test_a_finished_run_with_nothing_left_to_train_is_left_as_it_is(train, run_a, changed_files, capsys, typed, said):
+    assert train(*typed) == run_a
+    assert f"a is already finished: 12 of 12 steps; {said}" in capsys.readouterr().out
+    assert changed_files() == []
+    assert not Path("runs/b").exists()
+
+
+def test_an_evaluation_under_another_strategy_has_its_own_file(run_a, changed_files, forked):
+    lockstep.evaluate(["run=a", "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"])
+    assert changed_files() == ["runs/a/eval.json"]
+    assert report("a") == run_a
+
+
+def test_a_run_that_ended_early_is_finished_until_what_ended_it_changes(train, capsys):
+    common = ["run=a", "resume=auto", "trainer.max_epochs=-1", "trainer.limit_train_batches=1"]
+    first = train(*common, "trainer.max_time=00:00:00:01")
+    assert train(*common, "trainer.max_time=00:00:00:01") == first
+    assert f"{first['train/steps']:,} steps; set trainer.max_time=<longer> to continue" in capsys.readouterr().out
+    assert train(*common, "trainer.max_time=00:00:00:02")["train/steps"] > first["train/steps"]

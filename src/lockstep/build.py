@@ -25,7 +25,7 @@ from lockstep.checkpoints.plain import plain
 from lockstep.checkpoints.weights import load_into
 from lockstep.config.augmentation import operations
 from lockstep.config.classes import optimizer_node
-from lockstep.config.components import missing_groups, monitor_problems, monitors
+from lockstep.config.components import missing_groups, monitor_problems
 from lockstep.config.identity import title
 from lockstep.config.instantiate import ENGINE, ENGINE_DATA, create, create_data, has_own_loaders, to_plain
 from lockstep.config.normalisation import with_numbers
@@ -160,7 +160,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         shards=cfg.exact.shards,
     )
     figures = made.figure_names()
-    raise_problems(p for key, monitor in monitors(cfg).items() for p in monitor_problems(key, monitor, figures))
+    raise_problems(monitor_problems(cfg, figures))
     return made
 
 

@@ -12,13 +12,16 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from omegaconf import DictConfig
 
 from lockstep import callbacks, strategies
-from lockstep.checkpoints import saving
+from lockstep.checkpoints import best, saving
+from lockstep.checkpoints.content import DATA, refuse_without_position
 from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.batches import parts_of_step
 from lockstep.config.exact import COUNTED
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
+from lockstep.config.run_files import read_report
 from lockstep.config.signatures import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
@@ -62,17 +65,20 @@ def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
     return found
 
 
-def foreign_callbacks(cfg: DictConfig, *save: Any) -> list[pl.Callback]:
+def foreign_callbacks(cfg: DictConfig) -> list[pl.Callback]:
     """First in the list, to say first what is wrong."""
-    return [callbacks.Foreign(cfg, strategies.parallelize, *save)] if foreign.is_foreign(cfg) else []
+    return [callbacks.Foreign(cfg, strategies.parallelize)] if foreign.is_foreign(cfg) else []
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
     """The Trainer of a training run.
 
     Raises:
-        UserError: Lightning refuses a combination of arguments.
+        UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
     """
+    if cfg.resume:
+        of_module = ("plateau",) if foreign.is_foreign(cfg) else ("window", "network")
+        refuse_without_position(Path(cfg.resume), (*of_module, *(() if has_own_loaders(cfg) else (DATA,))))
     own: list[pl.Callback] = [
         callbacks.StepSeed(
             cfg.seed, by_logical_rank=bool(cfg.exact.shards), masks_by_row=not (cfg.exact.shards or cfg.compile)
@@ -80,8 +86,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         callbacks.Plan(cfg, data, facts(data)),
         callbacks.Clock(),
         callbacks.FirstBatch(),
-        CutAtResume(),
-        saving.Position(to_plain(cfg)),
+        CutAtResume(read_report(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress(cfg.checkpoint.monitor))
@@ -91,14 +96,16 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
-            own.append(saving.best_checkpoints(cfg, folder))
+            own.append(best.best_checkpoints(cfg, folder))
         own.append(last := saving.last_checkpoint(cfg, folder))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
     if cfg.trainer.max_time:
         own.append(callbacks.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    return lightning_trainer(cfg, world, callbacks=[*foreign_callbacks(cfg, save), *chosen, *own], logger=loggers(cfg))
+    position = saving.Position(to_plain(cfg))  # before those that log when a batch begins
+    every = [*foreign_callbacks(cfg), callbacks.Monitored(cfg, save), position, *chosen, *own]
+    return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
@@ -158,4 +165,5 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e
     without_sigterm_broadcast(made)
+    log_steps_from_one(made)
     return made

@@ -13,7 +13,7 @@ from shipped_data import shipped
 from lockstep import CONFIGS
 from lockstep.checkpoints import resuming
 from lockstep.config import environment
-from lockstep.config.checks import OWNED, check
+from lockstep.config.checks import OWNED, check, wrong_values
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
 from lockstep.config.instantiate import ENGINE, SPECIAL
 from lockstep.config.keys import dotted
@@ -336,3 +336,27 @@ def test_an_evaluation_needs_a_run_or_a_checkpoint(forked_command):
         done = command("eval.py", *args)
         assert (done.code, told in done.err, "Traceback" in done.err) == (2, True, False), done
     assert command.files() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["run=${oc.env:OUTSIDE}"], ["run=/elsewhere, from ${oc.env:OUTSIDE}, is not possible"]),
+        (["run=a/${oc.env:OUTSIDE}"], ["run=a//elsewhere, from a/${oc.env:OUTSIDE}, is not possible"]),
+        (["resume=${oc.env:EMPTY}"], ["resume=, from ${oc.env:EMPTY}, is not possible"]),
+        (["optim.lr=${oc.env:OUTSIDE}"], ["optim.lr=/elsewhere, from"]),
+        (["data.batch_size=${task.monitor}"], ["data.batch_size=val/acc, from"]),
+        (["data.mean=[${oc.env:OUTSIDE}]"], ["data.mean=['/elsewhere'], from"]),
+        (
+            ["task.mode=nosuch"],
+            ["task.mode=nosuch is not possible"],
+        ),  # and checkpoint.mode, which refers to it, is not told
+        (["optim.lr=${oc.decode:${oc.env:RATE}}", "run=${oc.env:NAME}", "data.eval_batch_size=${data.batch_size}"], []),
+    ],
+)
+def test_an_interpolation_is_judged_by_its_value(monkeypatch, overrides, said):
+    for name, value in {"OUTSIDE": "/elsewhere", "EMPTY": "", "RATE": "1e-3", "NAME": "mine"}.items():
+        monkeypatch.setenv(name, value)
+    problems = list(wrong_values(compose_config("train", overrides)))
+    assert len(problems) == len(said)
+    assert all(problem.startswith(text) for problem, text in zip(problems, said, strict=True))

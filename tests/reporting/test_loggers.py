@@ -75,15 +75,24 @@ def test_a_resumed_run_continues_its_file(tmp_path):
 @pytest.mark.parametrize("anew", [False, True])
 def test_rows_that_a_resumed_run_writes_again_are_dropped(tmp_path, steps, anew):
     logger = MetricsCsv(run_dir=tmp_path, run="r")
-    for step in range(5):
+    for step in range(1, 6):
         logger.log_metrics({"train/loss": 10.0 - step}, step=step)
     if anew:
         logger = MetricsCsv(run_dir=tmp_path, run="r")
     logger.cut(steps)
-    kept = [{"step": step, "train/loss": 10.0 - step} for step in range(min(steps, 5))]
+    kept = [{"step": step, "train/loss": 10.0 - step} for step in range(1, min(steps, 5) + 1)]
     assert read(tmp_path) == kept
-    logger.log_metrics({"train/loss": 0.5, "lr": 0.25}, step=steps)
-    assert read(tmp_path) == [*kept, {"step": steps, "train/loss": 0.5, "lr": 0.25}]
+    logger.log_metrics({"train/loss": 0.5, "lr": 0.25}, step=steps + 1)
+    assert read(tmp_path) == [*kept, {"step": steps + 1, "train/loss": 0.5, "lr": 0.25}]
+
+
+def test_the_test_of_a_run_that_is_continued_is_dropped(tmp_path):
+    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    rows = [{"epoch": 0, "train/loss": 1.0}, {"lr-SGD": 0.1}, {"epoch": 0, "val/acc": 0.5}]
+    for row in [*rows, {"acc_of_test": 0.25, "val/acc": 0.5}]:
+        logger.log_metrics(row, step=4)
+    logger.drop_tests({"status": "done", "acc_of_test": 0.25, "val/acc": 0.5})
+    assert read(tmp_path) == [{"step": 4, **row} for row in rows]
 
 
 def test_cutting_before_anything_was_logged_makes_no_file(tmp_path):
@@ -111,7 +120,7 @@ def test_nothing_but_the_file_is_left(tmp_path):
     logger.log_hyperparams({"seed": 0})
     logger.log_metrics({"train/loss": 1.0}, step=0)
     logger.log_metrics({"val/acc": 1.0}, step=0)
-    logger.cut(1)
+    logger.cut(0)
     logger.finalize("success")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 

@@ -23,7 +23,7 @@ def write_run(folder: Path, *, steps: int = 3, lr: float = 1e-3, batch: int = 64
     folder.mkdir(parents=True)
     config = {**CONFIG, "run": folder.name, "optim": {"lr": lr}, "data": {"batch_size": batch, "num_workers": 2}}
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    rows = [f"{step},{1 / (step + 1):.4f},{acc - 0.1 / (step + 1):.4f}" for step in range(steps)]
+    rows = [f"{step},{1 / step:.4f},{acc - 0.1 / step:.4f}" for step in range(1, steps + 1)]
     (folder / "metrics.csv").write_text("\n".join(["step,train/loss,val/acc", *rows]) + "\n")
     found = {"status": "done", "monitor": "val/acc", "monitor_mode": "max", "val/acc": acc, "test/acc": acc - 0.01, "unit": "images",
              "evaluated": "test/acc", "batch_size": batch, "wall_s": 61.0, "train/steps": steps, **report}  # fmt: skip
@@ -99,7 +99,7 @@ def test_a_hundred_runs_stay_small(tmp_path):
         names = [f"val/figure{i}" for i in range(8)]
         rows = [
             ",".join([str(step), *(f"{(step * 7 + i + number) % 97 / 97:.6f}" for i in range(8))])
-            for step in range(500)
+            for step in range(1, 501)
         ]
         (folder / "metrics.csv").write_text("\n".join([",".join(["step", *names]), *rows]) + "\n")
         report = {"status": "done", "monitor": "val/figure0", "monitor_mode": "max", "batch_size": 64 + number % 2}

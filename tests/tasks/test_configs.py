@@ -80,6 +80,9 @@ def test_the_traits_of_a_config_are_those_of_its_class(name):
 @pytest.mark.parametrize("wrong", [
     "checkpoint.monitor=val/nothing", "task.monitor=val/nothing", "task.monitor=val/ac",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=val/nothing",
+    "callbacks=[default,early_stopping] callbacks.early_stopping.monitor=nosuch",
+    "callbacks=[early_stopping] callbacks.early_stopping.monitor=train/acc",
+    "callbacks=[default,lr_monitor,early_stopping] callbacks.early_stopping.monitor=val/nosuch",
     "schedule=cosine trainer.max_epochs=-1", "schedule=linear trainer.max_epochs=-1 trainer.max_time={hours:1}",
 ])  # fmt: skip
 def test_what_no_run_can_do_is_told_without_torch(wrong):
@@ -88,3 +91,9 @@ def test_what_no_run_can_do_is_told_without_torch(wrong):
     problems = check(compose_config("train", ["trainer.accelerator=cpu", *typed]))
     assert len(problems) == 1
     assert key in problems[0]
+
+
+@pytest.mark.parametrize("monitor", ["train/loss", "train/lr", "val/loss", "train/images_per_s"])
+def test_a_callback_may_watch_what_a_run_logs(monitor):
+    typed = ["callbacks=[default,early_stopping]", f"callbacks.early_stopping.monitor={monitor}"]
+    assert check(compose_config("train", ["trainer.accelerator=cpu", *typed])) == []

@@ -11,6 +11,7 @@ from lockstep.callbacks.finite_loss import FiniteLoss
 from lockstep.callbacks.first_batch import FirstBatch
 from lockstep.callbacks.foreign import Foreign
 from lockstep.callbacks.freeze import Freeze
+from lockstep.callbacks.monitored import Monitored
 from lockstep.callbacks.plan import Plan
 from lockstep.callbacks.preemption import Preemption
 from lockstep.callbacks.progress import PassProgress, Progress
@@ -30,6 +31,7 @@ __all__ = [
     "FirstBatch",
     "Foreign",
     "Freeze",
+    "Monitored",
     "PassProgress",
     "Plan",
     "Preemption",

@@ -1,4 +1,4 @@
-"""Hooks around a user's LightningModule: seeding, logging checks, checkpoint contents."""
+"""Hooks around a user's LightningModule: seeding, checkpoint contents."""
 
 import logging
 import random
@@ -14,19 +14,16 @@ from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.checkpoints.plain import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
 from lockstep.config.instantiate import has_own_loaders, to_plain
-from lockstep.config.words import nearest
-from lockstep.errors import TrainingFailed, UserError
+from lockstep.errors import UserError
 
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
 
 class Foreign(pl.Callback):
-    """Used in training and in evaluation. `save` saves a checkpoint."""
+    """Used in training and in evaluation."""
 
-    def __init__(
-        self, cfg: DictConfig, parallelize: Callable[..., Any], save: Callable[[pl.Trainer], None] | None = None
-    ) -> None:
-        self.cfg, self.parallelize, self.save = cfg, parallelize, save
+    def __init__(self, cfg: DictConfig, parallelize: Callable[..., Any]) -> None:
+        self.cfg, self.parallelize = cfg, parallelize
         self.own_loaders, self.begun = has_own_loaders(cfg), False
         self.due: dict[int, float] = {}  # figures that a scheduler has not seen yet, by its index
         self.told: set[str] = set()
@@ -59,17 +56,6 @@ class Foreign(pl.Callback):
             if not self.begun:  # in later epochs Lightning starts them after this hook
                 begin_loaders_anew(trainer)
         self.begun = True
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Fails at the first validation if the monitored figure was not logged; saves a checkpoint first."""
-        monitor, found = self.cfg.checkpoint.monitor, sorted(trainer.callback_metrics)
-        if not self.save or not monitor or trainer.sanity_checking or monitor in found:
-            return
-        self.save(trainer)
-        raise TrainingFailed(
-            f"checkpoint.monitor={monitor} is not logged by {type(pl_module).__name__}, which logs {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
-            "Type checkpoint.monitor=<one of them> resume=auto to continue, or checkpoint.monitor=null to keep the last checkpoint only."
-        )
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

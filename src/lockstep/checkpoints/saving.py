@@ -76,7 +76,7 @@ class Position(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        set_logged_step(trainer, steps_done(trainer))
+        set_logged_step(trainer, steps_done(trainer) + 1)
 
 
 class LastCheckpoint(Checkpoint):
@@ -164,7 +164,7 @@ class LastCheckpoint(Checkpoint):
         kept = {Path(path) for best in trainer.checkpoint_callbacks for path in getattr(best, "best_k_models", ())}
         for path in self.path.parent.iterdir():
             name = BEST.fullmatch(path.name)
-            if name and path.resolve() not in kept and (kept or int(name[1]) > trainer.global_step):
+            if name and path.resolve() not in kept and (kept or int(name[1]) > steps_done(trainer)):
                 shards.remove(path)
 
 
@@ -172,20 +172,6 @@ def moved(path: str, folder: Path | None) -> str:
     """The checkpoint of that name in `folder`; empty if the name is none of a best checkpoint, or without a folder."""
     name = Path(path).name
     return str(folder / name) if folder and name.endswith(".ckpt") and not name.startswith("last.") else ""
-
-
-def best_checkpoints(cfg: DictConfig, folder: Path) -> ModelCheckpoint:
-    """Saves the best checkpoints by validation."""
-    return ModelCheckpoint(
-        dirpath=folder,
-        filename="best-step-{step}",
-        auto_insert_metric_name=False,
-        monitor=cfg.checkpoint.monitor,
-        mode=cfg.checkpoint.mode,
-        save_top_k=cfg.checkpoint.save_top_k,
-        save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
-        enable_version_counter=False,  # a run resumed from an earlier checkpoint writes the same file again
-    )
 
 
 def last_checkpoint(cfg: DictConfig, folder: Path) -> LastCheckpoint:

@@ -73,18 +73,17 @@ def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> Iterator[st
     """The problem of the value `name` of a node, if there is one; `key` is its place in the config."""
     if OmegaConf.is_missing(node, name):
         yield f"{key} is missing; type {key}=<{name}>."
-    elif OmegaConf.is_interpolation(node, name):  # the key that it refers to is checked there
-        yield from unresolved(node, name, key)
-    elif not kind.accepts(plain(node[name])):
-        yield f"{key}={shown(plain(node[name]))} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
-
-
-def unresolved(node: DictConfig, name: str, key: str) -> Iterator[str]:
+        return
+    written = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
     try:
-        node[name]
+        value = plain(node[name])
     except InterpolationResolutionError:
-        refers = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
-        yield f"{key}={refers} refers to a key that is not in the config. Set that key, or {key}."
+        yield f"{key}={written} refers to a key that is not in the config. Set that key, or {key}."
+        return
+    refers = KEYS.get(written[2:-1]) if OmegaConf.is_interpolation(node, name) else None
+    if not kind.accepts(value) and (refers is None or refers.accepts(value)):  # else that key is told
+        given = f"{shown(value)}, from {written}," if value != written else shown(value)
+        yield f"{key}={given} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
 
 
 def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:

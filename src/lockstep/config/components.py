@@ -8,6 +8,8 @@ from omegaconf import DictConfig
 from lockstep.config.identity import title
 from lockstep.config.words import nearest, plain
 
+TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
+MEASURED = ("_per_s", "_memory_gib")  # endings of figures that depend on the data's unit or on the device
 SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
 
 
@@ -27,25 +29,31 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
     yield from missing_groups(cfg)
     if cfg.task.get("traits"):
         figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in cfg.task.metrics for rest in ("", "/*"))]
-        for key, monitor in monitors(cfg).items():
-            yield from monitor_problems(key, monitor, figures)
+        yield from monitor_problems(cfg, figures)
     elif not str(cfg.checkpoint.monitor).startswith("val/"):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor or 'null'} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
 
 
 def monitors(cfg: DictConfig) -> dict[str, str]:
-    """The keys that name a figure of the validation, with their figures."""
-    watching = {f"callbacks.{name}.monitor": str(node.get("monitor")) for name, node in cfg.callbacks.items()}
-    own = {key: monitor for key, monitor in watching.items() if monitor.startswith("val/")}
-    typed = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
-    return {typed: str(cfg.checkpoint.monitor), **own}
+    """The keys that name a figure to watch, with their figures. A callback that watches the checkpoints' figure is left out."""
+    typed, chosen = (
+        "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor",
+        cfg.checkpoint.monitor,
+    )
+    watching = {f"callbacks.{name}.monitor": node.get("monitor") for name, node in cfg.callbacks.items()}
+    return {typed: str(chosen), **{key: str(name) for key, name in watching.items() if name not in (None, chosen)}}
 
 
-def monitor_problems(key: str, monitor: str, figures: list[str]) -> Iterator[str]:
-    names = [f"val/{figure}" for figure in ("loss", *figures)]
-    known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
-    if not known:
-        yield f"{key}={monitor}: the validation logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
+def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
+    """Monitors that nothing logs. The figures of callbacks that are not Lockstep's are known only when the run logs them."""
+    own = all(str(node.get("_target_")).startswith("lockstep.") for node in cfg.callbacks.values())
+    for key, monitor in monitors(cfg).items():
+        of_callback = key.startswith("callbacks.")
+        names = [*(f"val/{figure}" for figure in ("loss", *figures)), *(TRAINED if of_callback else ())]
+        known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
+        later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
+        if not known and not later:
+            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
 
 
 def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
 
 
 def shown(value: Any) -> str:

@@ -18,13 +18,23 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS
 from lockstep.config import project
-from lockstep.config.compose import CONFIG_ERRORS, explain, fails_to_compose, search_path, tried_alone
+from lockstep.config.checks import wrong_values
+from lockstep.config.compose import (
+    CONFIG_ERRORS,
+    compose_config,
+    explain,
+    fails_to_compose,
+    key_of,
+    search_path,
+    tried_alone,
+    variants,
+)
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import local, slots
 from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process, exit_with_agent
 from lockstep.launch.jobs import EVALUATIONS, Job, Run
-from lockstep.launch.start import start
+from lockstep.launch.start import FIRST, start
 from lockstep.machine import process, signals, streams
 from lockstep.machine.launchers import TORCHRUN, external_launcher, launcher_problems
 from lockstep.machine.world import rank_of
@@ -91,6 +101,8 @@ def command(job: Job, argv: list[str]) -> None:
         if job.name in EVALUATIONS:
             raise UserError(f"{job.name}.py takes one run at a time. Leave -m out.")
         raise_problems(tried_alone(job.name, overrides, always)[0])
+        names = [variants(override)[0] for override in overrides if key_of(override) in FIRST]
+        raise_problems(wrong_values(compose_config(job.name, [*always, *names]), FIRST))
     # A launcher may pickle it for another process, so it must not refer to anything of this one.
     outcome: list[int] = []
     task: Any = partial(one_job, job, outcome)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from lockstep.checkpoints import resuming
+from lockstep.checkpoints.finished import already_finished
 from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check, wrong_values
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
 
-def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | None":
-    """Prepares the data, once for all processes, and warns if it is not the whole set.
+def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet, int] | tuple[None, None]":
+    """Prepares the data, once for all processes, and warns if it is not the whole set; returns it and its training samples.
 
     Returns None for a LightningDataModule, which prepares its data in training.
     """
@@ -47,7 +48,7 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | Non
     from lockstep.data.sampler import splits
 
     if has_own_loaders(cfg):
-        return None
+        return None, None
     data: DataSet = create_data(cfg)
     data.prepare()
     train, *_ = splits(data, **{key: cfg.data[key] for key in SPLITTING if key in cfg.data})
@@ -55,7 +56,7 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | Non
         raise_problems([*about_problems(cfg, data.about), *step_problems(cfg, train.count)])
     if data.notice and rank_of() == 0:
         print(readable(f"WARNING: {data.notice}"), file=sys.stderr)
-    return data
+    return data, train.count
 
 
 def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
@@ -88,6 +89,9 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     evaluating, predicting = job.name in EVALUATIONS, job.name == "predict"
     raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
     raise_problems([*wrong_values(cfg, FIRST), *(wrong_request(cfg) if predicting else ())])
+    cfg = cfg.copy()
+    for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
+        cfg[key] = cfg[key]
     again = not evaluating and (cfg.resume == "auto" or restarted())
     if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
         raise_problems(check(cfg))
@@ -102,7 +106,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     try:
         check_classes(cfg, world, overrides, evaluating=evaluating)
         of_files = predicting and cfg.predict.part is None
-        data = None if of_files else prepare_data(cfg, evaluating=evaluating)
+        data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
         if not evaluating and project.of_users_code(e):
             record_failure(identify(cfg, None), world, e)
@@ -111,6 +115,10 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     cfg = identify(decided(cfg, world, data), data.source if data else None, experiment)
+    if not evaluating and (told := already_finished(cfg, samples)):
+        if world.rank == 0:
+            print(readable(told))
+        return Report(Path(cfg.resume).resolve().parents[1])
     if not evaluating and world.rank == 0:
         lock.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
     if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint

@@ -1,6 +1,5 @@
 """The report of a run for Python: its figures, curves and panels. Free of torch until the panels are asked for."""
 
-import math
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -37,10 +36,10 @@ class Report(dict[str, Any]):
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """The columns of metrics.csv by name, whose rows count steps from 0; the row of the test has no step of its own."""
-        rows, last = read_metrics(self.folder / "metrics.csv"), self.get("train/steps", math.inf)
+        """The columns of metrics.csv by name."""
+        rows = read_metrics(self.folder / "metrics.csv")
         names = dict.fromkeys(name for row in rows for name in row if name != "step")
-        pairs = {name: [(min(int(row["step"]) + 1, last), row[name]) for row in rows if name in row] for name in names}
+        pairs = {name: [(int(row["step"]), row[name]) for row in rows if name in row] for name in names}
         return {name: Curve(*map(list, zip(*found, strict=True))) for name, found in pairs.items()}
 
     @cached_property

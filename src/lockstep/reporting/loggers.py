@@ -2,7 +2,7 @@
 
 import csv
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +86,39 @@ class MetricsCsv(Logger):
             writer.writeheader()
             writer.writerows(rows)
 
-    @rank_zero_only
-    def cut(self, steps: int) -> None:
-        """Drops the rows after `steps` steps, which a resumed run will write again."""
+    def keep(self, is_kept: Callable[[dict[str, str]], bool]) -> None:
         if self.path.exists():
             self.columns, rows = self.rows()
-            self.write([row for row in rows if int(row["step"]) < steps])
+            self.write([row for row in rows if is_kept(row)])
+
+    @rank_zero_only
+    def cut(self, steps: int) -> None:
+        """Drops the rows after step `steps`, which a resumed run will write again."""
+        self.keep(lambda row: int(row["step"]) <= steps)
+
+    @rank_zero_only
+    def drop_tests(self, report: Mapping[str, Any]) -> None:
+        """Drops the rows that hold figures of the report and nothing else: a resumed run will test again."""
+        self.keep(lambda row: any(value and name != "step" and name not in report for name, value in row.items()))
 
 
 class CutAtResume(pl.Callback):
-    """Cuts logs at the checkpoint's step, so no row is written twice. W&B keeps what it has been sent."""
+    """Cuts logs at the checkpoint's step, so no row is written twice. W&B keeps what it has been sent.
+
+    `report` is that of the run before it was resumed.
+    """
+
+    def __init__(self, report: Mapping[str, Any]) -> None:
+        self.report = report
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Also with nothing left to train."""
+        for logger in trainer.loggers if self.report else ():
+            if isinstance(logger, MetricsCsv):
+                logger.drop_tests(self.report)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.on_fit_end(trainer, pl_module)
         steps = steps_done(trainer)
         for logger in trainer.loggers if steps else ():
             if isinstance(logger, MetricsCsv):
@@ -107,7 +128,7 @@ class CutAtResume(pl.Callback):
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 writer = logger.experiment
                 writer.close()  # it opens a new file that first purges older records from this step on
-                writer.purge_step = steps
+                writer.purge_step = steps + 1
 
 
 def in_background(logger: Logger, name: str) -> Logger:

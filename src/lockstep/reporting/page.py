@@ -88,17 +88,17 @@ def curves(module: "pl.LightningModule | None", metrics: Sequence[dict[str, floa
 
 
 def drawn_curves(found: Sequence[Curve], metrics: Sequence[dict[str, float]], report: dict[str, Any]) -> list[Any]:
-    """Charts over steps done; the rows of metrics.csv count from 0."""
+    """Charts over steps done."""
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     drawn = []
     for title, unit, names in found:
-        series = {name: [(row["step"] + 1, row[name]) for row in metrics if name in row] for name in names}
+        series = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
         series = {label: points for label, points in zip(labels(names), series.values(), strict=True) if points}
         validated = any(name.startswith("val") and any(name in row for row in metrics) for name in names)
         svg = chart(
             "step",
             series,
-            x_range=(0.0, max(row["step"] for row in metrics) + 1),
+            x_range=(0.0, max(1.0, *(row["step"] for row in metrics))),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             per_x=report.get("batch_size"),
             per_x_label=f"{report.get('unit', 'samples')} seen",

@@ -136,12 +136,13 @@ class Recorder:
         """Adds figures of an evaluation to the report and the loggers. The last evaluation is the test."""
         assert self.trainer is not None
         self.report |= {**figures, "evaluated": SEPARATOR.join(figures)}
+        if self.rank == 0 and self.dir.is_dir():
+            write_json(self.dir / "report.json", self.report)  # before its row: loggers.py drops what the report has
         for logger in self.trainer.loggers if self.rank == 0 else ():
             logger.log_metrics(figures, self.report["train/steps"])
 
     def trained(self, checkpoint: str | None) -> None:
         """Adds the figures of training. Call it on every rank."""
-        from lockstep.reporting.loggers import MetricsCsv
         from lockstep.training.steps import steps_done
 
         trainer, monitor, unit = self.trainer, self.cfg.checkpoint.monitor, self.report["unit"]
@@ -168,15 +169,12 @@ class Recorder:
             **self.validated(),
         }
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsCsv):
-                logger.cut(self.report["train/steps"])  # the test row of a run that had already ended
 
     def validated(self) -> dict[str, float]:
         """The validation figures of the tested checkpoint, the best by `checkpoint.monitor`."""
         monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
         rows = [row for row in read_metrics(self.dir / "metrics.csv") if monitor in row] if self.rank == 0 else []
-        best = max(rows, key=lambda row: sign * row[monitor], default={})
+        best = max(rows, key=lambda row: (sign * row[monitor], -row.get("val/loss", 0), row["step"]), default={})
         return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -78,7 +78,7 @@ def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str]) -> list[dict
 
         def series(per_step: bool, name: str = name) -> dict[str, list[tuple[float, float]]]:
             found = {
-                run.name: [((row["step"] + 1) * (1 if per_step else run.batch), row[name]) for row in rows[run.name] if name in row]
+                run.name: [(row["step"] * (1 if per_step else run.batch), row[name]) for row in rows[run.name] if name in row]
                 for run in runs
             }  # fmt: skip
             return {run: points for run, points in found.items() if points}

@@ -16,6 +16,11 @@ from lockstep.strategies.rendezvous import meet
 from lockstep.training import dropout
 from lockstep.training.module import TaskModule
 
+UNUSED = (
+    "Some parameters had no part in the loss of the last step, and DDP waits for the gradients of all. If that is intended, type "
+    "strategy.find_unused_parameters=true."
+)
+
 
 class Replicated(OneFormat, DDPStrategy):
     """Lightning's DDP, with checkpoints that load under every strategy, and exact when resuming."""
@@ -69,6 +74,11 @@ class Replicated(OneFormat, DDPStrategy):
         103 samples on two processes came out 1 % too large."""
         integers = isinstance(tensor, Tensor) and not tensor.is_floating_point()
         return super().reduce(tensor.float() if integers else tensor, group, reduce_op)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning advises a value of `strategy` that is no option here."""
+        unused = "Expected to have finished reduction in the prior iteration"
+        exception.args = tuple(UNUSED if unused in str(arg) else arg for arg in exception.args)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self.resumed:

@@ -1,0 +1,45 @@
+"""Stops a run that watches a figure which nothing logs. config/components.py refuses what is known before the run."""
+
+from collections.abc import Callable
+
+import lightning.pytorch as pl
+from omegaconf import DictConfig
+
+from lockstep.config.words import nearest
+from lockstep.errors import TrainingFailed
+
+
+class Monitored(pl.Callback):
+    """Fails after the first validation, or at the end of training for callbacks that may look later; saves a checkpoint first."""
+
+    def __init__(self, cfg: DictConfig, save: Callable[[pl.Trainer], None] | None) -> None:
+        self.save = save
+        self.early = {"checkpoint.monitor": cfg.checkpoint.monitor} if save and cfg.checkpoint.monitor else {}
+        self.late: dict[str, str] = {}
+        for name, node in cfg.callbacks.items():
+            if node.get("monitor") is not None:
+                validates = node.get("check_on_train_epoch_end") is False
+                (self.early if validates else self.late)[f"callbacks.{name}.monitor"] = node.monitor
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.refuse(trainer, self.early)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.refuse(trainer, self.late)
+
+    def refuse(self, trainer: pl.Trainer, watched: dict[str, str]) -> None:
+        found = sorted(trainer.callback_metrics)
+        for key, monitor in watched.items():
+            if monitor in found:
+                continue
+            if self.save:
+                self.save(trainer)
+            name, goes_on = type(trainer.lightning_module).__name__, " resume=auto to continue" if self.save else ""
+            last = (
+                ", or checkpoint.monitor=null to keep the last checkpoint only" if key == "checkpoint.monitor" else ""
+            )
+            raise TrainingFailed(
+                f"{key}={monitor} is not logged by {name}, which logs {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
+                f"Type {key}=<one of them>{goes_on}{last}."
+            )
