@@ -15,7 +15,6 @@ from torchmetrics import Metric, MinMaxMetric, PearsonCorrCoef
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
-from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep.data.sampler import EvalBatches, Split
@@ -62,7 +61,7 @@ class Texts(Metric):
         return float(sum(ord(c) * (i + 1) for i, c in enumerate("-".join(text for text, _ in self.texts))))
 
 
-class Any_(Task):  # noqa: N801
+class Given(Task):
     def loss(self, output: Any, batch: Any) -> Tensor:
         return batch["index"].float()
 
@@ -127,12 +126,14 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     """Of two evaluations, the second of which has fewer samples."""
     sample, metric = CASES[case]
     never = pytest.fail
-    task = Any_()
+    task = Given()
     task.bind({})
     made = TaskModule(nn.Identity(), task, optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, network_arguments={})  # fmt: skip
     found: dict[str, float] = {}
     for turn, total in enumerate((count, max(1, count - 1))):
-        made.log_dict = lambda logged, turn=turn, **_: found.update({f"{turn} {k}": float(v) for k, v in logged.items()})
+        made.log_dict = lambda logged, turn=turn, **_: found.update(
+            {f"{turn} {k}": float(v) for k, v in logged.items()}
+        )
         split = Split(total, 0, total, False)
         for place, index_B in enumerate(EvalBatches(split, batch=BATCH, rank=rank, world=world)):
             output, target = zip(*(sample(max(0, int(index))) for index in index_B), strict=True)
@@ -156,12 +157,14 @@ def together(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dic
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = str(s.getsockname()[1])
-        processes = [forked.call(__file__, "process", str(rank), str(world), port, str(folder)) for rank in range(world)]
+        processes = [
+            forked.call(__file__, "process", str(rank), str(world), port, str(folder)) for rank in range(world)
+        ]
         assert [process.wait(300) for process in processes] == [0] * world
     return {w: [json.loads((folder / f"{rank}-{w}.json").read_text()) for rank in range(w)] for w in WORLDS}
 
 
-@pytest.mark.filterwarnings("ignore:.*sample", "ignore:.*class")
+@pytest.mark.filterwarnings("ignore:.*sample", "ignore:.*class", "ignore:The variance")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_processes_compute_what_one_does(together, case, count):

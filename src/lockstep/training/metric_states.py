@@ -36,7 +36,11 @@ class Stored:
 
     def tensor(self, device: torch.device) -> Tensor:
         """On `device`, unless the metric keeps this state on the CPU."""
-        flat = torch.frombuffer(bytearray(self.content), dtype=self.dtype) if self.content else torch.empty(0, dtype=self.dtype)
+        flat = (
+            torch.frombuffer(bytearray(self.content), dtype=self.dtype)
+            if self.content
+            else torch.empty(0, dtype=self.dtype)
+        )
         return flat.reshape(self.shape).to(device if self.device == device.type else "cpu")
 
 
@@ -62,7 +66,11 @@ def of_all_processes(metrics: Sequence[Metric]) -> Iterator[None]:
     order. A state with dist_reduce_fx="mean" is the mean over processes, whatever their shares.
     """
     found, before = parts(metrics), []
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, [sent(metric) for metric in found])
         for metric, *given in zip(found, *everyone, strict=True):
@@ -87,7 +95,9 @@ def sent(metric: Metric) -> dict[str, Any]:
     # MeanIoU and others learn plain attributes, such as the number of classes, from their first samples
     plain = {name: value for name, value in vars(metric).items() if isinstance(value, PLAIN)}
     states = apply_to_collection(metric.metric_state, Tensor, Stored.of)
-    reductions = {name: f for name, f in metric._reductions.items() if getattr(f, "__module__", "").startswith("torchmetrics.")}
+    reductions = {
+        name: f for name, f in metric._reductions.items() if getattr(f, "__module__", "").startswith("torchmetrics.")
+    }
     return {"plain": plain, "states": states, "reductions": reductions, ENDS: vars(metric).get(ENDS, {})}
 
 
@@ -107,7 +117,9 @@ def whole(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping
         return in_order(values, [{batch: ends[name] for batch, ends in each[ENDS].items()} for each in filled])
     if len(values) == 1:
         return values[0]
-    reduction = metric._reductions.get(name, filled[0]["reductions"].get(name))  # MeanIoU adds its states in its first update
+    reduction = metric._reductions.get(
+        name, filled[0]["reductions"].get(name)
+    )  # MeanIoU adds its states in its first update
     if reduction is dim_zero_cat:
         return dim_zero_cat(values)
     return reduction(torch.stack(values)) if reduction else torch.stack(values)

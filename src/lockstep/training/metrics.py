@@ -62,7 +62,13 @@ def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
     values = torch.as_tensor(value).float().flatten()
     if len(values) == 1:
         return {name: values[0]}
-    return dict(zip((f"{name}/{each}" for each in (names if len(names) == len(values) else range(len(values)))), values, strict=True))
+    return dict(
+        zip(
+            (f"{name}/{each}" for each in (names if len(names) == len(values) else range(len(values)))),
+            values,
+            strict=True,
+        )
+    )
 
 
 def names_without_samples(name: str, metric: Metric, names: Sequence[Any]) -> list[str]:

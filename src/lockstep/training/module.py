@@ -2,9 +2,7 @@
 
 # B batch
 
-import copy
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,9 +21,9 @@ from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
-from lockstep.training.metrics import MeanLoss, named, names_without_samples
 from lockstep.training.metric_states import of_all_processes, update
-from lockstep.training.mixed import sample_losses, weighted_loss
+from lockstep.training.metrics import MeanLoss, named, names_without_samples
+from lockstep.training.mixed import one_per_sample, weighted_loss
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import accumulated_then, completes_step, evaluated_rank, has_row, total_steps
@@ -169,7 +167,7 @@ class TaskModule(QuickHookNames):
         if not count:
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
-        loss_B = sample_losses(self.task, output, batch)
+        loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch)
         place = evaluated_rank(self.trainer, batch_idx, self.logical_ranks.count) if self.logical_ranks else 0
         self.mean_loss.update(loss_B, self.task.weight(batch), place)
         for metric in self.figures.values():
@@ -190,7 +188,11 @@ class TaskModule(QuickHookNames):
 
     def figure_names(self) -> list[str]:
         """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        return [each for name, metric in self.figures.items() for each in names_without_samples(name, metric, self.value_names)]
+        return [
+            each
+            for name, metric in self.figures.items()
+            for each in names_without_samples(name, metric, self.value_names)
+        ]
 
     @property
     def value_names(self) -> Sequence[Any]:
