@@ -30,18 +30,16 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
     if cfg.task.get("traits"):
         figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in cfg.task.metrics for rest in ("", "/*"))]
         yield from monitor_problems(cfg, figures)
-    elif not str(cfg.checkpoint.monitor).startswith("val/"):
-        yield f"checkpoint.monitor={cfg.checkpoint.monitor or 'null'} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
+    elif cfg.checkpoint.monitor and not cfg.checkpoint.monitor.startswith("val/"):
+        yield f"checkpoint.monitor={cfg.checkpoint.monitor} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
 
 
 def monitors(cfg: DictConfig) -> dict[str, str]:
     """The keys that name a figure to watch, with their figures. A callback that watches the checkpoints' figure is left out."""
-    typed, chosen = (
-        "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor",
-        cfg.checkpoint.monitor,
-    )
+    typed = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
     watching = {f"callbacks.{name}.monitor": node.get("monitor") for name, node in cfg.callbacks.items()}
-    return {typed: str(chosen), **{key: str(name) for key, name in watching.items() if name not in (None, chosen)}}
+    others = {key: str(name) for key, name in watching.items() if name not in (None, cfg.checkpoint.monitor)}
+    return ({typed: str(cfg.checkpoint.monitor)} if cfg.checkpoint.monitor else {}) | others
 
 
 def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:

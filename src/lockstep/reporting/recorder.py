@@ -171,10 +171,13 @@ class Recorder:
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
 
     def validated(self) -> dict[str, float]:
-        """The validation figures of the tested checkpoint, the best by `checkpoint.monitor`."""
-        monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
-        rows = [row for row in read_metrics(self.dir / "metrics.csv") if monitor in row] if self.rank == 0 else []
-        best = max(rows, key=lambda row: (sign * row[monitor], -row.get("val/loss", 0), row["step"]), default={})
+        """The validation figures of the tested checkpoint: the best by `checkpoint.monitor`, the last without one."""
+        monitor = self.cfg.checkpoint.monitor
+        sign = 1 if self.cfg.checkpoint.mode == "max" else -1
+        rows = read_metrics(self.dir / "metrics.csv") if self.rank == 0 else []
+        validated = [r for r in rows if (monitor in r if monitor else any(name.startswith("val/") for name in r))]
+        by = (lambda r: (sign * r[monitor], -r.get("val/loss", 0), r["step"])) if monitor else (lambda r: r["step"])
+        best = max(validated, key=by, default={})
         return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

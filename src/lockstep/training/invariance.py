@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.training import dropout
+from lockstep.training.trees import samples_at
 
 COUNT = 4  # samples
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -151,11 +152,8 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
             f"each process draws its own random numbers in {named(whole[place].source)}. Use an nn.Dropout layer there, or set "
             "exact.shards=8"
         )
-    halves = [
-        {name: v[rows] if isinstance(v, Tensor) and v.dim() and len(v) == COUNT else v for name, v in batch.items()}
-        for rows in (slice(0, COUNT // 2), slice(COUNT // 2, None))
-    ]
-    halves = [{**half, "count": COUNT // 2} for half in halves]
+    slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
+    halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
     apart = list(differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2)))
     if not apart:
         return ""
