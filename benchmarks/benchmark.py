@@ -3,6 +3,7 @@
 python benchmarks/benchmark.py [--data-root <folder>] [--rounds 12] [--out <page>]
 python benchmarks/benchmark.py --world 2                    # two processes (ddp) each
 python benchmarks/benchmark.py --recipe resnet50d           # CIFAR-10 at 336 pixels
+python benchmarks/benchmark.py --networks                   # BasicNet: each with the other's network as well
 python benchmarks/benchmark.py --quick --check              # exit code 1 if Lockstep got slow, compared with the others
 
 Each contender is a process that is started once; then they train in turns of --segment optimizer steps, in the opposite order in
@@ -52,6 +53,11 @@ OURS = {  # name: what it is, its options
     "lockstep equal precision": ("lockstep", EQUAL),
     "upper bound": ("upper_bound", []),
     "upper bound equal precision": ("upper_bound", EQUAL),
+}
+NETWORKS = {  # of basic_net: each with the other's network, to tell what the engine gives from what the network gives
+    "plain, Lockstep's network": ("plain_our_net", []),
+    "lockstep, the plain loop's network": ("lockstep_plain_net", []),
+    "lockstep equal precision, the plain loop's network": ("lockstep_plain_net", EQUAL),
 }
 RECIPES = {"basic_net": ["model=basic_net", "data=mnist"], "resnet50d": ["model=resnet50d", "data=cifar10"]}
 AMOUNTS = {  # batch, optimizer steps of a turn, rounds
@@ -117,7 +123,7 @@ def planned(args: argparse.Namespace) -> Plan:
 
 def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
     """`options`, with TF32 for all that compute in fp32 on a GPU: the peers and Lockstep in equal precision."""
-    equal = kind in PEERS or options == EQUAL
+    equal = kind in (*PEERS, "plain_our_net") or options == EQUAL
     return [*options, *(EQUAL_ON_GPUS if equal and device == "cuda" else [])]
 
 
@@ -129,7 +135,7 @@ def measure(args: argparse.Namespace, plan: Plan, contenders: dict[str, tuple[st
             overrides = [
                 *plan.overrides,
                 *arithmetic(kind, options, plan.device),
-                f"runs_dir={folder}/{name.replace(' ', '-')}",
+                f"runs_dir={folder}/{len(processes)}",
             ]
             process = Contender(name, kind, overrides, Path(folder), device=plan.device, world=args.world)
             stack.callback(process.end)
@@ -195,9 +201,8 @@ def page(args: argparse.Namespace, plan: Plan, figures: Contenders) -> str:
 
 def main(args: argparse.Namespace) -> None:
     plan = planned(args)
-    figures = measure(
-        args, plan, chosen(args.peers or ("plain" if args.quick else ",".join(PEERS)), args.world, args.also)
-    )
+    contenders = chosen(args.peers or ("plain" if args.quick else ",".join(PEERS)), args.world, args.also)
+    figures = measure(args, plan, contenders | (NETWORKS if args.networks else {}))
     print(page(args, plan, figures))
     if args.out:
         args.out.write_text(page(args, plan, figures))
@@ -218,6 +223,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--also", action="append", default=[], help="Lockstep with these options as well: 'compile=true'"
     )
+    parser.add_argument("--networks", action="store_true", help="basic_net: each with the other's network as well")
     parser.add_argument("--data-root", type=Path, help="data.root of all contenders")
     parser.add_argument("--batch-size", type=int, help="global batch of one optimizer step")
     parser.add_argument("--segment", type=int, help="optimizer steps of a turn")

@@ -92,11 +92,14 @@ def matmul_rate(device: torch.device, precision: str, repeat: int = 5) -> float:
     return 2 * size**3 / min(seconds[1:])
 
 
-def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound]) -> None:
-    """What train.py does, without the report."""
+def fit(
+    turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound], net: torch.nn.Module | None = None
+) -> None:
+    """What train.py does, without the report; with another network if one is given."""
 
     def job(cfg: DictConfig, world: World) -> None:
         data, task, trainer = ready(cfg, world)
+        task.net = net or task.net
         trainer.callbacks.append(callback(turns, data))  # type: ignore[attr-defined]
         turns.about["precision"] = str(trainer.precision)
         build.fit(cfg, trainer, task, data)
@@ -107,6 +110,13 @@ def fit(turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound]
 
 def lockstep(turns: Turns, overrides: list[str]) -> None:
     fit(turns, overrides, ByTurns)
+
+
+def lockstep_plain_net(turns: Turns, overrides: list[str]) -> None:
+    """What the engine gives the network of the plain loop. Cross-entropy of its log-probabilities is their likelihood."""
+    from benchmark_peers import BasicNet
+
+    fit(turns, overrides, ByTurns, BasicNet())
 
 
 def upper_bound(turns: Turns, overrides: list[str]) -> None:

@@ -70,7 +70,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 class Work:
     """The same for all peers: data, network, loss and figures from Lockstep's options; no code of Lockstep's trains."""
 
-    def __init__(self, overrides: list[str]) -> None:
+    def __init__(self, overrides: list[str], net: nn.Module | None = None) -> None:
         torch.manual_seed(0)
         cfg = compose_config("train", overrides)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
@@ -90,8 +90,8 @@ class Work:
         )
         self.train = Images(train["input"], train["target"], transform)
         self.test = Images(data.test.arrays["input"], data.test.arrays["target"], transform)
-        self.net: nn.Module = BasicNet() if mnist else timm_net(cfg.model.name)
-        self.loss: Callable[[Tensor, Tensor], Tensor] = F.nll_loss if mnist else F.cross_entropy
+        self.net: nn.Module = net or (BasicNet() if mnist else timm_net(cfg.model.name))
+        self.loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if net or not mnist else F.nll_loss
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(net.parameters(), lr=self.lr)
@@ -125,8 +125,8 @@ def local_device() -> torch.device:
     return device
 
 
-def plain(turns: Turns, overrides: list[str]) -> None:
-    work, device = Work(overrides), local_device()
+def plain(turns: Turns, overrides: list[str], network: nn.Module | None = None) -> None:
+    work, device = Work(overrides, network), local_device()
     net = work.net.to(device)
     sampler: DistributedSampler[Any] | None = None
     if turns.world > 1:
@@ -146,6 +146,13 @@ def plain(turns: Turns, overrides: list[str]) -> None:
             optimizer.step()
             turns.stepped(len(label_B))
     turns.finish(work.accuracy())
+
+
+def plain_our_net(turns: Turns, overrides: list[str]) -> None:
+    """What Lockstep's network gives a plain loop: cheap random numbers for dropout, and ReLU after the pool."""
+    from lockstep.models import BasicNet
+
+    plain(turns, overrides, BasicNet())
 
 
 def accelerate(turns: Turns, overrides: list[str]) -> None:

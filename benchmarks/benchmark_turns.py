@@ -1,6 +1,6 @@
 """Turns, given and taken: each contender of benchmarks/benchmark.py is a process that trains when it is told to, and waits otherwise.
 
-python benchmarks/benchmark_turns.py <plain | accelerate | transformers | lockstep | upper_bound> [key=value ...]
+python benchmarks/benchmark_turns.py <plain | plain_our_net | accelerate | transformers | lockstep | lockstep_plain_net | upper_bound> [key=value ...]
 
 The options are those of train.py, for all contenders. A line on standard input grants so many optimizer steps; the answer is
 a line of JSON with what they took. 0 grants the rest of the training and an evaluation; the end of the input, nothing more.
@@ -32,6 +32,8 @@ MODULES = {
     "transformers": "benchmark_peers",
     "lockstep": "benchmark_lockstep",
     "upper_bound": "benchmark_lockstep",
+    "plain_our_net": "benchmark_peers",
+    "lockstep_plain_net": "benchmark_lockstep",
 }
 
 
