@@ -53,9 +53,9 @@ def test_the_account_of_whoever_tests_decides_nothing(tmp_path):
     looked = (
         "import conftest, os; from wandb import Settings; from lockstep.reporting.wandb_logger import has_wandb_key; "
     )
-    looked += "print(has_wandb_key(), Settings().base_url, os.listdir(os.path.expanduser('~'))); conftest.pytest_unconfigure()"
+    looked += "print(has_wandb_key(), Settings().base_url == 'http://127.0.0.1:9', os.path.exists(os.path.expanduser('~/.netrc'))); conftest.pytest_unconfigure()"
     alone = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     done = subprocess.run(
         [sys.executable, "-c", looked], cwd=ROOT / "tests", env={**alone, **outer}, capture_output=True, text=True
     )
-    assert done.stdout.splitlines() == ["False https://api.wandb.ai []"], done.stderr
+    assert done.stdout.splitlines() == ["False False False"], done.stderr
