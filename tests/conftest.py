@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,10 +25,22 @@ from lockstep.launch import local
 
 # A shell's background jobs ignore it, and so would what they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A home of their own: a login, settings or a cache of the account's must not decide a test. Workers and commands inherit it.
+os.environ.setdefault("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser()))  # packages only
+HOME = Path(os.environ["HOME"] if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="lockstep-home-"))
+OUTSIDE = ("XDG_", "WANDB_", "MLFLOW_", "TRACKIO_", "HF_", "NETRC")
+for name in [name for name in os.environ if name.startswith(OUTSIDE)]:
+    del os.environ[name]
+os.environ["HOME"] = str(HOME)
 # One thread for each process, before torch is imported: pytest runs a worker a core, and threads that wait spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def pytest_unconfigure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        shutil.rmtree(HOME, ignore_errors=True)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import lockstep
+from lockstep.machine.files import write_json
 
 if TYPE_CHECKING:
     import torch  # 10 s, which the process that deals out the tests need not spend
@@ -69,6 +70,11 @@ def crash_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]
 def report(run: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path("runs", run, "report.json").read_text())
     return found
+
+
+def end_before_the_test(run: str) -> None:
+    """Makes a finished run look as if it had been ended while it was tested: a finished one is not tested again."""
+    write_json(Path("runs", run, "report.json"), report(run) | {"status": "interrupted"})
 
 
 def rows(run: str | Path) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from in_process import report, same, state
+from in_process import end_before_the_test, report, same, state
 
 from lockstep.callbacks import FiniteLoss
 from lockstep.errors import Damaged, DataChanged
@@ -39,6 +39,7 @@ def test_nothing_is_saved_of_a_training_on_data_that_changed(train, trained, cac
 def test_a_best_checkpoint_that_is_damaged_is_not_tested(train, run_a):
     best = Path("runs/a", run_a["checkpoint"])
     flip(best)
+    end_before_the_test("a")
     with pytest.raises(Damaged, match=best.name):
         train("run=a", "resume=auto")
     assert report("a")["status"] == "failed"

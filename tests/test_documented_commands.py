@@ -18,7 +18,7 @@ SMALLER = {
     "data=cifar10": "data=mnist", "data.image_size=224": "data.image_size=32", "model.name=convnext_tiny": "model.name=test_resnet",
     "data.batch_size=4096": "data.batch_size=64", "hydra.sweeper.n_trials=30": "hydra.sweeper.n_trials=2",
     "schedule.warmup_steps=100": "schedule.warmup_steps=1", "trainer.devices=4": "trainer.devices=2",
-    "trainer.max_epochs=10": "trainer.max_epochs=2",
+    "trainer.max_epochs=10": "trainer.max_epochs=2", "trainer.max_epochs=20": "trainer.max_epochs=3",
 }  # fmt: skip
 SHORT = ["trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]  # fmt: skip
 DIFFERENT = 1  # the exit code of compare_runs.py

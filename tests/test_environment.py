@@ -37,3 +37,25 @@ def test_a_run_works_in_a_poor_environment(poor, tmp_path, mnist):
     said = [line for line in done.stderr.splitlines() if "/dev/shm has no room" in line]
     assert bool(said) == (poor == "small shared memory")
     assert "Traceback" not in done.stderr
+
+
+def test_the_account_of_whoever_tests_decides_nothing(tmp_path):
+    """A login and settings of W&B in the home of the account are not seen by a test, nor are variables of the client."""
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n  login someone\n  password {'1' * 40}\n")
+    (tmp_path / ".config/wandb").mkdir(parents=True)
+    (tmp_path / ".config/wandb/settings").write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    outer = {
+        "HOME": str(tmp_path),
+        "WANDB_API_KEY": "2" * 40,
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
+        "NETRC": str(tmp_path / ".netrc"),
+    }
+    looked = (
+        "import conftest, os; from wandb import Settings; from lockstep.reporting.wandb_logger import has_wandb_key; "
+    )
+    looked += "print(has_wandb_key(), Settings().base_url == 'http://127.0.0.1:9', os.path.exists(os.path.expanduser('~/.netrc'))); conftest.pytest_unconfigure()"
+    alone = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    done = subprocess.run(
+        [sys.executable, "-c", looked], cwd=ROOT / "tests", env={**alone, **outer}, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == ["False False False"], done.stderr

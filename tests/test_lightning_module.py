@@ -2,14 +2,13 @@
 
 import csv
 import gzip
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from your_own import Page, samples_seen
+from your_own import Page, forget, samples_seen
 
 import lockstep
 from lockstep.errors import OutOfMemory, RunFailed
@@ -123,8 +122,7 @@ def runs(request, project, forked, mnist, cache) -> Iterator[Runs]:
         reports["killed"] = train("killed", "resume=auto", *case.two, "+callbacks.witness.kill_at=null")
         evaluation = lockstep.evaluate([f"run={case.name}-ddp"])
         yield Runs(case, project, reports, evaluation)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
-        del sys.modules[name]
+    forget()
 
 
 def figures(report: dict) -> dict:

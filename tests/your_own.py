@@ -1,5 +1,6 @@
 """The pages of docs/your-own as projects: their code blocks are files, their first command is what runs."""
 
+import importlib
 import json
 import re
 import shlex
@@ -115,6 +116,8 @@ class Page(Text):
 
 
 def forget() -> None:
-    """The next page has modules of the same names."""
+    """The next page has modules of the same names, in another folder."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("mywork", "witness")]:
         del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if not (Path(path) / "mywork").is_dir()]
+    importlib.invalidate_caches()

@@ -2,13 +2,13 @@
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 
 import pytest
 import thin_project
 import torch
 from omegaconf import OmegaConf
+from your_own import forget
 
 from lockstep import CONFIGS, ROOT
 from lockstep.augment.augmentation import Augmentation
@@ -49,8 +49,7 @@ def project(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.chdir(root)
     monkeypatch.syspath_prepend(root / "src")
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mywork"]:
-        del sys.modules[name]
+    forget()
 
 
 def config(*overrides: str):

@@ -351,7 +351,10 @@ def test_an_evaluation_needs_a_run_or_a_checkpoint(forked_command):
             ["task.mode=nosuch"],
             ["task.mode=nosuch is not possible"],
         ),  # and checkpoint.mode, which refers to it, is not told
-        (["optim.lr=${oc.decode:${oc.env:RATE}}", "run=${oc.env:NAME}", "data.eval_batch_size=${data.batch_size}"], []),
+        (
+            ['optim.lr="${oc.decode:${oc.env:RATE}}"', "run=${oc.env:NAME}", "data.eval_batch_size=${data.batch_size}"],
+            [],
+        ),
     ],
 )
 def test_an_interpolation_is_judged_by_its_value(monkeypatch, overrides, said):

@@ -1,11 +1,10 @@
 """The pages in a real browser: nothing is wider than a desktop's or a phone's window, nothing fails, and what can be clicked works."""
 
-import sys
 from pathlib import Path
 
 import browser
 import pytest
-from your_own import Page
+from your_own import Page, forget
 
 import lockstep
 
@@ -56,8 +55,7 @@ def page(request, tmp_path_factory, mnist, cache, run_folder) -> Path:
         else:
             options = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
             lockstep.train(["run=x", "task=lit_classifier", *options, "trainer.log_every_n_steps=2"])
-    for module in [module for module in sys.modules if module.split(".")[0] in ("mywork", "witness")]:
-        del sys.modules[module]
+    forget()
     return root / "runs/x/report.html"
 
 

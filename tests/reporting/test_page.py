@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_process import end_before_the_test
 from omegaconf import OmegaConf
 from torchmetrics.classification import MulticlassConfusionMatrix
 from your_own import Page
@@ -48,8 +49,9 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
 
 
 def test_the_panels_are_those_of_the_checkpoint_in_any_number_of_processes(run_a, train, forked):
-    """A finished run that is resumed tests its best checkpoint again."""
+    """A run that was ended in its test is tested again when it is resumed."""
     alone = page_of("a")
+    end_before_the_test("a")
     train("run=a", "resume=auto", *TWO)
     shared = page_of("a")
     assert "Resumed 1 time" in shared

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lockstep.strategies.ddp import Replicated
 from lockstep.strategies.one_format import by_index
 
 
@@ -28,3 +29,13 @@ def test_how_a_step_is_computed_is_not_taken_from_a_checkpoint(kind, saved, own)
     assert {key: now.param_groups[0][key] for key in expected} == expected
     assert now.param_groups[0]["weight_decay"] == 0.3
     now.step()
+
+
+def test_lightnings_advice_on_unused_parameters_names_our_key():
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. ...", 7)
+    Replicated.on_exception(Replicated.__new__(Replicated), error)
+    assert "type strategy.find_unused_parameters=true" in error.args[0]
+    assert error.args[1] == 7
+    other = ValueError("mine")
+    Replicated.on_exception(Replicated.__new__(Replicated), other)
+    assert other.args == ("mine",)

@@ -88,6 +88,21 @@ class Named(Small):
         self.loss(batch)
 
 
+class TwoOptimizers(Validated):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.layers[1], self.layers[3])]
+
+
 class WithLoader(Validated):
     def val_dataloader(self):
         return []
@@ -356,6 +371,15 @@ def test_without_a_monitor_nothing_is_validated_again(train, monkeypatch):
     monkeypatch.setattr(build, "evaluate", lambda *_, **__: stages.append(_[4:]) or {})
     assert train("Validated", "run=unmonitored")["status"] == "done"
     assert stages == [()]  # the test's
+
+
+def test_checkpoints_of_two_optimizers_are_named_by_the_steps_of_the_run(train):
+    report = train("TwoOptimizers", "run=two", "task.monitor=valid_loss", "trainer.log_every_n_steps=1")
+    assert (report["train/steps"], report["checkpoint"]) == (4, "checkpoints/best-step-4.ckpt")
+    assert checkpoint("two")["global_step"] == 8
+    assert "\n4," in Path("runs/two/metrics.csv").read_text()
+    again = train("TwoOptimizers", "run=two", "resume=auto", "task.monitor=valid_loss", "trainer.max_epochs=2")
+    assert again["train/steps"] == 8
 
 
 def test_a_figure_that_is_never_logged_is_told_at_the_first_validation_and_the_run_goes_on_with_another(train):

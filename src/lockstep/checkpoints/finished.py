@@ -46,7 +46,8 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
         return None
     folder = Path(cfg.resume).resolve().parents[1]
     report, newest = read_report(folder), next(checkpoints(folder), None)
-    if report.get("status") != "done" or newest is None or step_of(Path(cfg.resume)) < step_of(newest):
+    ended = report.get("status") == "done" and (folder / "report.html").is_file()  # which is written last
+    if not ended or newest is None or step_of(Path(cfg.resume)) < step_of(newest):
         return None
     steps = int(report["train/steps"])
     per_epoch = batches_of(cfg, samples) // accumulated(cfg) if samples else None

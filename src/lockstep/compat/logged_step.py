@@ -8,7 +8,7 @@ tests/compat/test_logged_step.py finds that Lightning does the same.
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 
 class StepsFromOne(_LoggerConnector):
