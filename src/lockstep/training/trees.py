@@ -76,8 +76,9 @@ def samples_at(batch: Mapping[str, Any], places: slice | list[int], size: int) -
             return samples_at(value, places, size)
         if not has_rows(value, size) and not (isinstance(value, list | tuple) and len(value) == size):
             return value
-        whole = isinstance(value, Tensor) or isinstance(places, slice)
-        return value[places] if whole else type(value)([value[place] for place in places])
+        if isinstance(value, Tensor) or isinstance(places, slice):
+            return value[places]
+        return type(value)([value[place] for place in places])
 
     return {name: taken(value) for name, value in batch.items()}
 
