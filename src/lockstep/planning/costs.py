@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,7 +16,6 @@ from lockstep.checkpoints.room import state_bytes, tensor_bytes
 from lockstep.data.datamodule import DataModule
 from lockstep.strategies.fsdp import repeated_blocks
 from lockstep.training.module import TaskModule
-from lockstep.training.rehearsal import moved
 
 FEW, MORE = 2, 4  # samples; batch norm needs two
 
@@ -78,7 +78,7 @@ def kept(
             seen[key] = storage
         return tensor
 
-    batch = moved(data.example(samples), torch.device("meta"))
+    batch = move_data_to_device(data.example(samples), torch.device("meta"))
     task = copy.deepcopy(module.task).to("meta")
     with FlopCounterMode(display=False) as counter:
         with context(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

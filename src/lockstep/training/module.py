@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lockstep.compat.hook_names import QuickHookNames
+from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
 from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
-from lockstep.training.metric_states import of_all_processes, update
 from lockstep.training.metrics import MeanLoss, named, names_without_samples
 from lockstep.training.mixed import one_per_sample, weighted_loss
 from lockstep.training.panels import TestPanels

@@ -17,9 +17,9 @@ from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchmetrics.wrappers import ClasswiseWrapper
 
+from lockstep.compat.metric_states import in_order
 from lockstep.data.sampler import EvalBatches, Split
 from lockstep.tasks import Task
-from lockstep.training.metric_states import in_order
 from lockstep.training.module import TaskModule
 
 BATCH, COUNTS, WORLDS = 4, (5, 6, 1), (2, 3)
@@ -186,3 +186,12 @@ def test_lists_are_joined_in_the_samples_order():
     assert in_order([["a", "b", "d"], ["c", "e"]], [{0: 2, 1: 3}, {0: 1, 1: 2}]) == list("abcde")
     assert in_order([["a", "d"], ["b", "c"]], [{0: 1, 1: 1, 2: 2}, {0: 2}]) == list("abcd")
     assert in_order([["a", "d"], ["b", "c"]], [{0: 3, 1: 2}, {0: 2}]) == list("adbc")  # one that does not only append
+
+
+def test_torchmetrics_still_communicates_as_often_as_a_list_is_long():
+    """So processes with lists of different lengths wait for each other, or receive each other's tensors."""
+    calls: list[Tensor] = []
+    metric = Frechet()
+    metric.update(*(torch.stack(column) for column in zip(*map(dense, range(3)), strict=True)))
+    metric.sync(dist_sync_fn=lambda tensor, **_: calls.append(tensor) or [tensor], distributed_available=lambda: True)
+    assert len(calls) == 3 + 1
