@@ -78,6 +78,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         callbacks.Plan(cfg, data, facts(data)),
         callbacks.Clock(),
         callbacks.FirstBatch(),
+        callbacks.TaskCollectives(cfg.exact.shards),
         CutAtResume(),
         saving.Position(to_plain(cfg)),
     ]
