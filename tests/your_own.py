@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import new_project
 import numpy as np
 from pages import Text
 from PIL import Image
@@ -112,6 +113,12 @@ class Page(Text):
     def write(self, root: Path, **more: str) -> Path:
         DATA.get(self.name, lambda _: None)(root)
         return super().write(root, **{"src/witness/__init__.py": WITNESS, **more})
+
+    def write_in_generated(self, root: Path) -> Path:
+        """The same in what new_project.py makes, which has a task and a network already."""
+        new_project.thin(root, "mywork", "none", None)
+        own = {name: (root / name).read_text() for name in ("pyproject.toml", "train.py")}
+        return self.write(root, **own)
 
 
 def forget() -> None:

@@ -175,7 +175,7 @@ def load_module(path: Path) -> pl.LightningModule:
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
     """The metrics of the task and those of task.metrics."""
     found = goal.metrics()
-    for name, node in cfg.task.metrics.items():
+    for name, node in (cfg.task.get("metrics") or {}).items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
     taken = sorted(found.keys() & {"loss", "count"})

@@ -13,7 +13,7 @@ from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check, wrong_values
 from lockstep.config.components import about_problems
-from lockstep.config.compose import beyond_schema, fixed_keys, key_of
+from lockstep.config.compose import beyond_schema, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.config.length import step_problems
 from lockstep.config.structure import missing_keys
@@ -89,6 +89,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
     raise_problems([*wrong_values(cfg, FIRST), *(wrong_request(cfg) if predicting else ())])
     again = not evaluating and (cfg.resume == "auto" or restarted())
+    cfg = cfg if evaluating else without_replaced_defaults(cfg, overrides)
     if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
         raise_problems(check(cfg))
     if not evaluating and rank_of() == 0:

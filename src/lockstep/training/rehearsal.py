@@ -154,7 +154,7 @@ def try_metrics(cfg: DictConfig, module: TaskModule, data: DataModule, outputs: 
     """Updates each metric of the config with outputs of 1, which all of them take, and the targets of real samples."""
     blank = apply_to_collection(outputs, Tensor, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
     batch = first_rows(data.example(count, training=False), count)
-    for name in map(str, cfg.task.metrics):
+    for name in map(str, cfg.task.get("metrics") or ()):
         metric = copy.deepcopy(module.figures[name])
         try:
             with refused(f"task.metrics.{name} does not fit task={title(cfg.task)} and the data: {{}}."):
