@@ -94,9 +94,18 @@ DATA = {"folder": write_flowers, "multilabel": write_weather, "regression": writ
 class Page(Text):
     """A page and what its test adds to the command, to be quick and to leave nothing to chance."""
 
-    def __init__(self, name: str, quick: tuple[str, ...] = (), command: int = 0, folder: Path = FOLDER) -> None:
+    def __init__(
+        self,
+        name: str,
+        quick: tuple[str, ...] = (),
+        command: int = 0,
+        folder: Path = FOLDER,
+        *,
+        generated: bool = False,
+    ) -> None:
         super().__init__(folder / f"{name}.md")
         self.name, self.quick, self.command = name, quick, command  # which of its commands is run
+        self.generated = generated  # run in what new_project.py makes
 
     @property
     def typed(self) -> list[list[str]]:
