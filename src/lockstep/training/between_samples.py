@@ -23,7 +23,7 @@ from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.tasks import Task
-from lockstep.training.trees import float32
+from lockstep.training.trees import float32, samples_at
 
 
 def problems(cfg: DictConfig, world: World, data: DataModule, task: Task) -> Iterator[str]:
@@ -79,17 +79,9 @@ def evaluation_loss(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) 
     if not task.between_samples or trainer.world_size == 1:
         return None
     output, gathered = whole_batch(task, float32(output), batch, trainer)
-    real_N = gathered["index"] != FILLER
-
-    def real(tensor: Tensor) -> Tensor:
-        return tensor[real_N] if tensor.dim() else tensor
-
-    before, count = int(real_N[: trainer.global_rank * len(batch["index"])].sum()), batch["count"]
-    gathered = {
-        name: [item for item, kept in zip(value, real_N.tolist(), strict=True) if kept]
-        if isinstance(value, list)
-        else value
-        for name, value in gathered.items()
-    }
-    named = {**apply_to_collection(gathered, Tensor, real), "count": int(real_N.sum())}
-    return task.loss(apply_to_collection(output, Tensor, real), named)[before : before + count]
+    places = (gathered["index"] != FILLER).nonzero()[:, 0].tolist()
+    first = trainer.global_rank * len(batch["index"])
+    before = sum(place < first for place in places)
+    output = apply_to_collection(output, Tensor, lambda tensor: tensor[places])
+    named = {**samples_at(gathered, places, gathered["count"]), "count": len(places)}
+    return task.loss(output, named)[before : before + batch["count"]]

@@ -2,10 +2,16 @@
 
 # B batch
 
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lockstep.errors import UserError
 from lockstep.training.tree_sums import tree_sum
 
 
@@ -39,3 +45,39 @@ class MeanLoss(Metric):
             "loss": (tree_sum(self.loss_sum) / tree_sum(self.weight_sum)).float(),
             "count": self.count.to(self.exact),
         }
+
+
+def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
+    """The figures of a metric: one number, one for each entry of a dict, or one for each value of a tensor, such as one per class.
+
+    Values are named by `names`, or numbered if there are more or fewer.
+    """
+    if isinstance(value, Mapping):
+        return {figure: v for key, each in value.items() for figure, v in named(f"{name}/{key}", each, names).items()}
+    if not isinstance(value, Tensor | int | float):
+        raise UserError(
+            f"the metric {name} computes a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these. "
+            "Name a different metric, or subclass it with a `compute` that returns one of these."
+        )
+    values = torch.as_tensor(value).float().flatten()
+    if len(values) == 1:
+        return {name: values[0]}
+    return dict(
+        zip(
+            (f"{name}/{each}" for each in (names if len(names) == len(values) else range(len(values)))),
+            values,
+            strict=True,
+        )
+    )
+
+
+def names_without_samples(name: str, metric: Metric, names: Sequence[Any]) -> list[str]:
+    """The figures of a metric; `name` and `name/*` if it cannot compute on no samples."""
+    blank: Any = copy.deepcopy(metric)
+    blank.distributed_available_fn = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchmetrics warns that it has seen no sample
+            return list(named(name, blank.compute(), names))
+    except Exception:
+        return [name, f"{name}/*"]

@@ -2,10 +2,8 @@
 
 # B batch
 
-import copy
 import inspect
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,12 +22,13 @@ from lockstep.tasks import Task
 from lockstep.training.between_samples import evaluation_loss, whole_batch
 from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
-from lockstep.training.metrics import MeanLoss
-from lockstep.training.mixed import weighted_loss
+from lockstep.training.metric_states import of_all_processes, update
+from lockstep.training.metrics import MeanLoss, named, names_without_samples
+from lockstep.training.mixed import sample_losses, weighted_loss
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import accumulated_then, completes_step, evaluated_rank, has_row, total_steps
-from lockstep.training.trees import first_rows, float32
+from lockstep.training.trees import first_rows, first_samples, float32
 from lockstep.training.whole_vectors import WholeVectors
 
 
@@ -167,46 +166,38 @@ class TaskModule(QuickHookNames):
         whole = evaluation_loss(self.task, output, batch, self.trainer)
         if not count:
             return
-        output, batch = float32(first_rows(output, count)), first_rows(batch, count)
-        loss_B = self.task.loss(output, batch) if whole is None else whole
+        output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
+        loss_B = sample_losses(self.task, output, batch) if whole is None else whole
         place = evaluated_rank(self.trainer, batch_idx, self.logical_ranks.count) if self.logical_ranks else 0
         self.mean_loss.update(loss_B, self.task.weight(batch), place)
         for metric in self.figures.values():
-            metric.update(*self.task.metric_inputs(output, batch))
+            update(metric, batch_idx, *self.task.metric_inputs(output, batch))
         if self.test_panels and self.trainer.testing:
-            self.test_panels.update(output, batch, loss_B)
+            self.test_panels.update(output, batch, loss_B, batch_idx)
 
     validation_step = test_step = evaluation_step
 
     def log_evaluation(self, stage: str) -> None:
-        found = self.mean_loss.compute()
-        for name, metric in self.figures.items():
-            found |= self.named(name, metric.compute())
+        with of_all_processes([self.mean_loss, *self.figures.values()]):
+            found = self.mean_loss.compute()
+            for name, metric in self.figures.items():
+                found |= named(name, metric.compute(), self.value_names)
         self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
         for metric in (self.mean_loss, *self.figures.values()):
             metric.reset()
 
     def figure_names(self) -> list[str]:
         """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        found: list[str] = []
-        for name, metric in self.figures.items():
-            blank: Any = copy.deepcopy(metric)
-            blank.sync_on_compute = False
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torchmetrics warns that it has seen no sample
-                    found += self.named(name, blank.compute())
-            except Exception:
-                found += [name, f"{name}/*"]
-        return found
+        return [
+            each
+            for name, metric in self.figures.items()
+            for each in names_without_samples(name, metric, self.value_names)
+        ]
 
-    def named(self, name: str, value: Any) -> dict[str, Tensor]:
-        """A metric's figures by name: one, or one per value if it has several, such as one per class."""
-        if isinstance(value, Tensor) and value.numel() > 1:
-            names = self.task.about.get(self.task.names, ())
-            names = names if len(names) == value.numel() else range(value.numel())
-            return {f"{name}/{each}": part for each, part in zip(names, value.float().flatten(), strict=True)}
-        return {name: value.float() if isinstance(value, Tensor) else torch.tensor(float(value))}
+    @property
+    def value_names(self) -> Sequence[Any]:
+        """The names of a metric's values, if it has one per class, label, ..."""
+        return self.task.about.get(self.task.names, ())
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")
@@ -219,7 +210,7 @@ class TaskModule(QuickHookNames):
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
         """The network's outputs and the batch, without fillers."""
         output, count = self(batch), batch["count"]
-        return float32(first_rows(output, count)), first_rows(batch, count)
+        return float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.new_optimizer()

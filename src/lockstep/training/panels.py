@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content, Gallery, Panel, Sample, Worst
-from lockstep.training.trees import first_rows, float32
+from lockstep.training.metric_states import of_all_processes, update
+from lockstep.training.trees import first_rows, first_samples, float32, samples_at
 
 if TYPE_CHECKING:
     from lockstep.training.module import TaskModule
@@ -47,19 +49,19 @@ class TestPanels:
             self.failed.add(name)
             log.warning("the report lacks the panel %s, which failed: %s: %s", name, type(e).__name__, e, exc_info=e)
 
-    def update(self, output: Any, batch: Batch, loss_B: Tensor) -> None:
+    def update(self, output: Any, batch: Batch, loss_B: Tensor, batch_idx: int) -> None:
         self.worst.update(output, batch, loss_B)
         for name, panel in self.panels.items():
             if name not in self.failed:
                 with self.attempt(name):
-                    panel.update(output, batch, loss_B)
+                    update(panel, batch_idx, output, batch, loss_B)
 
     def finish(self, module: "TaskModule") -> None:
         """Called on every rank."""
         for name, panel in self.whole(module).items():
-            with panel.sync_context(), self.attempt(name):
+            with of_all_processes([panel]), self.attempt(name):
                 self.contents += panel.contents()
-        with self.worst.sync_context():
+        with of_all_processes([self.worst]):
             found = self.worst.found()
         described: list[Sample] = []
         for rows, output, batch, raw in self.again(module, [index for index, _ in found]):
@@ -94,13 +96,12 @@ class TestPanels:
         size = share if self.compiled else min(share, len(indices))
         for first in range(0, len(indices), size):
             places = (np.arange(first, first + size) % len(indices)).tolist()
-            rows = {name: value[places] if isinstance(value, Tensor) else value for name, value in raw.items()}
-            moved = {n: v.to(module.device) if isinstance(v, Tensor) else v for n, v in rows.items()}
+            moved = move_data_to_device(samples_at(raw, places, len(indices)), module.device)
             batch = trainer.precision_plugin.convert_input(data.finished(moved, training=False))
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = module(batch)
             count = min(size, len(indices) - first)
-            yield places[:count], float32(first_rows(output, count)), first_rows(batch, count), raw
+            yield places[:count], float32(first_rows(output, count, size)), first_samples(batch, count), raw
 
 
 def pictures(input_N: Any) -> list[Any] | None:
