@@ -32,7 +32,7 @@ from lockstep.tasks import Task
 from lockstep.training.memory import ran_out
 from lockstep.training.module import TaskModule
 from lockstep.training.schedules import scheduler
-from lockstep.training.trees import first_rows, float32
+from lockstep.training.trees import first_samples, float32
 
 SAMPLES = 2
 FEW = 8  # parameters whose update is tried
@@ -153,7 +153,7 @@ def try_callback(cfg: DictConfig, module: TaskModule, data: DataModule, callback
 def try_metrics(cfg: DictConfig, module: TaskModule, data: DataModule, outputs: Any, count: int) -> None:
     """Updates each metric of the config with outputs of 1, which all of them take, and the targets of real samples."""
     blank = apply_to_collection(outputs, Tensor, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
-    batch = first_rows(data.example(count, training=False), count)
+    batch = first_samples(data.example(count, training=False), count)
     for name in map(str, cfg.task.get("metrics") or ()):
         metric = copy.deepcopy(module.figures[name])
         try:
