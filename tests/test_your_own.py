@@ -43,6 +43,11 @@ PAGES = [
     Page("language-model", ("model.width=16", "model.dropout=0", "data.sequence_length=16")),
     Page("task", ("model.width=8", *MNIST), generated=True),
     Page("contrastive", ("model.width=8", "data.eval_batch_size=50", *MNIST), generated=True),
+    Page(
+        "detection",
+        ("model.width=8", "data.limit_train=40", "data.image_size=32", "trainer.check_val_every_n_epoch=1"),
+        generated=True,
+    ),
 ]
 ELSEWHERE = {"lightning-module"}  # pages with a test of their own
 QUICKEST = "segmentation"  # of those with a task, data and a network of their own
@@ -184,6 +189,7 @@ PREDICTED = {
     "regression": "price",
     "language-model": "token",
     "contrastive": "similarity",
+    "detection": "boxes",
 }
 
 

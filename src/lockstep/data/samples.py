@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import mmap
+import pickle
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -143,6 +144,7 @@ def bytes_of(samples: Samples) -> bytes | None:
         digest = hashlib.sha256()
         for place in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
             for value in samples[np.array([place])].values():
-                digest.update(np.asarray(value).tobytes())
+                array = np.asarray(value)
+                digest.update(pickle.dumps(value) if array.dtype == object else array.tobytes())  # not of pointers
         found.append(digest.digest())
     return found[0] if found[0] == found[1] else None
