@@ -181,8 +181,16 @@ def test_a_sample_is_described_by_its_task():
     assert (facts["target"], facts["prediction"]) == ("cat", "dog")
     assert facts["P(dog)"] == pytest.approx(1 / (1 + math.exp(-2)))
     own = bound(Task())
-    assert own.describe(torch.ones(2, 3), {"target": torch.tensor([5, 6])}) == [
-        {"target": 5, "output": [1.0, 1.0, 1.0]},
-        {"target": 6, "output": [1.0, 1.0, 1.0]},
+    two, pictures = {"target": torch.tensor([5, 6]), "index": torch.arange(2)}, torch.ones(2, 3, 32, 32)
+    assert own.describe(torch.ones(2, 3), two) == [
+        {"target": 5, "output": [1.0] * 3},
+        {"target": 6, "output": [1.0] * 3},
     ]
-    assert own.describe(torch.ones(1, 3, 32, 32), {"target": torch.tensor([5])}) == [{"target": 5}]
+    assert own.describe(pictures, two) == [{"target": 5}, {"target": 6}]
+    assert own.describe({"class": torch.ones(2), "map": pictures}, two) == [{"target": t, "class": 1.0} for t in (5, 6)]
+    ragged = {"target": [{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(0, 4)}], "index": torch.arange(2)}
+    assert (
+        own.describe(ragged["target"], ragged)
+        == own.describe((pictures, pictures), {"index": torch.arange(2)})
+        == [{}, {}]
+    )

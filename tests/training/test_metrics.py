@@ -42,7 +42,10 @@ def seen(module: TaskModule, *batches: tuple[Tensor, Tensor], fillers: int = 0) 
     """After an evaluation of these batches, each with so many fillers at its end."""
     for logits_BK, label_B in batches:
         odd_BK = torch.cat([logits_BK, 1e4 * torch.rand(fillers, 10)])
-        batch = {"input": odd_BK, "target": torch.cat([label_B, torch.zeros(fillers, dtype=torch.int64)])}
+        target_B, index_B = (
+            torch.cat([x, torch.full((fillers,), y)]) for x, y in ((label_B, 0), (torch.arange(len(label_B)), -1))
+        )
+        batch = {"input": odd_BK, "target": target_B, "index": index_B}
         module.evaluation_step(batch | {"count": len(label_B)}, 0)
     return module
 

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
+from lockstep.errors import UserError
 from lockstep.tasks import Regression, Segmentation, Task
+from lockstep.training.metrics import named
 from lockstep.training.module import TaskModule
 
 FLOAT64 = pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps has no float64")
@@ -27,7 +29,7 @@ def test_figures_sum_up_in_float64(dtype):
     made = module(Regression(), nn.Flatten()).to(dtype)  # as Lightning does for precision bf16-true
     made.on_test_epoch_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
-        batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "count": 1}
+        batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
         made.evaluation_step(batch, 0)
     assert made.figures["rmse"].total.dtype == torch.int64
     expected = torch.tensor((2.0**26 + 7) / 8, dtype=torch.float64).sqrt()
@@ -95,7 +97,7 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     monkeypatch.setattr(made.task, "weight", lambda _: None)
     made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: value))
     for index in range(3):
-        made.training_step({"input": torch.zeros(1, 2, 1, 1)}, index)
+        made.training_step({"input": torch.zeros(1, 2, 1, 1), "index": torch.zeros(1)}, index)
     assert made.window().tolist() == [2.0**24 + 2, 3]
 
 
@@ -117,6 +119,13 @@ def test_what_will_be_logged_is_known_beforehand_and_computing_it_leaves_no_trac
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():
-    made = module(Segmentation(), nn.Identity())
-    assert set(made.named("iou", torch.tensor([0.5, 0.25]))) == {"iou/land", "iou/sea"}
-    assert set(made.named("matrix", torch.eye(2))) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
+    names = module(Segmentation(), nn.Identity()).value_names
+    assert set(named("iou", torch.tensor([0.5, 0.25]), names)) == {"iou/land", "iou/sea"}
+    assert set(named("matrix", torch.eye(2), names)) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
+    assert set(named("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)) == {
+        "map/all",
+        "map/each/land",
+        "map/each/sea",
+    }
+    with pytest.raises(UserError, match="the metric curve computes a tuple, which cannot be logged"):
+        named("curve", (torch.ones(3), torch.ones(3)), names)

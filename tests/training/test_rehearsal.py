@@ -1,12 +1,15 @@
 """A step on the meta device: what does not fit together is refused before a file is written, and operations are counted."""
 
+import re
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import thin_project
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lockstep.config.compose import compose_config
 from lockstep.data import Arrays, Images
@@ -14,6 +17,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.tasks import Classification
 from lockstep.training import schedules
+from lockstep.training.evaluation_trial import try_metric
 from lockstep.training.module import TaskModule
 from lockstep.training.rehearsal import rehearse
 
@@ -107,3 +111,112 @@ def test_a_rehearsal_changes_nothing(train, monkeypatch):
     monkeypatch.setattr(rehearsal, "rehearse", lambda *_, **__: None)
     losses.append(train("run=c", "trainer.max_steps=2")["test/loss"])
     assert len(set(losses)) == 1
+
+
+TASK = """
+import torch
+from torch.nn.functional import cross_entropy
+from torchmetrics import Metric
+
+from lockstep.tasks import Classification
+
+
+class Scalar(Classification):
+    def loss(self, output, batch):
+        return cross_entropy(output, batch["target"])
+
+
+class Wide(Classification):
+    def loss(self, output, batch):
+        return output.square()
+
+
+class Several(Classification):
+    def outputs(self, net, batch):
+        return {"logits": net(batch["input"]), "mean": torch.zeros(7)}
+
+    def loss(self, output, batch):
+        return super().loss(output["logits"], batch)
+
+
+class Short(Classification):
+    def describe(self, output, batch):
+        return super().describe(output, batch)[1:]
+
+
+class Buggy(Classification):
+    def predictions(self, output):
+        return {"class": output["nothing"]}
+
+
+class Unfinished(Metric):
+    def update(self, output, target):
+        self.seen = output
+
+    def compute(self):
+        return self.sen.mean()
+
+
+class Curve(Unfinished):
+    def compute(self):
+        return self.seen[0], self.seen[1]
+"""
+OWN = {
+    "src/mine/__init__.py": TASK,
+    "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
+}
+
+
+@pytest.fixture
+def own(tmp_path, forked_command):
+    """Types a command in a project with the classes of TASK."""
+    script = str(thin_project.write(tmp_path / "project", **OWN) / "train.py")
+    return lambda *typed: forked_command(script, "run=a", *typed)
+
+
+@pytest.mark.parametrize(("typed", "told"), [
+    ("task._target_=mine.Scalar", r"task=Scalar: `loss` returns shape \(\) for 2 samples; expected one number per sample, shape \(2,\)"),
+    ("task._target_=mine.Wide", r"task=Wide: `loss` returns shape \(2, 10\) for 2 samples"),
+    ("task._target_=mine.Several", r"the network returns output\['mean'\] of shape \(7,\) for a batch of 2"),
+    ("task._target_=mine.Short", r"`describe` has 1 entries for 2 samples"),
+    ("+task.metrics.curve={_target_:mine.Curve}", r"task.metrics.curve .*: the metric curve computes a tuple, which cannot be logged"),
+])  # fmt: skip
+def test_what_would_fail_after_an_epoch_is_refused_before_the_first_step(own, typed, told):
+    done = own("task=mine", *typed.split())
+    assert done.code == 2, done
+    assert re.search(told, done.err), done
+    assert "Traceback" not in done.err
+    assert not (done.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(("typed", "line"), [
+    ("task._target_=mine.Buggy", "output[\"nothing\"]"),
+    ("+task.metrics.own={_target_:mine.Unfinished}", "self.sen.mean()"),
+])  # fmt: skip
+def test_a_users_bug_in_an_evaluation_is_shown_before_the_first_step(own, typed, line):
+    done = own("task=mine", *typed.split())
+    assert done.code == 1, done
+    assert "Traceback" in done.err and line in done.err, done
+    assert not list((done.folder / "runs/a/checkpoints").iterdir())
+
+
+class Needy(Metric):
+    """Computes nothing of fewer than `least` samples, as KernelInceptionDistance."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.count = least, 0
+
+    def update(self, output, target) -> None:
+        self.count += len(output)
+
+    def compute(self):
+        assert self.count >= self.least, "too few samples"
+        return 1.0
+
+
+def test_a_metric_that_needs_many_samples_is_not_refused():
+    inputs = (torch.ones(2), torch.ones(2))
+    try_metric("needy", Needy(50), inputs, 2, 64)
+    with pytest.raises(AssertionError, match="too few"):
+        try_metric("needy", Needy(500), inputs, 2, 64)

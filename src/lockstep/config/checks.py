@@ -161,8 +161,8 @@ def without_effect(cfg: DictConfig, world: World) -> Iterator[tuple[str, Any, st
 
 def wrong_mode(cfg: DictConfig) -> str | None:
     """The checkpoint.mode that a known figure needs, if another one is given."""
-    known = {str(cfg.task.monitor): str(cfg.task.mode), "val/loss": "min"}
-    good = known.get(str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode))
+    known = {cfg.task.monitor: str(cfg.task.mode), "val/loss": "min", None: str(cfg.checkpoint.mode)}
+    good = known.get(cfg.checkpoint.monitor, str(cfg.checkpoint.mode))
     return None if good == cfg.checkpoint.mode else good
 
 

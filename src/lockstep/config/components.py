@@ -29,16 +29,16 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
         figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in cfg.task.metrics for rest in ("", "/*"))]
         for key, monitor in monitors(cfg).items():
             yield from monitor_problems(key, monitor, figures)
-    elif not str(cfg.checkpoint.monitor).startswith("val/"):
-        yield f"checkpoint.monitor={cfg.checkpoint.monitor or 'null'} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
+    elif cfg.checkpoint.monitor and not cfg.checkpoint.monitor.startswith("val/"):
+        yield f"checkpoint.monitor={cfg.checkpoint.monitor} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
 
 
 def monitors(cfg: DictConfig) -> dict[str, str]:
-    """The keys that name a figure of the validation, with their figures."""
+    """The keys that name a figure of the validation, with their figures. Without checkpoint.monitor the last checkpoint is kept."""
     watching = {f"callbacks.{name}.monitor": str(node.get("monitor")) for name, node in cfg.callbacks.items()}
     own = {key: monitor for key, monitor in watching.items() if monitor.startswith("val/")}
     typed = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
-    return {typed: str(cfg.checkpoint.monitor), **own}
+    return ({typed: str(cfg.checkpoint.monitor)} if cfg.checkpoint.monitor else {}) | own
 
 
 def monitor_problems(key: str, monitor: str, figures: list[str]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lockstep.data.balance import balanced
 from lockstep.data.dataset import Batch, DataSet
@@ -194,8 +195,7 @@ class DataModule(pl.LightningDataModule):
     def example(self, count: int, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of the first training samples, repeated if there are fewer than `count`; augmented for `training`."""
         batch = fetch(samples_of(self.dataset.train), np.arange(count) % len(self.dataset.train))
-        moved = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in batch.items()}
-        return self.finished(moved, training=training)
+        return self.finished(move_data_to_device(batch, torch.device(device)), training=training)
 
     @property
     def waited_s(self) -> float:

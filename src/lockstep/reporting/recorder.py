@@ -173,10 +173,14 @@ class Recorder:
                 logger.cut(self.report["train/steps"])  # the test row of a run that had already ended
 
     def validated(self) -> dict[str, float]:
-        """The validation figures of the tested checkpoint, the best by `checkpoint.monitor`."""
-        monitor, sign = self.cfg.checkpoint.monitor, 1 if self.cfg.checkpoint.mode == "max" else -1
-        rows = [row for row in read_metrics(self.dir / "metrics.csv") if monitor in row] if self.rank == 0 else []
-        best = max(rows, key=lambda row: sign * row[monitor], default={})
+        """The validation figures of the tested checkpoint: the best by `checkpoint.monitor`, the last without one."""
+        monitor, sign = (
+            self.cfg.checkpoint.monitor or "step",
+            -1 if self.cfg.checkpoint.mode == "min" and self.cfg.checkpoint.monitor else 1,
+        )
+        rows = read_metrics(self.dir / "metrics.csv") if self.rank == 0 else []
+        validated = [row for row in rows if monitor in row and any(name.startswith("val/") for name in row)]
+        best = max(validated, key=lambda row: sign * row[monitor], default={})
         return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

@@ -15,7 +15,7 @@ from lockstep.tasks.class_panels import Calibration, Confusion
 from lockstep.tasks.panel import Panel, wilson
 from lockstep.tasks.task import Task, class_weight, refuse_outputs
 
-ACCURACY = ("val/acc", "val/loss")  # monitors of runs whose headline is the accuracy
+ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 
 
 class Classification(Task):

@@ -12,6 +12,8 @@ from torchmetrics import Metric
 from lockstep.errors import UserError
 from lockstep.tasks.panel import Panel
 
+Plain = str | int | float
+
 
 class Task(nn.Module):
     """Subclass it in your own file: override `loss`, and whatever else differs.
@@ -71,20 +73,21 @@ class Task(nn.Module):
 
     def predictions(self, output: Any) -> dict[str, Sequence[Any] | Tensor]:
         """Columns of a table of predictions, with a row per sample."""
-        return {"output": output}
+        return dict(output) if isinstance(output, Mapping) else {"output": output}
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
         """The same of a batch's targets; none if they do not fit into a cell."""
         target = batch["target"]
-        return {"target": target} if getattr(target, "ndim", 1) == 1 else {}
+        fits = target.dim() == 1 if isinstance(target, Tensor) else all(isinstance(x, Plain) for x in target)
+        return {"target": target} if fits else {}
 
     def top(self, output: Any, count: int) -> dict[str, Sequence[Any] | Tensor]:
         """Columns of the `count` most probable classes, for tasks that rank them: class, probability, class_2, probability_2, ..."""
         raise NotImplementedError
 
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        """The name and value of the main figure: the monitored one, or the first of `metrics` if that is the loss."""
-        figure = str(report["monitor"]).removeprefix("val/")
+        """The name and value of the main figure: the monitored one, or the first of `metrics` if that is the loss or nothing."""
+        figure = (report["monitor"] or "val/loss").removeprefix("val/")
         name = f"test/{next(iter(self.metrics()), 'loss') if figure == 'loss' else figure}"
         return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
@@ -104,14 +107,16 @@ class Task(nn.Module):
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """For each sample, what the report says of it by name: texts, numbers, a Mask, Tokens."""
         columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
-        small = {name: column for name, column in columns.items() if is_small(column)}
-        rows = [[plain_value(value) for value in column] for column in small.values()]
-        return [dict(zip(small, row, strict=True)) for row in zip(*rows, strict=True)]
+        count = len(batch["index"])
+        small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
+        return [{name: plain_value(column[row]) for name, column in small.items()} for row in range(count)]
 
 
-def is_small(column: Any) -> bool:
-    """Whether each row of a column is a text, or up to eight numbers."""
-    return column is not None and (not isinstance(column, Tensor) or column[:1].numel() <= 8)
+def is_small(column: Any, count: int) -> bool:
+    """Whether a column has a text, a number, or up to eight numbers for each of `count` samples."""
+    if isinstance(column, Tensor):
+        return column.dim() > 0 and len(column) == count and column[:1].numel() <= 8
+    return isinstance(column, list | tuple) and len(column) == count and all(isinstance(x, Plain) for x in column)
 
 
 def plain_value(value: Any) -> Any:

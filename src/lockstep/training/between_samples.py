@@ -23,6 +23,7 @@ from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.tasks import Task
+from lockstep.training.mixed import one_per_sample
 from lockstep.training.trees import float32, samples_at
 
 
@@ -84,4 +85,4 @@ def evaluation_loss(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) 
     before = sum(place < first for place in places)
     output = apply_to_collection(output, Tensor, lambda tensor: tensor[places])
     named = {**samples_at(gathered, places, gathered["count"]), "count": len(places)}
-    return task.loss(output, named)[before : before + batch["count"]]
+    return one_per_sample(task.loss(output, named), task, named)[before : before + batch["count"]]

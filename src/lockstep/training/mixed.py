@@ -22,15 +22,15 @@ def of_partners(batch: Batch) -> Batch:
     return {**batch, **apply_to_collection({name: v for name, v in batch.items() if name != "input"}, Tensor, taken)}
 
 
-def sample_losses(task: Task, output: Any, batch: Batch) -> Tensor:
-    """loss_B. Raises UserError if the task's loss is not one number per sample."""
-    loss_B, count = task.loss(output, batch), len(batch["index"])
+def one_per_sample(loss_B: Any, task: Task, batch: Batch) -> Tensor:
+    """Raises UserError if a task's loss is not one number per sample."""
+    count = len(batch["index"])
     if isinstance(loss_B, Tensor) and loss_B.shape == (count,):
         return loss_B
     given = f"shape {tuple(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"type {type(loss_B).__name__}"
     raise UserError(
         f"task={type(task).__name__}: `loss` returns {given} for {count} samples; expected one number per sample, shape ({count},). "
-        "Compute it with reduction='none' and average each sample's own elements: loss.flatten(1).mean(1)."
+        "Compute it with reduction='none', then average each sample's own elements: loss.flatten(1).mean(1)."
     )
 
 
@@ -39,12 +39,12 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
 
     Exact for losses that are linear in the target, such as cross-entropy with label smoothing; the definition of mixup for others.
     """
-    loss_B, weight_B = sample_losses(task, output, batch), task.weight(batch)
+    loss_B, weight_B = one_per_sample(task.loss(output, batch), task, batch), task.weight(batch)
     loss_B = loss_B if weight_B is None else loss_B * weight_B
     if "share" not in batch:
         return loss_B, weight_B
     share_B, partners = batch["share"], of_partners(batch)
-    other_B, of_other_B = sample_losses(task, output, partners), task.weight(partners)
+    other_B, of_other_B = one_per_sample(task.loss(output, partners), task, batch), task.weight(partners)
     if weight_B is None or of_other_B is None:
         return share_B * loss_B + (1 - share_B) * other_B, None
     return (

@@ -16,15 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
 from lockstep.compat.hook_names import QuickHookNames
+from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training.between_samples import evaluation_loss, whole_batch
 from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
-from lockstep.training.metric_states import of_all_processes, update
 from lockstep.training.metrics import MeanLoss, named, names_without_samples
-from lockstep.training.mixed import sample_losses, weighted_loss
+from lockstep.training.mixed import one_per_sample, weighted_loss
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import accumulated_then, completes_step, evaluated_rank, has_row, total_steps
@@ -167,7 +167,7 @@ class TaskModule(QuickHookNames):
         if not count:
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
-        loss_B = sample_losses(self.task, output, batch) if whole is None else whole
+        loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
         place = evaluated_rank(self.trainer, batch_idx, self.logical_ranks.count) if self.logical_ranks else 0
         self.mean_loss.update(loss_B, self.task.weight(batch), place)
         for metric in self.figures.values():

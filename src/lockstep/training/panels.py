@@ -13,10 +13,10 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 
+from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content, Gallery, Panel, Sample, Worst
-from lockstep.training.metric_states import of_all_processes, update
 from lockstep.training.trees import first_rows, first_samples, float32, samples_at
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ def rebuilt(tree: Any, function: Callable[[Any, str], Any], name: str) -> Any:
             object.__setattr__(new, field.name, function(getattr(tree, field.name), f"{name}.{field.name}"))
         return new
     values = [function(value, f"{name}[{place}]") for place, value in enumerate(tree)]
-    return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    return type(tree)(values) if type(tree) in (list, tuple) else type(tree)(*values)  # a named tuple
 
 
 def samples_at(batch: Mapping[str, Any], places: slice | list[int], size: int) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from torchmetrics.detection import MeanAveragePrecision
 from torchmetrics.segmentation import MeanIoU
 from torchmetrics.wrappers import ClasswiseWrapper
 
+from lockstep.compat.metric_states import in_order
 from lockstep.data.sampler import EvalBatches, Split
 from lockstep.tasks import Task
-from lockstep.training.metric_states import in_order
 from lockstep.training.module import TaskModule
 
 BATCH, COUNTS, WORLDS = 4, (5, 6, 1), (2, 3)
@@ -61,7 +61,7 @@ class Texts(Metric):
         return float(sum(ord(c) * (i + 1) for i, c in enumerate("-".join(text for text, _ in self.texts))))
 
 
-class Any_(Task):  # noqa: N801
+class Given(Task):
     def loss(self, output: Any, batch: Any) -> Tensor:
         return batch["index"].float()
 
@@ -126,7 +126,7 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
     """Of two evaluations, the second of which has fewer samples."""
     sample, metric = CASES[case]
     never = pytest.fail
-    task = Any_()
+    task = Given()
     task.bind({})
     made = TaskModule(nn.Identity(), task, optimizer=never, schedule=never, parallelize=never, metrics={"m": metric()}, network_arguments={})  # fmt: skip
     found: dict[str, float] = {}
@@ -164,7 +164,7 @@ def together(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dic
     return {w: [json.loads((folder / f"{rank}-{w}.json").read_text()) for rank in range(w)] for w in WORLDS}
 
 
-@pytest.mark.filterwarnings("ignore:.*sample", "ignore:.*class")
+@pytest.mark.filterwarnings("ignore:.*sample", "ignore:.*class", "ignore:The variance")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_processes_compute_what_one_does(together, case, count):
@@ -186,3 +186,12 @@ def test_lists_are_joined_in_the_samples_order():
     assert in_order([["a", "b", "d"], ["c", "e"]], [{0: 2, 1: 3}, {0: 1, 1: 2}]) == list("abcde")
     assert in_order([["a", "d"], ["b", "c"]], [{0: 1, 1: 1, 2: 2}, {0: 2}]) == list("abcd")
     assert in_order([["a", "d"], ["b", "c"]], [{0: 3, 1: 2}, {0: 2}]) == list("adbc")  # one that does not only append
+
+
+def test_torchmetrics_still_communicates_as_often_as_a_list_is_long():
+    """So processes with lists of different lengths wait for each other, or receive each other's tensors."""
+    calls: list[Tensor] = []
+    metric = Frechet()
+    metric.update(*(torch.stack(column) for column in zip(*map(dense, range(3)), strict=True)))
+    metric.sync(dist_sync_fn=lambda tensor, group: calls.append(tensor) or [tensor], distributed_available=lambda: True)
+    assert len(calls) == 3 + 1

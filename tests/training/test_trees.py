@@ -1,0 +1,63 @@
+"""Outputs are cut by samples, whatever their form; what has no sample is refused, not guessed."""
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lockstep.errors import UserError
+from lockstep.training.trees import first_rows, first_samples, samples_at
+
+B = 4
+Two = namedtuple("Two", "logits embedding")
+
+
+@dataclass(frozen=True)
+class Out:
+    logits: torch.Tensor
+    more: None = None
+
+
+def rows(size: int, *more: int) -> torch.Tensor:
+    return torch.arange(size).view(-1, *[1] * len(more)).expand(size, *more)
+
+
+def test_a_list_of_boxes_keeps_all_boxes_of_the_samples_that_count():
+    images = [{"boxes": rows(30, 4), "scores": rows(30)} for _ in range(B)]
+    found = first_rows(images, 2, B)
+    assert found == images[:2] and len(found[0]["boxes"]) == 30
+    even = [rows(B) + place for place in range(B)]  # each sample has B numbers
+    assert first_rows(even, 2, B) == even[:2]
+
+
+@pytest.mark.parametrize("form", [
+    lambda x: x, lambda x: (x, x), lambda x: [x, x, x], lambda x: {"a": x, "b": (x, None)}, lambda x: Two(x, [x]), Out,
+    lambda x: (x,) * B, lambda x: OrderedDict(a=x),
+])  # fmt: skip
+def test_tensors_are_cut_wherever_they_are(form):
+    found, expected = first_rows(form(rows(B, 3)), 2, B), form(rows(2, 3))
+    assert type(found) is type(expected)
+    torch.testing.assert_close(
+        vars(found) if isinstance(found, Out) else found, vars(expected) if isinstance(found, Out) else expected
+    )
+
+
+@pytest.mark.parametrize(("output", "told"), [
+    (torch.tensor(1.0), r"output of shape \(\) for a batch of 4"),
+    ({"logits": rows(B), "loss": torch.tensor(1.0)}, r"output\['loss'\] of shape \(\) for a batch of 4"),
+    ((rows(B), rows(7, 2)), r"output\[1\] of shape \(7, 2\) for a batch of 4"),
+    ({"scale": 2.0}, r"output\['scale'\] of type float"),
+])  # fmt: skip
+def test_what_has_no_sample_is_refused_by_name_and_shape(output, told):
+    with pytest.raises(UserError, match=told):
+        first_rows(output, 2, B)
+
+
+def test_a_batch_may_hold_other_things_than_samples():
+    batch = {"input": rows(B), "index": rows(B), "names": list("abcd"), "boxes": [rows(9)] * B, "of": {"x": rows(B)}, "anchors": rows(9), "count": 3}  # fmt: skip
+    found = first_samples(batch, 3)
+    sizes = {name: len(value) for name, value in found.items() if name not in ("count", "of")}
+    assert sizes == {"input": 3, "index": 3, "names": 3, "boxes": 3, "anchors": 9}
+    assert (len(found["boxes"][0]), len(found["of"]["x"]), found["count"]) == (9, 3, 3)
+    assert samples_at(batch, [2, 0], B)["names"] == ["c", "a"]
