@@ -45,7 +45,7 @@ PAGES = [
     Page("contrastive", ("model.width=8", "data.eval_batch_size=50", *MNIST), generated=True),
     Page(
         "detection",
-        ("model.width=8", "data.limit_train=40", "data.image_size=32", "trainer.check_val_every_n_epoch=1"),
+        ("model.width=8", "data.count=70", "data.image_size=32", "trainer.check_val_every_n_epoch=1"),
         generated=True,
     ),
 ]
