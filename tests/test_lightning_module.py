@@ -1,4 +1,4 @@
-"""A LightningModule and a LightningDataModule run as they are: the code blocks of docs/your-own/lightning-module.md."""
+"""A LightningModule and a LightningDataModule run as they are, in a generated project: the code of docs/your-own/lightning-module.md."""
 
 import csv
 import gzip
@@ -86,7 +86,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory, mnist) -> Path:
-    root = Page("lightning-module").write(tmp_path_factory.mktemp("project"))
+    root = Page("lightning-module").write_in_generated(tmp_path_factory.mktemp("project"))
     raw = root / "raw/MNIST/raw"
     raw.mkdir(parents=True)
     for path in (mnist / "MNIST/raw").glob("*.gz"):  # torchvision wants them unpacked

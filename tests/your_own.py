@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import new_project
 import numpy as np
 from pages import Text
 from PIL import Image
@@ -94,9 +95,18 @@ DATA = {"folder": write_flowers, "multilabel": write_weather, "regression": writ
 class Page(Text):
     """A page and what its test adds to the command, to be quick and to leave nothing to chance."""
 
-    def __init__(self, name: str, quick: tuple[str, ...] = (), command: int = 0, folder: Path = FOLDER) -> None:
+    def __init__(
+        self,
+        name: str,
+        quick: tuple[str, ...] = (),
+        command: int = 0,
+        folder: Path = FOLDER,
+        *,
+        generated: bool = False,
+    ) -> None:
         super().__init__(folder / f"{name}.md")
         self.name, self.quick, self.command = name, quick, command  # which of its commands is run
+        self.generated = generated  # run in what new_project.py makes
 
     @property
     def typed(self) -> list[list[str]]:
@@ -113,6 +123,12 @@ class Page(Text):
     def write(self, root: Path, **more: str) -> Path:
         DATA.get(self.name, lambda _: None)(root)
         return super().write(root, **{"src/witness/__init__.py": WITNESS, **more})
+
+    def write_in_generated(self, root: Path) -> Path:
+        """The same in what new_project.py makes, which has a task and a network already."""
+        new_project.thin(root, "mywork", "none", None)
+        own = {name: (root / name).read_text() for name in ("pyproject.toml", "train.py")}
+        return self.write(root, **own)
 
 
 def forget() -> None:

@@ -36,12 +36,11 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import warn_of_small_shared_memory
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
-from lockstep.machine.world import World, gpu_count, threads
+from lockstep.machine.world import World, gpu_count, threads, world_of
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.tasks import Task
-from lockstep.training import foreign, memory, parameters, rehearsal
-from lockstep.training.micro_batches import batches
+from lockstep.training import between_samples, foreign, memory, micro_batches, parameters, rehearsal
 from lockstep.training.module import TaskModule
 from lockstep.training.panels import TestPanels
 
@@ -134,6 +133,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
     goal.bind(data.about)
+    raise_problems(between_samples.problems(cfg, world_of(cfg), data, goal))
     if own := ", ".join(goal.state_dict()):
         raise UserError(
             f"task={title(cfg.task)} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
@@ -175,7 +175,7 @@ def load_module(path: Path) -> pl.LightningModule:
 def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
     """The metrics of the task and those of task.metrics."""
     found = goal.metrics()
-    for name, node in cfg.task.metrics.items():
+    for name, node in (cfg.task.get("metrics") or {}).items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
     taken = sorted(found.keys() & {"loss", "count"})
@@ -185,7 +185,7 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
 
 def rehearse(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
     """Tries a step without computing it. Raises UserError if the parts do not fit together."""
-    samples = batches(cfg, world)["micro_batch"] or 1
+    samples = micro_batches.batches(cfg, world)["micro_batch"] or 1
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     device, callbacks = trainer.strategy.root_device, trainer.callbacks  # type: ignore[attr-defined]
     rehearsal.rehearse(cfg, module, data, device=device, samples=samples, callbacks=callbacks)

@@ -125,7 +125,8 @@ def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
         **(task.targets(batch) if known else {}),
         **task.predictions(network_output),
         **(task.top(network_output, top_k) if top_k > 1 else {}),
-        **({"loss": task.loss(network_output, batch)} if known else {}),
+        # a loss between samples is none of a sample's own
+        **({"loss": task.loss(network_output, batch)} if known and not task.between_samples else {}),
     }
 
 

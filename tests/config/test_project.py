@@ -118,6 +118,23 @@ def test_a_project_may_replace_any_config(bouquet):
         compose.compose_config("train", ["experiment=garden"])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "left"),
+    [
+        ([], ["model", "optim", "schedule"]),
+        (["task=lit"], []),
+        (["task=lit", "model=tulip"], ["model"]),
+        (["task=lit", "optim.lr=1"], ["optim"]),
+        (["experiment=garden", "task=lit"], ["model"]),
+    ],
+)
+def test_a_lightning_module_replaces_the_projects_defaults_and_nothing_that_was_chosen(bouquet, overrides, left):
+    (bouquet / "configs/task").mkdir()
+    (bouquet / "configs/task/lit.yaml").write_text("defaults: [lightning_module]\n_target_: bouquet.net.Lit\n")
+    cfg = compose.without_replaced_defaults(compose.compose_config("train", overrides), overrides)
+    assert [group for group in ("model", "optim", "schedule") if cfg[group]] == left
+
+
 def test_mistakes_name_the_projects_options_too(bouquet):
     problems, good = compose.tried_alone("train", ["model=tulp", "data=mnist", "experiment=gardn"])
     assert "model has no tulp; use one of airbench, basic_net, " in problems[0]

@@ -13,6 +13,8 @@ from pictures import COLOURS, picture, write_classes
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.data import HuggingFace, TorchDataset, Torchvision
+from lockstep.data.loaders import as_tensor
+from lockstep.data.samples import content_of
 from lockstep.errors import UserError
 
 PLACES = np.arange(4)
@@ -94,6 +96,29 @@ def test_a_fingerprint_tells_datasets_apart():
     other = Pictures()
     other.fingerprint = "2"
     assert TorchDataset(train=own, test=own).fingerprint != TorchDataset(train=other, test=own).fingerprint
+
+
+def test_a_fingerprint_of_boxes_is_one_of_their_numbers():
+    """Not of where they are in memory: another process would refuse to resume."""
+
+    def boxed(*rows: int) -> object:
+        class Boxed:
+            def __len__(self) -> int:
+                return 2
+
+            def __getitem__(self, indices: np.ndarray) -> dict:
+                return {"target": [{"boxes": torch.full((rows[i], 4), 3.0), "labels": [1]} for i in indices]}
+
+        return Boxed()
+
+    same, other = content_of(boxed(2, 1)), content_of(boxed(1, 2))
+    assert content_of(boxed(2, 1)) == same != other
+
+
+def test_boxes_stay_a_list_whatever_their_number():
+    for rows in ([2, 1], [2, 2]):
+        boxes = [torch.zeros(count, 4) for count in rows]
+        assert as_tensor(boxes) is boxes
 
 
 def test_random_transforms_are_noticed(tmp_path):

@@ -18,6 +18,7 @@ from lockstep.callbacks.progress import PassProgress, Progress
 from lockstep.callbacks.progressive_resize import ProgressiveResize
 from lockstep.callbacks.pruning import Pruning
 from lockstep.callbacks.step_seed import StepSeed
+from lockstep.callbacks.task_collectives import TaskCollectives
 from lockstep.callbacks.throughput import Throughput
 from lockstep.callbacks.timer import Timer
 from lockstep.callbacks.watch import Watch
@@ -39,6 +40,7 @@ __all__ = [
     "ProgressiveResize",
     "Pruning",
     "StepSeed",
+    "TaskCollectives",
     "Throughput",
     "Timer",
     "Watch",

@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 
 from lockstep.config.augmentation import mixing
 from lockstep.config.components import is_shipped
+from lockstep.config.identity import title
 from lockstep.machine.world import World
 
 
@@ -57,6 +58,19 @@ def division_problems(cfg: DictConfig, world: World, *, shipped_only: bool = Fal
         yield (
             f"data.batch_size={batch} is the global batch; it {cannot}. "
             f"Type data.batch_size={choice}, or change {'exact.shards' if shards else 'trainer.devices or trainer.accumulate_grad_batches'}."
+        )
+
+
+def division_of_whole_batch(cfg: DictConfig) -> Iterator[str]:
+    """What divides the global batch of a task that compares its samples (`Task.between_samples`)."""
+    why = f"task={title(cfg.task)} compares the samples of a batch (between_samples)"
+    given = cfg.trainer.accumulate_grad_batches
+    if cfg.exact.shards:
+        yield f"exact.shards={cfg.exact.shards} divides the global batch into logical ranks, but {why}. Leave it out."
+    elif given != 1:
+        yield (
+            f"trainer.accumulate_grad_batches={given} divides the global batch into micro-batches, but {why}. "
+            "Type trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller data.batch_size."
         )
 
 

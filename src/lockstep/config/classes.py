@@ -6,11 +6,19 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lockstep.config import augmentation
-from lockstep.config.batches import division_problems
+from lockstep.config.batches import division_of_whole_batch, division_problems
 from lockstep.config.checks import fused_problem, loading_problems, wrong_values
 from lockstep.config.components import is_shipped
 from lockstep.config.identity import title
-from lockstep.config.instantiate import ENGINE_DATA, data_set_node, has_own_loaders, problems, to_plain
+from lockstep.config.instantiate import (
+    ENGINE_DATA,
+    data_set_node,
+    has_own_loaders,
+    problems,
+    target_of,
+    target_problems,
+    to_plain,
+)
 from lockstep.errors import UserError
 from lockstep.machine.world import World, accelerator_of
 
@@ -44,6 +52,11 @@ def component_problems(cfg: DictConfig, *, everything: bool) -> Iterator[str]:
             from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
 
             yield from problems(node, key)
+    if not is_shipped(cfg.task) and not list(target_problems(to_plain(cfg.task), "task")):
+        # build.py asks the object again, which may have set it itself
+        yield from (
+            division_of_whole_batch(cfg) if getattr(target_of(cfg.task._target_, "task"), "between_samples", 0) else ()
+        )
 
 
 def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterator[str]:

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep import CONFIGS
@@ -85,6 +85,24 @@ def default_config(config_name: str) -> tuple[DictConfig, dict[str, Any]]:
         whole = compose(config_name, [], return_hydra_config=True)
     cfg = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
     return cfg, dict(whole.hydra.runtime.choices)
+
+
+def without_replaced_defaults(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Without the project's default network, optimizer and schedule, if the task has its own. What a command or a recipe chooses stays,
+    to be rejected."""
+    task = cfg.get("task")
+    traits = task.get("traits") if isinstance(task, DictConfig) else None
+    replaced = [group for group in (traits or {}).get("replaces", ()) if cfg.get(group)]
+    if not replaced:
+        return cfg
+    cfg, (defaults, _) = cfg.copy(), default_config("train")
+    typed = [key_of(override).partition(".")[0] for override in overrides]
+    with open_dict(cfg):
+        for group in (group for group in replaced if group not in typed):
+            own, default = (OmegaConf.to_container(config[group]) for config in (cfg, defaults))
+            if isinstance(own, dict) and isinstance(default, dict) and own == {key: default.get(key) for key in own}:
+                cfg[group] = {}
+    return cfg
 
 
 def key_of(override: str) -> str:

@@ -72,8 +72,8 @@ class Placed:
 
 
 def as_tensor(value: Any) -> Any:
-    """Numbers as a tensor; texts, such as names of files, as they are."""
-    if isinstance(value, Tensor):
+    """Numbers as a tensor; texts, and lists of a tensor per sample, such as boxes, as they are."""
+    if isinstance(value, Tensor) or (isinstance(value, list) and any(isinstance(each, Tensor) for each in value)):
         return value
     array = np.asarray(value)
     return torch.as_tensor(array) if array.dtype.kind in "biufc" else value

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -143,6 +143,18 @@ def bytes_of(samples: Samples) -> bytes | None:
         digest = hashlib.sha256()
         for place in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
             for value in samples[np.array([place])].values():
-                digest.update(np.asarray(value).tobytes())
+                for part in parts_of(value):
+                    digest.update(np.asarray(part).tobytes())
         found.append(digest.digest())
     return found[0] if found[0] == found[1] else None
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """What a nested value consists of: an array of dicts would be one of pointers."""
+    if isinstance(value, Mapping):
+        value = [part for item in value.items() for part in item]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from parts_of(each)
+    else:
+        yield value

@@ -14,7 +14,7 @@ from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check, wrong_values
 from lockstep.config.components import about_problems
-from lockstep.config.compose import beyond_schema, fixed_keys, key_of
+from lockstep.config.compose import beyond_schema, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.config.length import step_problems
 from lockstep.config.structure import missing_keys
@@ -93,6 +93,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
         cfg[key] = cfg[key]
     again = not evaluating and (cfg.resume == "auto" or restarted())
+    cfg = cfg if evaluating else without_replaced_defaults(cfg, overrides)
     if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
         raise_problems(check(cfg))
     if not evaluating and rank_of() == 0:

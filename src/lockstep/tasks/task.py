@@ -28,6 +28,9 @@ class Task(nn.Module):
     # What makes predictions of outputs, for exported networks: softmax, sigmoid or identity. A class with other `predictions`
     # sets its own; None: it cannot be exported.
     activation: str | None = None
+    # A loss between samples, such as a contrastive one: training and evaluation call `loss` with the outputs and the batch of all
+    # processes, in the order of the global batch. It returns a number for each of these samples.
+    between_samples: bool = False
     about: Mapping[str, Any]
 
     def bind(self, about: Mapping[str, Any]) -> None:

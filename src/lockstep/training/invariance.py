@@ -155,6 +155,8 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
     slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
     halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
     apart = list(differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2)))
+    if task.between_samples:  # whose loss is of the whole global batch in training
+        apart = [place for place in apart if whole[place].source is not task]
     if not apart:
         return ""
     net.eval()  # no masks: what differs now depends on the other samples of the batch

@@ -83,6 +83,8 @@ def explanation(
         more = [k for k in more if k.bit_count() == 1]
     # A network that communicates in forward cannot be tried by one process.
     known = isinstance(module, TaskModule)
+    if isinstance(module, TaskModule) and module.task.between_samples:
+        return OutOfMemory(f"{said} {type(module.task).__name__}.between_samples needs it whole. {OTHERWISE}")
     alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
     found = next((k for k in more if not alone or fits(trainer, module, data, batch // (world * k))), None)
     if found is None:

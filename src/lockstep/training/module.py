@@ -21,6 +21,7 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
+from lockstep.training.between_samples import evaluation_loss, whole_batch
 from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.logical_ranks import LogicalRanks
 from lockstep.training.metrics import MeanLoss, named, names_without_samples
@@ -81,13 +82,12 @@ class TaskModule(QuickHookNames):
             self.call_net = call.__call__ if isinstance(call, nn.Module) else call
 
     def forward(self, batch: Batch) -> Any:
-        net: Any = self.net if self.call_net is None else self.call_net
-        return self.task.outputs(net, batch)
+        return self.task.outputs(self.call_net or self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if self.logical_ranks:
             self.logical_ranks.begin(self.net, self.trainer, batch_idx)
-        loss_B, weight_B = weighted_loss(self.task, self(batch), batch)
+        loss_B, weight_B = weighted_loss(self.task, *whole_batch(self.task, self(batch), batch, self.trainer))
         loss = loss_B.mean()
         # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
         # nor their number changes a row.
@@ -112,10 +112,9 @@ class TaskModule(QuickHookNames):
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""
-        sums, exact = (self.window_loss, self.window_weight), self.mean_loss.exact
-        both = torch.stack([torch.as_tensor(x, dtype=exact, device=self.device) for x in sums])
-        mean: Tensor = self.trainer.strategy.reduce(both, reduce_op="mean")
-        return mean
+        exact = {"dtype": self.mean_loss.exact, "device": self.device}
+        both = torch.stack([torch.as_tensor(x, **exact) for x in (self.window_loss, self.window_weight)])
+        return torch.as_tensor(self.trainer.strategy.reduce(both, reduce_op="mean"))
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -169,10 +168,11 @@ class TaskModule(QuickHookNames):
     def evaluation_step(self, batch: Batch, batch_idx: int) -> None:
         """Updates the figures with real samples; fillers are dropped before the task sees them."""
         output, count = self(batch), batch["count"]
+        whole = evaluation_loss(self.task, output, batch, self.trainer)
         if not count:
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
-        loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch)
+        loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
         place = evaluated_rank(self.trainer, batch_idx, self.logical_ranks.count) if self.logical_ranks else 0
         self.mean_loss.update(loss_B, self.task.weight(batch), place)
         for metric in self.figures.values():

@@ -1,0 +1,179 @@
+"""A loss between samples: on several processes the step of one, and refused where samples of a batch do not meet."""
+
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import thin_project
+import torch
+
+import lockstep
+from lockstep.checkpoints.content import read
+from lockstep.errors import RunFailed, UserError
+
+pytestmark = pytest.mark.xdist_group("between_samples")
+
+TASK = """import torch
+from torch import distributed
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional as F
+
+from lockstep.tasks import Classification
+
+
+class Between(Classification):
+    '''Cross-entropy, and samples of a class closer to each other than others are; high digits count more.'''
+
+    between_samples = True
+
+    def outputs(self, net, batch):
+        logits_BK = net(batch["input"])
+        return {"logits": logits_BK, "more": [logits_BK.mean(1, keepdim=True)]}
+
+    def loss(self, output, batch):
+        assert len(batch["input"]) == len(batch["index"]) == batch["count"] == len(output["logits"])
+        target_N, z_NK = batch["target"], F.normalize(output["logits"] + output["more"][0], dim=1)
+        same_NN = (target_N[:, None] == target_N).float()
+        near_NN = (z_NK @ z_NK.T / 0.2).log_softmax(1)
+        apart_N = -(same_NN * near_NN).sum(1) / same_NN.sum(1)
+        place_N = torch.arange(len(target_N), device=target_N.device) / len(target_N)  # the order matters
+        return F.cross_entropy(output["logits"], target_N, reduction="none") + (0.5 + place_N) * apart_N
+
+    def weight(self, batch):
+        return 0.5 + 0.1 * batch["target"].float()
+
+    def metric_inputs(self, output, batch):
+        return output["logits"], batch["target"]
+
+    def predictions(self, output):
+        return super().predictions(output["logits"])
+
+    def describe(self, output, batch):
+        return super().describe(output["logits"], batch)
+
+
+class Ragged(Between):
+    def outputs(self, net, batch):
+        return {**super().outputs(net, batch), "scale": torch.ones(3)}
+
+
+class Gathers(Classification):
+    '''Communicates by itself, and does not say so.'''
+
+    def loss(self, output, batch):
+        if distributed.is_initialized() and torch.is_grad_enabled():
+            output = output + 0 * torch.cat(all_gather(output)).mean()
+        return super().loss(output, batch)
+
+
+class GathersOutputs(Classification):
+    def outputs(self, net, batch):
+        logits_BK = net(batch["input"])
+        if distributed.is_initialized():
+            distributed.all_reduce(logits_BK.detach().clone())
+        return logits_BK
+"""
+TWO, SHARDED = ("strategy=ddp", "trainer.devices=2"), ("strategy=fsdp", "trainer.devices=2")
+MIXED = ("augment=[mixup]",)
+SETUPS = {"ddp": TWO, "fsdp": SHARDED, "mixed": (*TWO, *MIXED), "three": ("strategy=ddp", "trainer.devices=3")}
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory, mnist, cache) -> Iterator[list[str]]:
+    names = {"between": "Between", "ragged": "Ragged", "gathers": "Gathers", "outputs": "GathersOutputs"}
+    tasks = {f"configs/task/{k}.yaml": f"defaults: [classification]\n_target_: near.{v}\n" for k, v in names.items()}
+    root = thin_project.write(tmp_path_factory.mktemp("project"), **{"src/near/__init__.py": TASK, **tasks})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        yield [
+            f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=24", "data.eval_batch_size=24", "data.limit_train=96",
+            "checkpoint.monitor=val/loss", "checkpoint.mode=min", "optim=sgd", "optim.momentum=0.5", "optim.lr=0.02",
+            "trainer.max_steps=4", "trainer.log_every_n_steps=1", "trainer.precision=32-true", "trainer.accelerator=cpu", "model.width=8",
+        ]  # fmt: skip
+    sys.modules.pop("near", None)
+
+
+@pytest.fixture(scope="module")
+def alone(options) -> dict[tuple[str, ...], str]:
+    """The runs with one process, by what they add."""
+    for run, more in {"alone": (), "alone_mixed": MIXED}.items():
+        lockstep.train([f"run={run}", "task=between", *more, *options])
+    return {(): "alone", MIXED: "alone_mixed"}
+
+
+def weights(run: str) -> torch.Tensor:
+    state = read(Path("runs", run, "checkpoints/last.ckpt"))["state_dict"]
+    return torch.cat([value.double().flatten() for value in state.values()])
+
+
+def losses(run: str, name: str) -> list[float]:
+    with Path("runs", run, "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+@pytest.mark.parametrize("setup", [pytest.param(name, marks=[pytest.mark.slow] * (name != "ddp")) for name in SETUPS])
+def test_processes_find_the_weights_and_figures_of_one(setup, options, alone, forked):
+    more = SETUPS[setup]
+    report = lockstep.train([f"run={setup}", "task=between", *more, *options])
+    single = alone[MIXED if more[-1:] == MIXED else ()]
+    assert float((weights(setup) - weights(single)).norm() / weights(single).norm()) < 1e-6
+    for name in ("train/loss", "val/loss", "test/loss"):
+        assert losses(setup, name) == pytest.approx(losses(single, name), rel=2e-6)
+    assert report["test/count"] == 103  # the last batch has 7 samples, all of them the first process's
+
+
+REFUSED = {
+    "trainer.accumulate_grad_batches=2": "divides the global batch into micro-batches",
+    "trainer.accumulate_grad_batches=auto": "Type trainer.accumulate_grad_batches=1",
+    "exact.shards=2": "exact.shards=2 divides the global batch into logical ranks",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_divides_a_batch_is_refused(override, options):
+    with pytest.raises(UserError) as refused:
+        lockstep.train(["run=refused", "task=between", *options, override])
+    assert REFUSED[override] in str(refused.value)
+    assert not Path("runs/refused").exists()
+
+
+def refused_by_two(capfd, *overrides: str) -> str:
+    """The message of processes that were started, which leave no folder."""
+    with pytest.raises(RunFailed) as refused:
+        lockstep.train(["run=refused", *overrides])
+    assert refused.value.exit_code == 2
+    assert not Path("runs/refused").exists()
+    return capfd.readouterr().err
+
+
+def test_evaluation_batches_are_those_of_one_process_or_refused(options, forked, capfd):
+    said = refused_by_two(capfd, "task=between", *TWO, *options, "data.eval_batch_size=25")
+    assert "Type data.eval_batch_size=24." in said
+
+
+@pytest.mark.slow
+def test_an_output_without_a_row_per_sample_is_refused(options, forked, capfd):
+    assert "one has the shape (3,) in a batch of 12" in refused_by_two(capfd, "task=ragged", *TWO, *options)
+
+
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [
+        ("gathers", (*TWO, "exact.shards=2")),
+        pytest.param("gathers", (*TWO, "trainer.accumulate_grad_batches=2"), marks=pytest.mark.slow),
+        pytest.param("outputs", (*SHARDED, "trainer.accumulate_grad_batches=2"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_task_that_communicates_unannounced_is_refused_where_batches_are_divided(task, more, options, forked, capfd):
+    said = refused_by_two(capfd, f"task={task}", *options, *more)
+    assert f"{more[-1]} divides each process's samples" in said
+    assert "`between_samples = True`" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [("task=gathers", *TWO), ("task=classification", *SHARDED, "exact.shards=2")])
+def test_what_gives_the_result_of_one_process_is_left_alone(more, options, forked):
+    """A task that gathers a whole batch, and a strategy that gathers the network."""
+    assert lockstep.train([f"run={more[0].partition('=')[2]}", *more, *options])["status"] == "done"
