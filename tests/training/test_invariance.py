@@ -127,3 +127,13 @@ def test_draws_are_seen_without_numbers():
         with invariance.Draws() as draws:
             copy.deepcopy(net).to("meta")(batch)
         assert draws.any is expected
+
+
+def test_a_loss_between_samples_is_of_the_whole_batch_in_training():
+    class Contrastive(Mean):
+        between_samples = True
+
+        def loss(self, output: Tensor, batch: dict) -> Tensor:
+            return (output @ output.T).logsumexp(1)
+
+    assert why_not(layers(), Contrastive()) == ""

@@ -74,14 +74,14 @@ def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> t
     return apply_to_collection(output, Tensor, gather), gathered
 
 
-def evaluation_loss(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> Tensor | None:
+def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningModule) -> Tensor | None:
     """loss_B of this process's real samples, among those of all processes; None if the task compares no samples, or one process has
     them all. Every process must call it, also one without samples."""
-    if not task.between_samples or trainer.world_size == 1:
+    if not task.between_samples or module.trainer.world_size == 1:
         return None
-    output, gathered = whole_batch(task, float32(output), batch, trainer)
+    output, gathered = whole_batch(task, float32(output), batch, module.trainer)
     places = (gathered["index"] != FILLER).nonzero()[:, 0].tolist()
-    first = trainer.global_rank * len(batch["index"])
+    first = module.trainer.global_rank * len(batch["index"])
     before = sum(place < first for place in places)
     output = apply_to_collection(output, Tensor, lambda tensor: tensor[places])
     named = {**samples_at(gathered, places, gathered["count"]), "count": len(places)}

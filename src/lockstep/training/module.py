@@ -168,7 +168,7 @@ class TaskModule(QuickHookNames):
     def evaluation_step(self, batch: Batch, batch_idx: int) -> None:
         """Updates the figures with real samples; fillers are dropped before the task sees them."""
         output, count = self(batch), batch["count"]
-        whole = evaluation_loss(self.task, output, batch, self.trainer)
+        whole = evaluation_loss(self.task, output, batch, self)
         if not count:
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
