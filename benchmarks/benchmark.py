@@ -130,7 +130,7 @@ def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
 def measure(args: argparse.Namespace, plan: Plan, contenders: dict[str, tuple[str, list[str]]]) -> dict[str, Figures]:
     figures = {name: Figures() for name in contenders}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        processes = []
+        processes: list[Contender] = []
         for name, (kind, options) in contenders.items():
             overrides = [
                 *plan.overrides,

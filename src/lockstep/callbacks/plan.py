@@ -14,9 +14,9 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import say
 from lockstep.reporting.provenance import versions
-from lockstep.strategies.batch_norm import NORMS, SYNCHRONISED
+from lockstep.strategies.batch_norm import SYNCHRONISED
 from lockstep.training.foreign import promises
-from lockstep.training.invariance import DIFFERS, SAME_BITS, UNKNOWN
+from lockstep.training.invariance import DIFFERS, NORMS, SAME_BITS, UNKNOWN
 from lockstep.training.module import TaskModule
 from lockstep.training.steps import steps_done, total_steps
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,7 +169,8 @@ class BySample(ByRow):
 
     @property
     def probability(self) -> float:
-        return float(getattr(self, "drop_prob", None) or getattr(self, "p", 0.0))
+        p: Any = getattr(self, "drop_prob", None) or getattr(self, "p", 0.0)
+        return float(p)
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
         rows = 1 if getattr(self, "mode", "row") == "batch" else len(x)
@@ -190,7 +192,7 @@ OF_LIBRARIES = {"timm.layers": "DropPath", "torchvision.ops": "StochasticDepth"}
 
 
 @cache
-def with_rows(kind: type[nn.Module]) -> type[nn.Module] | None:
+def with_rows(kind: Any) -> type[nn.Module] | None:
     """The class of `kind` with masks by row; None for other modules and for subclasses, which may draw otherwise."""
     found = {getattr(sys.modules[name], of): BySample for name, of in OF_LIBRARIES.items() if name in sys.modules}
     base = (LAYERS | found).get(kind)

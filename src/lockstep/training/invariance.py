@@ -125,7 +125,7 @@ def named(source: nn.Module | Task) -> str:
     kind = type(source)
     if isinstance(source, dropout.ByRow):
         kind = kind.__mro__[2]
-    code = kind.loss if isinstance(source, Task) else kind.forward
+    code: Any = getattr(kind, "loss" if isinstance(source, Task) else "forward")
     try:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):

@@ -112,8 +112,8 @@ class TaskModule(QuickHookNames):
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""
-        exact = {"dtype": self.mean_loss.exact, "device": self.device}
-        both = torch.stack([torch.as_tensor(x, **exact) for x in (self.window_loss, self.window_weight)])
+        sums, exact = (self.window_loss, self.window_weight), self.mean_loss.exact
+        both = torch.stack([torch.as_tensor(x, dtype=exact, device=self.device) for x in sums])
         return torch.as_tensor(self.trainer.strategy.reduce(both, reduce_op="mean"))
 
     def configure_gradient_clipping(
