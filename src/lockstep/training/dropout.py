@@ -202,6 +202,7 @@ def with_rows(kind: Any) -> type[nn.Module] | None:
 def by_row(net: nn.Module) -> None:
     """Gives the dropout layers of a network masks by row, in place: hooks, sharing and state keys stay."""
     for name, module in net.named_modules():
-        if kind := with_rows(type(module)):
-            module.__class__ = kind
+        kind: Any = type(module)
+        if found := with_rows(kind):
+            module.__class__ = found
             module.layer = name
