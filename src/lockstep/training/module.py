@@ -107,7 +107,7 @@ class TaskModule(QuickHookNames):
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""
-        exact = {"dtype": self.mean_loss.exact, "device": self.device}
+        exact: dict[str, Any] = {"dtype": self.mean_loss.exact, "device": self.device}
         both = torch.stack([torch.as_tensor(x, **exact) for x in (self.window_loss, self.window_weight)])
         return torch.as_tensor(self.trainer.strategy.reduce(both, reduce_op="mean"))
 
