@@ -56,7 +56,7 @@ class Between(Classification):
 
 class Ragged(Between):
     def outputs(self, net, batch):
-        return {**super().outputs(net, batch), "scale": torch.ones(3)}
+        return {**super().outputs(net, batch), "boxes": [torch.ones(1 + i) for i in range(len(batch["index"]))]}
 
 
 class Gathers(Classification):
@@ -155,7 +155,7 @@ def test_evaluation_batches_are_those_of_one_process_or_refused(options, forked,
 
 @pytest.mark.slow
 def test_an_output_without_a_row_per_sample_is_refused(options, forked, capfd):
-    assert "one has the shape (3,) in a batch of 12" in refused_by_two(capfd, "task=ragged", *TWO, *options)
+    assert "one has the shape (1,) in a batch of 12" in refused_by_two(capfd, "task=ragged", *TWO, *options)
 
 
 @pytest.mark.parametrize(
