@@ -15,6 +15,7 @@ from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep.config.auto import SPARSEST
 from lockstep.config.batches import parts_of_step
 from lockstep.config.exact import COUNTED
 from lockstep.config.identity import model_title, run_dir, title
@@ -126,6 +127,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= for_logical_ranks(cfg, world) | parts
+    if given["log_every_n_steps"] == "auto":
+        given["log_every_n_steps"] = SPARSEST  # callbacks/foreign.py decides once the loaders are there
     if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])

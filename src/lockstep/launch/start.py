@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
 
-def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | None":
+def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet | None, int | None]":
     """Prepares the data, once for all processes, and warns if it is not the whole set.
 
-    Returns None for a LightningDataModule, which prepares its data in training.
+    Returns the data and the number of training samples; None for a LightningDataModule, which prepares its data in training.
     """
     from lockstep.config.instantiate import create_data, has_own_loaders
     from lockstep.data.sampler import splits
 
     if has_own_loaders(cfg):
-        return None
+        return None, None
     data: DataSet = create_data(cfg)
     data.prepare()
     train, *_ = splits(data, **{key: cfg.data[key] for key in SPLITTING if key in cfg.data})
@@ -55,7 +55,7 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "DataSet | Non
         raise_problems([*about_problems(cfg, data.about), *step_problems(cfg, train.count)])
     if data.notice and rank_of() == 0:
         print(readable(f"WARNING: {data.notice}"), file=sys.stderr)
-    return data
+    return data, train.count
 
 
 def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
@@ -102,7 +102,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     try:
         check_classes(cfg, world, overrides, evaluating=evaluating)
         of_files = predicting and cfg.predict.part is None
-        data = None if of_files else prepare_data(cfg, evaluating=evaluating)
+        data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
         if not evaluating and project.of_users_code(e):
             record_failure(identify(cfg, None), world, e)
@@ -110,7 +110,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
-    cfg = identify(decided(cfg, world, data), data.source if data else None, experiment)
+    cfg = identify(decided(cfg, world, data, samples), data.source if data else None, experiment)
     if not evaluating and world.rank == 0:
         lock.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
     if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint

@@ -87,24 +87,42 @@ def curves(module: "pl.LightningModule | None", metrics: Sequence[dict[str, floa
     return [*((name, "", tuple(names)) for name, names in list(groups.items())[:CURVES]), *rates]
 
 
-def drawn_curves(found: Sequence[Curve], metrics: Sequence[dict[str, float]], report: dict[str, Any]) -> list[Any]:
-    """Charts over steps done; the rows of metrics.csv count from 0."""
+def highest(module: "pl.LightningModule | None", names: Sequence[str]) -> float | None:
+    """The largest value that all these columns can have, as torchmetrics declares it: 1 for fractions."""
+    metrics: Any = getattr(module, "figures", {}) if task_of(module) is not None else {}
+    found = [name.split("/")[1] for name in names if "/" in name]
+    bounds = [metrics[name].plot_upper_bound if name in metrics else None for name in found]
+    return None if None in bounds else max(bounds, default=None)
+
+
+def drawn_curves(
+    module: "pl.LightningModule | None",
+    found: Sequence[Curve],
+    metrics: Sequence[dict[str, float]],
+    report: dict[str, Any],
+) -> list[Any]:
+    """Charts over steps done, and numbers where there is one point only. The rows of metrics.csv count from 0."""
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     drawn = []
     for title, unit, names in found:
         series = {name: [(row["step"] + 1, row[name]) for row in metrics if name in row] for name in names}
         series = {label: points for label, points in zip(labels(names), series.values(), strict=True) if points}
+        if series and all(len(points) == 1 for points in series.values()):
+            values = [("" if len(series) == 1 else label, f"{points[0][1]:.4g}") for label, points in series.items()]
+            drawn.append({"title": title, "unit": unit, "svg": "", "keys": [], "values": values})
+            continue
         validated = any(name.startswith("val") and any(name in row for row in metrics) for name in names)
         svg = chart(
             "step",
             series,
             x_range=(0.0, max(row["step"] for row in metrics) + 1),
+            highest=highest(module, names),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             per_x=report.get("batch_size"),
             per_x_label=f"{report.get('unit', 'samples')} seen",
         )
         keys = list(zip(series, classes(list(series)), strict=True)) if validated else []
-        drawn += [{"title": title, "unit": unit, "svg": svg, "keys": keys}] if svg else []
+        drawn += [{"title": title, "unit": unit, "svg": svg, "keys": keys, "values": []}] if svg else []
     return drawn
 
 
@@ -202,7 +220,7 @@ def write_page(
         if columns
         else None,
         "log_lines": last_lines(folder / "train.log", LINES) if failed else [],
-        "curves": drawn_curves(curves(module, metrics, unit), metrics, report),
+        "curves": drawn_curves(module, curves(module, metrics, unit), metrics, report),
         "per_step": report.get("batch_size"),
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": [panel for panel in panels if isinstance(panel, Gallery)],
