@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.identity import run_dir
 from lockstep.config.overrides import as_overrides, typed
-from lockstep.config.project import command, current
+from lockstep.config.project import command
 from lockstep.config.run_files import read_metrics
 from lockstep.config.words import size
 from lockstep.machine.files import write_text
@@ -186,16 +186,11 @@ def commands(cfg: DictConfig, report: dict[str, Any]) -> list[tuple[str, str]]:
         "evaluate": f"{command('eval')} run={run}{place}",
         "predict": f"{command('predict')} run={run}{place} input=<folder>",
         "train on" if done else "resume": f"{command('train')} {more}{place}",
-        "export": f"{script('export')} {named}",
-        "compare": f"{script('compare_runs')} {named} <another run>",
+        "export": f"{command('export')} {named}",
+        "compare": f"{command('compare_runs')} {named} <another run>",
     }
     kept = list(found) if report.get("checkpoint") else ["train on" if done else "resume"]
     return [(name, found[name]) for name in kept]
-
-
-def script(name: str) -> str:
-    root = current().root
-    return f"python scripts/{name}.py" if root and (root / "scripts" / f"{name}.py").is_file() else f"lockstep {name}"
 
 
 def write_page(
