@@ -50,7 +50,8 @@ WORDS = {  # of the README
         "SOURCE_FILES": "model.py: the network",
     },
 }
-REACHABLE = re.compile(r"(https?|ssh|git)://|[\w.-]+@[\w.-]+:")  # addresses of remotes that others may reach
+Wheel = tuple[str, bytes]  # name and content
+REACHABLE = re.compile(r"(https?|ssh)://|[\w.-]+@[\w.-]+:")  # addresses that others may reach; uv has no git://
 BUILDERS = (  # of a wheel, into a folder
     [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d"],
     ["uv", "build", "--quiet", "--wheel", "--out-dir"],
@@ -91,7 +92,7 @@ def replaced(text: str, words: dict[str, str]) -> str:
     return text
 
 
-def thin(folder: Path, package: str, data: str, requirement: str | None) -> None:
+def thin(folder: Path, package: str, data: str, requirement: str | None, wheel: Wheel | None) -> None:
     """Copies the template, then the files for the kind of data."""
     link = re.fullmatch(r".*(https?://.*?)(\.git)?(@[^@/]*)?", requirement or "")
     words = WORDS[data] | {
@@ -106,21 +107,21 @@ def thin(folder: Path, package: str, data: str, requirement: str | None) -> None
                 copy(path, folder / str(place).replace("dot-", ".").replace(NAME, package), words)
     if data == "none":
         edit(folder / "configs/project.yaml", f"  - override data: {package}\n", "")
-    depend(folder, requirement)
+    depend(folder, requirement, wheel)
 
 
-def depend(folder: Path, requirement: str | None) -> None:
-    """Writes the requirement and the tested versions into the project's pyproject.toml. Without a requirement, adds a wheel."""
+def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
+    """Writes the requirement, or the wheel, and the tested versions into the project."""
     file = folder / "pyproject.toml"
     text = file.read_text(encoding="utf-8")
-    wheel = None if requirement else build_wheel()
     text = re.sub(r"^lockstep = \{path = .*\}\n", "", text, flags=re.MULTILINE)
     parts = {r'^    "lockstep\b.*",$': f'    "{requirement or "lockstep"}",',
              r"^constraint-dependencies = \[[^\]]*\]$": "\n".join(["constraint-dependencies = [", *pins(), "]"])}  # fmt: skip
     for pattern, new in parts.items():
-        text, count = re.subn(pattern, lambda _, new=new: new, text, count=1, flags=re.MULTILINE)
-        if not count:
+        found = re.search(pattern, text, re.MULTILINE)
+        if not found:
             raise UserError(f"{file} has no line {pattern}, which a project of new_project.py has. Change it by hand.")
+        text = text[: found.start()] + new + text[found.end() :]
     if wheel:
         table = "[tool.uv.sources]\n"
         text = text if table in text else f"{text}\n{table}"
@@ -160,7 +161,7 @@ def git_requirement() -> str | None:
     return None
 
 
-def build_wheel() -> tuple[str, bytes]:
+def build_wheel() -> Wheel:
     """Name and bytes of a wheel of this checkout.
 
     Raises:
@@ -232,7 +233,7 @@ def main() -> None:
             raise UserError(
                 "--upgrade takes the folder of an existing thin project, and of the options --lockstep alone."
             )
-        depend(args.folder, requirement)
+        depend(args.folder, requirement, None if requirement else build_wheel())
         print(
             f"{args.folder} now depends on {requirement or 'the wheel in wheels/'}: cd {args.folder} && uv run pytest"
         )
@@ -245,7 +246,7 @@ def main() -> None:
     if args.full:
         full(args.folder, args.package, args.strip)
     else:
-        thin(args.folder, args.package, args.data, requirement)
+        thin(args.folder, args.package, args.data, requirement, None if requirement else build_wheel())
     commit(args.folder, f"{args.package}, begun from Lockstep's template")
     print(f"{args.folder} is ready: cd {args.folder} && uv run pytest && uv run train.py")
 

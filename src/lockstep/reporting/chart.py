@@ -21,7 +21,7 @@ def chart(
     bars: Sequence[tuple[float, float, float]] = (),
     diagonal: bool = False,
     x_range: tuple[float, float] | None = None,
-    highest: float | None = None,
+    highest: float = math.inf,
     mark: tuple[str, float] | None = None,
     per_x: float | None = None,
     per_x_label: str = "",
@@ -42,7 +42,7 @@ def chart(
     x_range, y_range = x_range or widened([x for x, _ in shown]), widened([y for _, y in shown])
     if bars:
         y_range = (0.0, y_range[1])
-    if highest is not None and max(y for _, y in shown) <= highest:
+    if max(y for _, y in shown) <= highest:
         y_range = (y_range[0], min(y_range[1], highest))
 
     def place(x: float, y: float) -> tuple[float, float]:

@@ -1,5 +1,6 @@
 """report.html, the page of one run. On two cores, of a run on MNIST: 0.4 s to write, 80 kB."""
 
+import math
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -87,12 +88,12 @@ def curves(module: "pl.LightningModule | None", metrics: Sequence[dict[str, floa
     return [*((name, "", tuple(names)) for name, names in list(groups.items())[:CURVES]), *rates]
 
 
-def highest(module: "pl.LightningModule | None", names: Sequence[str]) -> float | None:
+def highest(module: "pl.LightningModule | None", names: Sequence[str]) -> float:
     """The largest value that all these columns can have, as torchmetrics declares it: 1 for fractions."""
     metrics: Any = getattr(module, "figures", {}) if task_of(module) is not None else {}
     found = [name.split("/")[1] for name in names if "/" in name]
-    bounds = [metrics[name].plot_upper_bound if name in metrics else None for name in found]
-    return None if None in bounds else max(bounds, default=None)
+    bounds = [float(metrics[name].plot_upper_bound or math.inf) if name in metrics else math.inf for name in found]
+    return max(bounds, default=math.inf)
 
 
 def drawn_curves(
