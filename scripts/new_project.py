@@ -1,20 +1,24 @@
 """Creates your own project.
 
 python scripts/new_project.py <folder> --package <name> [--data folder|arrays|none] [--full [--strip]]
+python scripts/new_project.py <folder> --upgrade
 
 By default a THIN project, which depends on Lockstep: train.py, eval.py, predict.py, configs/ with what differs, src/<name>/,
 tests of Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. It can upgrade Lockstep.
   --data folder   images in class folders (default) · arrays: a data set of arrays · none: MNIST, until you have data
+  --upgrade       an existing thin project gets this checkout's Lockstep and the versions that it was tested with
   --full          a renamed copy of all of Lockstep instead; --strip leaves out its benchmarks, notebook and templates
-  --lockstep      the requirement of a thin project, such as 'lockstep @ git+https://...'; default: this checkout
+  --lockstep      the requirement of a thin project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
+                  checkout if they can be reached by others, else a wheel of it in the project's wheels/
 """
 
 import argparse
 import keyword
-import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from lockstep import ROOT
@@ -24,11 +28,35 @@ from lockstep.launch.exits import exit_code
 TEMPLATES = ROOT / "templates"
 NAME = "my_project"  # of the template, which is a project that runs
 DATA = ("folder", "arrays", "none")
-FIRST_LINE = {
-    "folder": "images in data/<class>/, or in another folder: data.root=<folder>",
-    "arrays": "data/train.npz and data/test.npz, or another folder: data.root=<folder>",
-    "none": "MNIST, until this project has its own data",
+WORDS = {  # of the README
+    "folder": {
+        "ABOUT_DATA": "It classifies the images in `data/`, which has one folder per class, with or without `train/`, `val/` and `test/` above them.\n"
+        "`uv run tests/made.py` writes a small sample there, until your images are.",
+        "DATA_LINE": "images in data/<class>/, or in another folder: data.root=<folder>",
+        "CONFIG_FILES": "configs/model/ data/     one file per option: the network in src/, and where the images are",
+        "SOURCE_FILES": "model.py: the network",
+    },
+    "arrays": {
+        "ABOUT_DATA": "It classifies the arrays in `data/train.npz` and `data/test.npz`: `input` (uint8, NCHW) and `target` (N).\n"
+        "`uv run tests/made.py` writes a small sample there, until your arrays are.",
+        "DATA_LINE": "data/train.npz and data/test.npz, or another folder: data.root=<folder>",
+        "CONFIG_FILES": "configs/model/ data/     one file per option; each names a class in src/",
+        "SOURCE_FILES": "model.py, data.py: the network, and what reads the arrays",
+    },
+    "none": {
+        "ABOUT_DATA": "It classifies MNIST's digits, until it has its own data.",
+        "DATA_LINE": "MNIST, until this project has its own data",
+        "CONFIG_FILES": "configs/model/           one file per option; each names a class in src/",
+        "SOURCE_FILES": "model.py: the network",
+    },
 }
+Wheel = tuple[str, bytes]  # name and content
+REACHABLE = re.compile(r"(https?|ssh)://|[\w.-]+@[\w.-]+:")  # addresses that others may reach; uv has no git://
+BUILDERS = (  # of a wheel, into a folder
+    [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d"],
+    ["uv", "build", "--quiet", "--wheel", "--out-dir"],
+    [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", ".", "-w"],
+)
 STRIPPED = (
     "benchmarks/", "tests/benchmarks/", "NOTEBOOK.md", "templates/", "scripts/new_project.py", "tests/scripts/test_new_project.py",
     "tests/test_readme.py", "tests/test_documented_commands.py",
@@ -64,13 +92,13 @@ def replaced(text: str, words: dict[str, str]) -> str:
     return text
 
 
-def thin(folder: Path, package: str, data: str, requirement: str | None) -> None:
+def thin(folder: Path, package: str, data: str, requirement: str | None, wheel: Wheel | None) -> None:
     """Copies the template, then the files for the kind of data."""
-    words = {NAME: package, NAME.replace("_", "-"): package.replace("_", "-")}
-    link = address(folder, requirement)
-    words |= {
-        "DATA_LINE": FIRST_LINE[data],
-        "[Lockstep](LOCKSTEP_ADDRESS)": f"[Lockstep]({link})" if link else "Lockstep",
+    link = re.fullmatch(r".*(https?://.*?)(\.git)?(@[^@/]*)?", requirement or "")
+    words = WORDS[data] | {
+        NAME: package,
+        NAME.replace("_", "-"): package.replace("_", "-"),
+        "[Lockstep](LOCKSTEP_ADDRESS)": f"[Lockstep]({link[1]})" if link else "Lockstep",
     }
     for source in (TEMPLATES / "project", TEMPLATES / f"data-{data}"):
         for path in sorted(path for path in source.rglob("*") if path.is_file()):
@@ -79,22 +107,79 @@ def thin(folder: Path, package: str, data: str, requirement: str | None) -> None
                 copy(path, folder / str(place).replace("dot-", ".").replace(NAME, package), words)
     if data == "none":
         edit(folder / "configs/project.yaml", f"  - override data: {package}\n", "")
-    project = folder / "pyproject.toml"
-    if requirement:
-        edit(project, '    "lockstep",\n', f'    "{requirement}",\n')
-        edit(
-            project,
-            "[tool.hatch.build.targets.wheel]\n",
-            "[tool.hatch.metadata]\nallow-direct-references = true\n\n[tool.hatch.build.targets.wheel]\n",
-        )
-    else:
-        table = f'[tool.uv.sources]\nlockstep = {{path = "{address(folder, None)}", editable = true}}\n\n[tool.hatch'
-        edit(project, "[tool.hatch", table)
+    depend(folder, requirement, wheel)
 
 
-def address(folder: Path, requirement: str | None) -> str:
-    """The address of Lockstep for the new project."""
-    return requirement.partition("@")[2].strip() if requirement else os.path.relpath(ROOT, folder.resolve())
+def depend(folder: Path, requirement: str | None, wheel: Wheel | None) -> None:
+    """Writes the requirement, or the wheel, and the tested versions into the project."""
+    file = folder / "pyproject.toml"
+    text = file.read_text(encoding="utf-8")
+    text = re.sub(r"^lockstep = \{path = .*\}\n", "", text, flags=re.MULTILINE)
+    parts = {r'^    "lockstep\b.*",$': f'    "{requirement or "lockstep"}",',
+             r"^constraint-dependencies = \[[^\]]*\]$": "\n".join(["constraint-dependencies = [", *pins(), "]"])}  # fmt: skip
+    for pattern, new in parts.items():
+        found = re.search(pattern, text, re.MULTILINE)
+        if not found:
+            raise UserError(f"{file} has no line {pattern}, which a project of new_project.py has. Change it by hand.")
+        text = text[: found.start()] + new + text[found.end() :]
+    if wheel:
+        table = "[tool.uv.sources]\n"
+        text = text if table in text else f"{text}\n{table}"
+        text = text.replace(table, f'{table}lockstep = {{path = "wheels/{wheel[0]}"}}\n')
+    for old in folder.glob("wheels/lockstep-*.whl"):
+        old.unlink()
+    if wheel:
+        (folder / "wheels").mkdir(exist_ok=True)
+        (folder / "wheels" / wheel[0]).write_bytes(wheel[1])
+    file.write_text(text, encoding="utf-8")
+
+
+def pins() -> list[str]:
+    """The tested set of packages, by version: no hashes, which name one index's files."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return [f'    "{line.rstrip(" " + chr(92))}",' for line in lines if "==" in line and not line.startswith(" ")]
+
+
+def git(*command: str) -> str:
+    """What git says of this checkout; empty if it is none."""
+    done = subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True)
+    return "" if done.returncode else done.stdout.strip()
+
+
+def git_requirement() -> str | None:
+    """This commit at the first remote that others may reach and that has it; None if there is none, or files have changed since."""
+    commit = git("rev-parse", "HEAD")
+    if Path(git("rev-parse", "--show-toplevel")) != ROOT or git("status", "--porcelain", "--untracked-files=no"):
+        return None
+    for remote in git("remote").split():
+        address = git("remote", "get-url", remote)
+        if REACHABLE.match(address) and git("branch", "-r", "--contains", commit, "--list", f"{remote}/*"):
+            if "://" not in address:  # git@host:path
+                address = "ssh://" + address.replace(":", "/", 1)
+            public = re.sub(r"^(https?://)[^/]*@", r"\1", address)  # without a token
+            return f"lockstep @ git+{public}@{commit}"
+    return None
+
+
+def build_wheel() -> Wheel:
+    """Name and bytes of a wheel of this checkout.
+
+    Raises:
+        UserError: no tool could build it.
+    """
+    errors = []
+    for command in BUILDERS:
+        with tempfile.TemporaryDirectory() as target:
+            try:
+                done = subprocess.run([*command, target], cwd=ROOT, capture_output=True, text=True)
+            except FileNotFoundError:
+                continue
+            if found := list(Path(target).glob("*.whl")):
+                return found[0].name, found[0].read_bytes()
+            errors += (done.stderr or done.stdout).strip().splitlines()[-1:]
+    raise UserError(
+        f"no wheel of Lockstep could be built: {'; '.join(errors)}. Install one of hatchling and uv, or name an address with --lockstep."
+    )
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -135,19 +220,33 @@ def commit(folder: Path, message: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--package", required=True)
+    parser.add_argument("--package")
+    parser.add_argument("--upgrade", action="store_true")
     parser.add_argument("--data", choices=DATA, default="folder")
-    parser.add_argument("--lockstep", help="a requirement; default: the path of this checkout")
+    parser.add_argument("--lockstep", help="a requirement; default: this checkout's commit at its remote, or a wheel")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--strip", action="store_true")
     args = parser.parse_args()
+    requirement = args.lockstep or git_requirement()
+    if args.upgrade:
+        if args.package or args.full or not (args.folder / "pyproject.toml").is_file():
+            raise UserError(
+                "--upgrade takes the folder of an existing thin project, and of the options --lockstep alone."
+            )
+        depend(args.folder, requirement, None if requirement else build_wheel())
+        print(
+            f"{args.folder} now depends on {requirement or 'the wheel in wheels/'}: cd {args.folder} && uv run pytest"
+        )
+        return
+    if not args.package:
+        raise UserError("--package is missing. Type the name of the package, for example --package flowers.")
     check(args.folder, args.package)
     if args.strip and not args.full:
         raise UserError("--strip has no effect on a thin project, which has no examples. Leave it out, or type --full.")
     if args.full:
         full(args.folder, args.package, args.strip)
     else:
-        thin(args.folder, args.package, args.data, args.lockstep)
+        thin(args.folder, args.package, args.data, requirement, None if requirement else build_wheel())
     commit(args.folder, f"{args.package}, begun from Lockstep's template")
     print(f"{args.folder} is ready: cd {args.folder} && uv run pytest && uv run train.py")
 

@@ -243,7 +243,7 @@ def again(run: Run, runs_dir: Path) -> str:
         left_out = (*PLACE, "init_from") if other else PLACE  # what the other run started from
         words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
-    return shlex.join([*command("train").split(), f"run={typed(name)}", *place, *words])
+    return shlex.join([*shlex.split(command("train")), f"run={typed(name)}", *place, *words])
 
 
 def write_html(runs: list[Run], runs_dir: Path, out: Path) -> None:

@@ -32,7 +32,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     raise_problems(check(cfg))
     world = world_of(cfg)
     check_classes(cfg, world, overrides, evaluating=False)
-    prepared, _ = prepare_data(cfg)
+    prepared, samples = prepare_data(cfg)
     if prepared is None:
         raise UserError(f"{cfg.data._target_} makes its own batches, so Lockstep does not know them.")
     from lockstep import build
@@ -40,7 +40,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     from lockstep.data.datamodule import DataModule
     from lockstep.reporting.batch_picture import picture
 
-    cfg = build.with_numbers(identify(decided(cfg, world, prepared), None))
+    cfg = build.with_numbers(identify(decided(cfg, world, prepared, samples), None))
     data = build.data(cfg)
     assert isinstance(data, DataModule)
     raw = data.global_batch(epoch, step)

@@ -35,6 +35,7 @@ os.environ["HOME"] = str(HOME)
 # One thread for each process, before torch is imported: pytest runs a worker a core, and threads that wait spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
+os.environ.pop("UV", None)  # commands are printed as they were typed, which `uv run pytest` does not decide
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 

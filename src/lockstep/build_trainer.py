@@ -17,6 +17,7 @@ from lockstep.checkpoints.content import DATA, refuse_without_position
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep.config.auto import SPARSEST
 from lockstep.config.batches import parts_of_step
 from lockstep.config.exact import COUNTED
 from lockstep.config.identity import model_title, run_dir, title
@@ -136,6 +137,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= for_logical_ranks(cfg, world) | parts
+    if given["log_every_n_steps"] == "auto":
+        given["log_every_n_steps"] = SPARSEST  # callbacks/foreign.py decides once the loaders are there
     if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])

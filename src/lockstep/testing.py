@@ -19,7 +19,7 @@ STEPS = 8
 QUICK = [
     "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", f"trainer.max_steps={STEPS}",
     "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "data.batch_size=8", "data.eval_batch_size=16",
-    "optim=sgd", "optim.lr=0.01",
+    "optim=sgd", "optim.lr=0.01", "checkpoint.every_n_steps=2",
 ]  # fmt: skip
 TWO = ["strategy=ddp", "trainer.devices=2"]
 TOLERANCE = 1e-5  # relative difference of all weights as one vector: rounding after 8 steps of SGD
@@ -73,14 +73,13 @@ def assert_survives_a_kill(project: Project) -> None:
     """A run killed in mid-training and typed again is bit-identical to an undisturbed run."""
     from lockstep.reporting import comparison
 
-    more = ["checkpoint.every_n_steps=2", "resume=auto"]
-    lockstep.train(project.command("whole", *more))
-    killed = project.command("killed", *more, "+callbacks.kill._target_=lockstep.testing.KillAt")
+    report = project.single
+    killed = project.command("killed", "resume=auto", "+callbacks.kill._target_=lockstep.testing.KillAt")
     command = [sys.executable, str(jobs.script("train")), *killed, f"+callbacks.kill.step={STEPS - 3}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     assert lockstep.train([*killed, "+callbacks.kill.step=null"])["resumed_from"]
-    runs = [comparison.find(name, project.runs_dir) for name in ("whole", "killed")]
+    runs = [comparison.find(name, project.runs_dir) for name in (report["run"], "killed")]
     found = comparison.compare(*runs, exact=True, tolerance=0)
     assert {name: found[name] for name in ("log", "figures", "weights") if found[name]} == {}
 

@@ -1,5 +1,6 @@
 """What `auto` becomes, on machines of all kinds."""
 
+import math
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,6 +49,22 @@ def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
     monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
     assert hardware.multiplies_bf16("cpu") is expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1, 1), (20, 1), (56, 2), (843, 42), (1000, 50), (10**6, 50), (math.inf, 50)]
+)
+def test_a_run_has_at_least_20_rows_and_at_most_one_every_50_steps(steps, expected):
+    assert auto.log_interval(steps) == expected
+    assert steps / expected >= min(20, steps)
+
+
+def test_the_log_interval_counts_the_steps_of_the_run():
+    cfg = compose_config("train", ["data.batch_size=32", "trainer.max_epochs=8", "trainer.accumulate_grad_batches=2"])
+    found = auto.decided(cfg, WORLD, DATA, samples=245)  # 7 steps an epoch
+    assert found.trainer.log_every_n_steps == 2
+    cfg.trainer.log_every_n_steps = 9
+    assert auto.decided(cfg, WORLD, DATA, samples=245).trainer.log_every_n_steps == 9
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,50 @@ def test_a_mistake_in_the_table_is_said(text, said, tmp_path):
     table(tmp_path, text)
     with pytest.raises(UserError, match=said):
         project.find(tmp_path)
+
+
+SAYS = "from lockstep.config import project\nproject.enter(__import__('pathlib').Path(__file__).parent)\n"
+UV = """#!/bin/sh
+shift
+export UV=$0 VIRTUAL_ENV={prefix}
+if [ "$1" = lockstep ]; then exec "$VIRTUAL_ENV/bin/$@"; fi
+exec {python} "$@"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("python train.py", "python eval.py run=a"),
+        ("../bin/python train.py", "../bin/python eval.py run=a"),
+        ("uv run train.py", "uv run eval.py run=a"),
+        ("uv run lockstep train", "uv run lockstep eval run=a"),
+        ("lockstep train", "lockstep eval run=a"),
+        ("python -m lockstep train", "python -m lockstep eval run=a"),
+        ("cd src && python ../train.py", "python ../eval.py run=a"),
+    ],
+)
+def test_a_printed_command_runs_as_printed_in_the_way_that_was_typed(typed, expected, bouquet, monkeypatch):
+    """`uv` is a stand-in that sets what uv sets. A second process prints what the typed one would."""
+    second = "import subprocess, sys\ntold = {**os.environ, **project.environment()}\n"
+    second += "subprocess.run([sys.executable, '-c', 'from lockstep.config import project; print(project.command(\"eval\"))'], env=told)\n"
+    (bouquet / "train.py").write_text(f"import os\n{SAYS}{second}")
+    (bouquet / "eval.py").write_text("import sys\nprint('evaluated', *sys.argv[1:])\n")
+    venv.create(bouquet.parent, symlinks=True)
+    folder = bouquet.parent / "bin"
+    (folder / "uv").write_text(UV.format(prefix=bouquet.parent, python=folder / "python"))
+    (folder / "lockstep").write_text(f"#!{folder}/python\nfrom lockstep.__main__ import main\nmain()\n")
+    for name in ("uv", "lockstep"):
+        (folder / name).chmod(0o755)
+    for name in ("UV", "VIRTUAL_ENV", project.TYPED, project.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), sysconfig.get_path("purelib")]))
+    first = subprocess.run(typed, shell=True, capture_output=True, text=True)
+    assert first.stdout == expected.removesuffix(" run=a") + "\n", first.stderr
+    place = bouquet / "src" if "../eval.py" in expected else bouquet
+    again = subprocess.run(expected, shell=True, capture_output=True, text=True, cwd=place)
+    assert again.stdout == "evaluated run=a\n", again.stderr
 
 
 def test_the_environment_names_the_project_of_a_process(bouquet, tmp_path, monkeypatch):

@@ -2,17 +2,20 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from in_process import end_before_the_test
 from omegaconf import OmegaConf
-from torchmetrics.classification import MulticlassConfusionMatrix
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics.regression import MeanSquaredError
 from your_own import Page
 
 import lockstep
 from lockstep import build
 from lockstep.callbacks import Clock, FirstBatch
+from lockstep.config.run_files import read_metrics
 from lockstep.machine.world import World
 from lockstep.reporting import page as pages
 from lockstep.tasks import Classification
@@ -148,8 +151,44 @@ def test_the_first_batch_is_shown_as_the_network_saw_it():
     assert [sample.facts for sample in pairs] == [{}, {}]
 
 
+def losses(run: str) -> list[float]:
+    return [row["train/loss"] for row in read_metrics(Path("runs", run, "metrics.csv")) if "train/loss" in row]
+
+
+def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
+    train("run=short", "trainer.max_steps=41")
+    assert len(losses("short")) == 20
+    drawn = section(page_of("short"), "training")
+    assert drawn.count("<polyline") >= 4  # loss, learning rate, speed, memory
+    train("run=short", "resume=auto", "trainer.max_steps=81")  # every 4 steps if it were decided again
+    assert len(losses("short")) == 40
+
+
 def test_a_clock_that_never_began_says_nothing():
     assert Clock().report_figures() == {}
+
+
+def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[dict]:
+    """The charts of these columns of metrics.csv, for a task with these metrics."""
+    module = SimpleNamespace(of_task=True, task=True, figures=metrics)
+    rows = [{"step": i, **{f"val/{name}": v[i] for name, v in columns.items() if i < len(v)}} for i in range(3)]
+    found = [(name, "", (f"val/{name}",)) for name in columns]
+    return pages.drawn_curves(module, found, rows, {})
+
+
+def axis(chart: dict) -> list[float]:
+    """The numbers on the y axis."""
+    return [float(number) for number in re.findall(r'text-anchor="end">([-\d.]+)<', chart["svg"])]
+
+
+def test_one_value_is_a_number_and_axes_of_fractions_end_at_1():
+    metrics = {"share": MulticlassAccuracy(3), "error": MeanSquaredError()}
+    share, error, several, single = drawn(
+        metrics, share=[0.9, 0.9, 0.9], error=[0.9, 0.9, 0.9], unknown=[0.5, 0.9], one=[0.12345]
+    )
+    assert (max(axis(share)), max(axis(error))) == (1.0, 1.2)
+    assert "<polyline" in several["svg"]
+    assert (single["svg"], single["values"]) == ("", [("", "0.1235")])
 
 
 def test_curves_of_unknown_figures_are_grouped():

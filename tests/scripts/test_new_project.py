@@ -1,13 +1,17 @@
 """A project that new_project.py begins is whole, and its own tests pass."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import new_project
 import pytest
 
+import lockstep
 from lockstep import ROOT
 from lockstep.launch.exits import exit_code
 
@@ -28,8 +32,20 @@ def committed(folder: Path) -> list[str]:
     return sorted(done.stdout.split())
 
 
+@pytest.fixture(scope="module")
+def wheel() -> tuple[str, bytes]:
+    return new_project.build_wheel()
+
+
+@pytest.fixture
+def local(wheel, monkeypatch) -> None:
+    """Nobody else can reach this checkout, and its wheel is built once."""
+    monkeypatch.setattr(new_project, "git_requirement", lambda: None)
+    monkeypatch.setattr(new_project, "build_wheel", lambda: wheel)
+
+
 @pytest.mark.parametrize("data", new_project.DATA)
-def test_a_thin_project_has_its_own_name_and_nothing_of_the_templates(data, tmp_path, monkeypatch, capsys):
+def test_a_thin_project_has_its_own_name_and_nothing_of_the_templates(data, tmp_path, monkeypatch, capsys, local):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
     assert "uv run pytest" in capsys.readouterr().out
     found = texts(tmp_path / "a")
@@ -44,9 +60,93 @@ def test_a_thin_project_has_its_own_name_and_nothing_of_the_templates(data, tmp_
     } <= set(found)
     assert ("src/flowers/data.py" in found) is (data == "arrays")
     assert ("configs/data/flowers.yaml" in found) is (data != "none")
-    assert not [name for name, text in found.items() if "my_project" in name + text or "LOCKSTEP_ADDRESS" in text]
+    left = ("my_project", "LOCKSTEP_ADDRESS", *(word for words in new_project.WORDS.values() for word in words))
+    assert not [(name, word) for name, text in found.items() for word in left if word in name + text]
     assert committed(tmp_path / "a") == sorted(found)
-    assert f'lockstep = {{path = "{os.path.relpath(ROOT, tmp_path / "a")}"' in found["pyproject.toml"]
+    named = {word for word in re.findall(r"[\w/.-]+", found["README.md"]) if word.endswith((".py", ".yaml"))}
+    assert {word.rpartition("/")[2] for word in named} - {"new_project.py", ".yaml"} <= {Path(n).name for n in found}
+
+
+@pytest.mark.parametrize("data", new_project.DATA)
+def test_a_thin_project_is_tidy(data, tmp_path, monkeypatch, local):
+    """By the ruff that it pins; and no method calls nothing but the one that it overrides."""
+    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
+    version = subprocess.run(
+        [sys.executable, "-m", "ruff", "--version"], capture_output=True, text=True
+    ).stdout.split()[1]
+    assert f'"ruff=={version}"' in texts(tmp_path / "a")["pyproject.toml"]
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "."], cwd=tmp_path / "a", capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
+    assert "return super()" not in "".join(texts(tmp_path / "a" / "src").values())
+
+
+def test_a_thin_project_depends_on_a_wheel_inside_it_and_on_the_tested_versions(tmp_path, monkeypatch, wheel, local):
+    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers") == 0
+    text = texts(tmp_path / "a")["pyproject.toml"]
+    uv = tomllib.loads(text)["tool"]["uv"]
+    assert uv["sources"] == {
+        "lockstep": {"path": f"wheels/{lockstep.__version__.join(('lockstep-', '-py3-none-any.whl'))}"}
+    }
+    assert (tmp_path / "a" / uv["sources"]["lockstep"]["path"]).read_bytes() == wheel[1]
+    assert {"torch", "lightning", "ruff", "pytest"} <= {pin.partition("==")[0] for pin in uv["constraint-dependencies"]}
+    assert "://" not in text
+    assert str(ROOT) not in "".join(texts(tmp_path / "a").values())
+
+
+def test_a_thin_project_is_upgraded_by_one_command(tmp_path, monkeypatch, capsys, local):
+    """And changes from a wheel to an address, and back. What the user wrote stays."""
+    folder = tmp_path / "a"
+    assert begin(monkeypatch, folder, "--package", "flowers", "--data", "none") == 0
+    first = (folder / "pyproject.toml").read_text()
+    own = first.replace('"hydra-core', '"pandas",\n    "hydra-core', 1)
+    (folder / "pyproject.toml").write_text(own.replace('    "absl-py==', '    "absl-py==0.0.'))
+    address = "lockstep @ git+https://example.org/lockstep.git@v2"
+    assert begin(monkeypatch, folder, "--upgrade", "--lockstep", address) == 0
+    table = tomllib.loads((folder / "pyproject.toml").read_text())
+    assert table["project"]["dependencies"][:2] == [address, "pandas"]
+    assert (table["tool"]["uv"]["sources"], list(folder.glob("wheels/*"))) == ({}, [])
+    assert begin(monkeypatch, folder, "--upgrade") == 0
+    assert (folder / "pyproject.toml").read_text() == own
+    assert begin(monkeypatch, tmp_path / "b", "--upgrade") == 2
+    assert "--upgrade takes the folder of an existing thin project" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("remote", "pushed", "expected"),
+    [
+        ("https://token@example.org/lockstep.git", True, "lockstep @ git+https://example.org/lockstep.git@{}"),
+        ("git@example.org:group/lockstep.git", True, "lockstep @ git+ssh://git@example.org/group/lockstep.git@{}"),
+        ("https://example.org/lockstep.git", False, None),
+        ("/srv/lockstep.git", True, None),
+    ],
+)
+def test_the_default_is_the_remote_that_has_this_commit(remote, pushed, expected, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("a")
+    commands = [
+        "init -q -b main",
+        "add file",
+        "-c user.name=a -c user.email=a commit -qm a",
+        f"remote add origin {remote}",
+    ]
+    for command in [*commands, *(["update-ref refs/remotes/origin/main HEAD"] if pushed else [])]:
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    monkeypatch.setattr(new_project, "ROOT", tmp_path.resolve())
+    assert new_project.git_requirement() == (expected and expected.format(new_project.git("rev-parse", "HEAD")))
+    (tmp_path / "file").write_text("not committed")
+    assert new_project.git_requirement() is None
+
+
+def test_a_checkout_without_a_tool_to_build_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(new_project, "git_requirement", lambda: None)
+    monkeypatch.setattr(
+        new_project, "BUILDERS", (["no-such-program"], [sys.executable, "-c", "raise SystemExit('broken')"])
+    )
+    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers") == 2
+    assert "no wheel of Lockstep could be built: broken. Install" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_thin_project_may_depend_on_an_address(tmp_path, monkeypatch):
@@ -54,7 +154,7 @@ def test_a_thin_project_may_depend_on_an_address(tmp_path, monkeypatch):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", address) == 0
     text = texts(tmp_path / "a")["pyproject.toml"]
     assert (f'    "{address}",\n' in text, "tool.uv.sources" in text) == (True, False)
-    assert "(git+https://example.org/lockstep.git)" in texts(tmp_path / "a")["README.md"]
+    assert "(https://example.org/lockstep)" in texts(tmp_path / "a")["README.md"]
 
 
 def test_a_thin_project_may_depend_on_a_release(tmp_path, monkeypatch):
@@ -65,6 +165,7 @@ def test_a_thin_project_may_depend_on_a_release(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
+        ([], "--package is missing"),
         (["--package", "3d"], "is not a valid package name"),
         (["--package", "lockstep"], "is not a valid package name"),
         (["--package", "flowers", "--strip"], "--strip has no effect"),
@@ -82,18 +183,41 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, caps
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        pytest.param("folder", marks=pytest.mark.full),
-        pytest.param("arrays", marks=pytest.mark.full),
-        pytest.param("none", marks=pytest.mark.full),
-    ],
-)
-def test_the_tests_of_a_thin_project_pass(data, tmp_path, monkeypatch):
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
-    done = run_tests(tmp_path / "a")
-    assert (done.returncode, "3 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("uv"), reason="no uv")
+@pytest.mark.parametrize("data", new_project.DATA)
+@pytest.mark.parametrize("source", ["wheel", "address"])
+def test_a_clone_elsewhere_trains_and_passes_its_own_workflow(data, source, tmp_path):
+    """Without the checkout that made it, and in an environment of its own; it needs a package index."""
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "TEST_", "PYTEST", "PYTHON", "VIRTUAL"))
+    }
+
+    def run(command: str, folder: Path) -> str:
+        done = subprocess.run(
+            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, command + done.stdout + done.stderr
+        return done.stdout
+
+    run(f"git clone -q {ROOT} checkout && git clone -q --bare {ROOT} bare.git", tmp_path)
+    address = f"--lockstep 'lockstep @ git+file://{tmp_path}/bare.git'" if source == "address" else ""
+    make = (
+        f"PYTHONPATH=checkout/src {sys.executable} checkout/scripts/new_project.py made --package flowers --data {data}"
+    )
+    run(f"{make} {address} && rm -rf checkout && mkdir elsewhere && git clone -q made elsewhere/flowers", tmp_path)
+    clone = tmp_path / "elsewhere/flowers"
+    readme = (clone / "README.md").read_text()
+    if "uv run tests/made.py" in readme:
+        run("uv run tests/made.py", clone)
+    printed = re.search(r"evaluate it: (.*)", run("uv run train.py trainer.accelerator=cpu", clone))[1]
+    assert printed.startswith("uv run eval.py run=")
+    run(printed, clone)
+    steps = re.findall(r"- run: (.*)", (clone / ".github/workflows/ci.yml").read_text())
+    assert steps == ["uv run ruff check .", "uv run ruff format --check .", "uv run pytest"]
+    for step in steps:
+        run(step, clone)
+    assert run("git status --porcelain", clone) == ""
 
 
 @pytest.mark.full

@@ -366,6 +366,11 @@ def test_dataloaders_without_a_length(train, capsys):
     assert len(Path("runs/stream/metrics.csv").read_text().splitlines()) >= 1 + 4  # the last step of an epoch has a row
 
 
+def test_own_dataloaders_get_20_rows_too(train):
+    train("Small", "run=rows", "data=odd", "trainer.max_epochs=12")  # 48 steps
+    assert len(Path("runs/rows/metrics.csv").read_text().splitlines()) == 1 + 24 + 1  # and the end of training
+
+
 def test_without_a_monitor_nothing_is_validated_again(train, monkeypatch):
     stages = []
     monkeypatch.setattr(build, "evaluate", lambda *_, **__: stages.append(_[4:]) or {})

@@ -13,8 +13,10 @@ from omegaconf import DictConfig
 from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.checkpoints.plain import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
+from lockstep.config.auto import log_interval
 from lockstep.config.instantiate import has_own_loaders, to_plain
 from lockstep.errors import UserError
+from lockstep.training.steps import total_steps
 
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
@@ -45,6 +47,8 @@ class Foreign(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.begun = False
+        if self.cfg.trainer.log_every_n_steps == "auto":
+            trainer.log_every_n_steps = log_interval(total_steps(trainer))  # type: ignore[attr-defined]
         for index, figure in self.due.items():
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
         self.due = {}

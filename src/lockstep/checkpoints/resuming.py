@@ -26,7 +26,13 @@ from lockstep.machine.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 # Keys of these values are decided when the run first begins, then kept.
-AUTO = {"trainer.precision": "auto", "data.num_workers": "auto", "data.mean": "model", "data.std": "model"}
+AUTO = {
+    "trainer.precision": "auto",
+    "trainer.log_every_n_steps": "auto",
+    "data.num_workers": "auto",
+    "data.mean": "model",
+    "data.std": "model",
+}
 RECIPES = ("experiment", "debug")  # groups that set keys of other groups
 LIMITS = "trainer.limit_"  # without effect in a prediction
 EVAL_OWN = ("run", "runs_dir", "checkpoint")  # eval.py's own keys: what to evaluate

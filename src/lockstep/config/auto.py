@@ -1,4 +1,4 @@
-"""Resolves `auto` for this machine: once, in the process that reads the command line, and writes it into the run's config.
+"""Resolves `auto` for this run and machine: once, in the process that reads the command line, and writes it into the run's config.
 
 So a resumed run and its evaluation compute as the run began. Processes that decide separately, such as torchrun's, must agree
 (callbacks/plan.py).
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
+from lockstep.config.length import total_steps
 from lockstep.machine.hardware import memory_bytes, multiplies_bf16, multiplies_fp16
 from lockstep.machine.world import World, cores
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
 
 MOST_WORKERS = 8  # per process
+ROWS, SPARSEST = 20, 50  # of the log: at least so many a run, and at least one in so many steps
 
 
 def precision(accelerator: str, possible: Sequence[str] | None) -> str:
@@ -32,12 +34,22 @@ def workers(bytes_in_memory: int | None, world: World) -> int:
     return max(1, min(MOST_WORKERS, cores() // (world.size // world.nodes) - 1))
 
 
-def decided(cfg: DictConfig, world: World, data: "DataSet | None") -> DictConfig:
-    """`cfg` with a value for each `auto` that depends on the machine. `data` is None for a LightningDataModule."""
+def log_interval(steps: float) -> int:
+    """The optimizer steps from one row of the log to the next, in a run of so many; `steps` may be infinite."""
+    return int(min(SPARSEST, max(1.0, steps / ROWS)))
+
+
+def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int | None = None) -> DictConfig:
+    """`cfg` with a value for each `auto` that depends on the machine or on the number of training samples.
+
+    `data` is None for a LightningDataModule, which knows its length only when it trains (callbacks/foreign.py).
+    """
     cfg = cfg.copy()
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
             cfg.trainer.precision = precision(world.accelerator, cfg.strategy.traits.precisions)
+        if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
+            cfg.trainer.log_every_n_steps = log_interval(total_steps(cfg, samples))
         if data is not None and cfg.data.get("num_workers") == "auto":
             on_device = cfg.data.get("on_device") is True
             cfg.data.num_workers = 0 if on_device else workers(data.bytes_in_memory, world)

@@ -205,7 +205,7 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     if is_shipped(cfg.model) and path and not Path(path).expanduser().is_file():
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
     if trainer.limit_train_batches == 0:
-        yield "trainer.limit_train_batches=0 trains nothing. Type python eval.py run=<name> to evaluate a run."
+        yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval in place of train, with run=<name>."
 
 
 def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:

@@ -43,7 +43,7 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     if not world.external and (node := number(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
         yield (
             f"NODE_RANK={node} is in the environment, but trainer.num_nodes={world.nodes} starts with node 0. If it is left over "
-            "from another job, type env -u NODE_RANK python train.py ...; otherwise trainer.num_nodes=<how many there are>."
+            "from another job, type unset NODE_RANK; otherwise trainer.num_nodes=<how many there are>."
         )
     if world.external and cfg.trainer.devices not in ("auto", -1, world.devices):
         yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."

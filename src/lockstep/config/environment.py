@@ -23,7 +23,7 @@ def environment_problems(cfg: DictConfig, _: object) -> Iterator[str]:
     if used and mode not in WANDB_MODES:
         yield (
             f"WANDB_MODE={mode} in the environment is not possible; it takes one of {', '.join(WANDB_MODES)}{nearest(mode, WANDB_MODES)}. "
-            "Type logger.wandb.mode=offline, or env -u WANDB_MODE python train.py ..."
+            "Type logger.wandb.mode=offline, or unset WANDB_MODE."
         )
     for name, node in cfg.logger.items():
         module, package = OPTIONAL.get(str(node.get("_target_")), ("os", ""))

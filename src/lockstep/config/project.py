@@ -5,12 +5,15 @@ A project is a folder whose pyproject.toml has a table [tool.lockstep]. Free of 
 
 import importlib.util
 import os
+import shlex
+import shutil
 import sys
 import sysconfig
 import tomllib
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from lockstep import CONFIGS, PACKAGE
 from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_PROJECT"  # the project's root, for child processes; empty if there is no project
+TYPED = "LOCKSTEP_TYPED"  # what `typed_with` returned in the parent process
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def enter(folder: Path) -> None:
 
 def environment() -> dict[str, str]:
     """Environment variables for child processes."""
-    return {VARIABLE: str(current().root or "")}
+    return {VARIABLE: str(current().root or ""), TYPED: typed_with()}
 
 
 def make_importable() -> None:
@@ -134,10 +138,35 @@ def of_users_code(error: BaseException) -> bool:
     return False
 
 
+def typed_with() -> str:
+    """What stands before the script in the command that was typed: `uv run`, `python`, `lockstep`, or their paths."""
+    if TYPED in os.environ:
+        return os.environ[TYPED]
+    python, *arguments = sys.orig_argv
+    by_uv = "UV" in os.environ and os.environ.get("VIRTUAL_ENV") == sys.prefix  # both set by `uv run`
+    if arguments and Path(arguments[0]).name == "lockstep":
+        return "uv run lockstep" if by_uv else short(arguments[0])
+    module = " -m lockstep" if ("-m", "lockstep") in pairwise(arguments) else ""
+    return ("uv run" if by_uv else short(python)) + module
+
+
+def short(program: str) -> str:
+    """A program's name if the shell finds it by that, else its path."""
+    path, name = Path(program), Path(program).name
+    return name if shutil.which(name) in (program, str(path.absolute())) else shlex.quote(program)
+
+
 def command(name: str) -> str:
-    """What to type for a job: `python train.py` if the project has that script, else `lockstep train`."""
-    root = current().root
-    return f"python {name}.py" if root and (root / f"{name}.py").is_file() else f"lockstep {name}"
+    """What to type for a job or script, in the way in which the running command was typed."""
+    root, typed = current().root, typed_with()
+    if typed.endswith("lockstep"):
+        return f"{typed} {name}"
+    for script in (root / f"{name}.py", root / "scripts" / f"{name}.py") if root else ():
+        if script.is_file():
+            return f"{typed} {shlex.quote(min(os.path.relpath(script), str(script), key=len))}"
+    entry = Path(sys.executable).with_name("lockstep")
+    start = "uv run lockstep" if typed == "uv run" else short(str(entry)) if entry.is_file() else f"{typed} -m lockstep"
+    return f"{start} {name}"
 
 
 def config_folders() -> list[Path]:

@@ -104,7 +104,7 @@ KEYS: dict[str, Kind] = {
     ).or_null(),
     "trainer.check_val_every_n_epoch": whole(1, 1).or_null(),
     "trainer.num_sanity_val_steps": whole(-1, 2).or_null(),
-    "trainer.log_every_n_steps": whole(1, 50),
+    "trainer.log_every_n_steps": whole(1, 50).or_auto(),
     "trainer.enable_checkpointing": FLAG,
     "trainer.enable_progress_bar": FLAG,
     "trainer.enable_model_summary": FLAG,

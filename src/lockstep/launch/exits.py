@@ -78,7 +78,7 @@ def refused_variable(error: Exception) -> str | None:
     if not named:
         return None
     why = str(error).strip().partition("\n")[0]
-    return f"{named[0]}={os.environ[named[0]]} in the environment is refused by torch: {why}. Type env -u {named[0]} python train.py ..."
+    return f"{named[0]}={os.environ[named[0]]} in the environment is refused by torch: {why}. Type unset {named[0]}, then the command again."
 
 
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:

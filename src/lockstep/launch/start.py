@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet, int] | tuple[None, None]":
-    """Prepares the data, once for all processes, and warns if it is not the whole set; returns it and its training samples.
+    """Prepares the data, once for all processes, and warns if it is not the whole set.
 
-    Returns None for a LightningDataModule, which prepares its data in training.
+    Returns the data and the number of training samples; None for a LightningDataModule, which prepares its data in training.
     """
     from lockstep.config.instantiate import create_data, has_own_loaders
     from lockstep.data.sampler import splits
@@ -115,7 +115,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
-    cfg = identify(decided(cfg, world, data), data.source if data else None, experiment)
+    cfg = identify(decided(cfg, world, data, samples), data.source if data else None, experiment)
     if not evaluating and (told := already_finished(cfg, samples)):
         if world.rank == 0:
             print(readable(told))

@@ -48,8 +48,8 @@ def way_out(env: Mapping[str, str], names: Iterable[str]) -> str:
     wrong = set(names)
     families = [[STARTED_BY[who], *NEEDED[who], *(n for pair in PLACES[who] for n in pair)] for who in NEEDED]
     there = [n for family in families if wrong & set(family) for n in family if n in env]
-    unset = " ".join(f"-u {name}" for name in dict.fromkeys([*there, *(n for n in wrong if n in env)]))
-    return f"If they are left over from another job, type env {unset} python train.py ..."
+    unset = " ".join(dict.fromkeys([*there, *(n for n in wrong if n in env)]))
+    return f"If they are left over from another job, type unset {unset}, then the command again."
 
 
 def contradictions(env: Mapping[str, str], launcher: str) -> Iterator[tuple[str, str]]:

@@ -21,12 +21,14 @@ def chart(
     bars: Sequence[tuple[float, float, float]] = (),
     diagonal: bool = False,
     x_range: tuple[float, float] | None = None,
+    highest: float = math.inf,
     mark: tuple[str, float] | None = None,
     per_x: float | None = None,
     per_x_label: str = "",
     many: int = MANY,
 ) -> Markup:
-    """One SVG; empty if there is no finite point. `bars` are (from, to, height). `mark` names a place on the x axis.
+    """One SVG; empty if there is no finite point. `bars` are (from, to, height). `mark` names a place on the x axis. The y axis
+    ends at `highest`, the largest value that there can be.
 
     `per_x`: a second unit of the x axis, so many of it to one of x; the page switches between the two.
     """
@@ -40,6 +42,8 @@ def chart(
     x_range, y_range = x_range or widened([x for x, _ in shown]), widened([y for _, y in shown])
     if bars:
         y_range = (0.0, y_range[1])
+    if max(y for _, y in shown) <= highest:
+        y_range = (y_range[0], min(y_range[1], highest))
 
     def place(x: float, y: float) -> tuple[float, float]:
         right = LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (RIGHT - LEFT)

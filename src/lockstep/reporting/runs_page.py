@@ -19,7 +19,8 @@ from lockstep.reporting.report_file import evaluated
 
 FIGURES, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
 NO_FIGURE = ("step", "epoch")
-DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision")  # decided by the machine, not by a person
+# Decided by Lockstep, not by a person.
+DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision", "trainer.log_every_n_steps")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str]) -> list[dict
             return {run: points for run, points in found.items() if points}
 
         by_step = series(True)
+        if all(len(points) == 1 for points in by_step.values()):
+            continue  # the table has these numbers
         per = next(iter(batches)) if len(batches) == 1 else None
         svgs = [("" if per else " in-x", chart("step", by_step, per_x=per, per_x_label=f"{unit} seen", many=POINTS))]
         if not per:

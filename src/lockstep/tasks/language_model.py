@@ -122,6 +122,7 @@ class TokenAccuracy(Metric):
     """The share of tokens that are predicted. torchmetrics' (1.9) waits for the GPU to count the tokens without padding."""
 
     full_state_update = False
+    plot_upper_bound = 1.0
     right: Tensor
     count: Tensor
 

@@ -92,6 +92,7 @@ class R2(Metric):
     """
 
     full_state_update = False
+    plot_upper_bound = 1.0
     count: Tensor
     sum_T: Tensor
     squares_T: Tensor

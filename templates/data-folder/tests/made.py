@@ -1,4 +1,4 @@
-"""Writes a small folder of images: two classes that differ in brightness."""
+"""Writes a small folder of images: two classes that differ in brightness. `uv run tests/made.py` writes it to data/."""
 
 from pathlib import Path
 
@@ -14,3 +14,7 @@ def overrides(folder: Path) -> list[str]:
             pixels = random.integers(light - 50, light + 50, (20, 24, 3)).astype(np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{i}.png")
     return [f"data.root={folder}", f"data.cache_dir={folder}-cache", "data.image_size=16", "model.width=4"]
+
+
+if __name__ == "__main__":
+    overrides(Path("data"))

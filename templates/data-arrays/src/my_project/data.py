@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from lockstep.data import Arrays, Images
 
 

@@ -1,1 +1,1 @@
-"""The data, the model and the task of this project."""
+"""The code of this project."""
