@@ -126,7 +126,12 @@ def test_figures_do_not_wait(name, monkeypatch):
     with fake_gpu(monkeypatch) as waits:
         made = made.to(DEVICE)
         made.on_validation_epoch_start()
-        batch = {"input": torch.ones(shape, device=DEVICE), "target": target.to(DEVICE), "count": 3}
+        batch = {
+            "input": torch.ones(shape, device=DEVICE),
+            "target": target.to(DEVICE),
+            "count": 3,
+            "index": torch.arange(4, device=DEVICE),
+        }
         waits.on = True
         made.evaluation_step(batch, 0)
     assert waits.places == []

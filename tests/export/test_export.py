@@ -226,7 +226,7 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(run, pl
 
 def test_the_folder_of_a_sweeps_job_has_the_sweeps_name(run, tmp_path, monkeypatch):
     job = tmp_path / "runs/rates/0"
-    shutil.copytree(run("masks").parents[1], job)
+    shutil.copytree(run("basic").parents[1], job)
     (job.parent / "multirun.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["export.py", str(job)])

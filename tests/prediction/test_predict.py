@@ -77,7 +77,7 @@ def test_a_part_of_the_data_has_a_row_per_sample_and_the_accuracy_of_an_evaluati
     rows = predict("run=digits", "input=test")
     assert [row["index"] for row in rows] == list(range(103))
     figures = lockstep.evaluate(["run=digits", *CPU])
-    assert np.mean([row["class"] == row["target"] for row in rows]) == pytest.approx(figures["test/acc"], abs=1e-9)
+    assert np.mean([row["class"] == row["target"] for row in rows]) == pytest.approx(figures["test/acc"], rel=1e-6)
     assert np.mean([row["loss"] for row in rows]) == pytest.approx(figures["test/loss"], rel=1e-5)
     assert list(rows[0]) == ["index", "target", "class", "probability", "loss"]
     held_out = predict("run=digits", "input=val")

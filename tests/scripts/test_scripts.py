@@ -191,7 +191,7 @@ def test_where_two_runs_differ_is_told(runs, monkeypatch, capsys):
     assert "  seed: 0 | 1" in out
     assert "  checkpoint.save_top_k: 1 | 2" in out
     assert "data: no difference" in out
-    assert "train/loss: 6 of 6 rows differ, the first at step 0" in out
+    assert "train/loss: 6 of 6 rows differ, the first at step 1" in out
     assert "last: state_dict:" in out
     assert "the results differ" in out
 

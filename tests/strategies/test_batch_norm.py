@@ -68,7 +68,7 @@ def test_two_processes_normalise_as_one(together):
         for key, value in net.state_dict().items():
             torch.testing.assert_close(result["state"][key], value, rtol=1e-5, atol=1e-6)
         for found, parameter in zip(result["grads"], net.parameters(), strict=True):
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-4)  # sums that cancel
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=3e-4)  # sums that cancel
 
 
 def test_it_differs_from_normalising_each_part(together):
