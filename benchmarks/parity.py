@@ -85,8 +85,10 @@ class Row:
 
 
 def setups(recipe: Recipe) -> list[Setup]:
-    """Micro-batches that are accumulated have batch statistics of their own, and the replicas of dp too."""
-    return [s for s in SETUPS if not recipe.batch_norm or (s.accumulate == 1 and s.strategy != "dp")]
+    """Micro-batches that are accumulated have batch statistics of their own, and the replicas of dp too. The first part of a run that
+    is resumed ends earlier, so a schedule over all steps would be another."""
+    found = [s for s in SETUPS if not recipe.batch_norm or (s.accumulate == 1 and s.strategy != "dp")]
+    return [s for s in found if not s.resumed or "schedule=cosine" not in recipe.overrides]
 
 
 @contextlib.contextmanager

@@ -89,6 +89,8 @@ def across_processes(cfg: DictConfig, module: TaskModule, data: DataModule, devi
         return invariance.DIFFERS.format(
             "a compiled network draws random numbers of each process's own. Remove compile=true"
         )
+    if sum(p.numel() for p in module.net.parameters()) > LARGEST:
+        return invariance.UNKNOWN.format(f"it has more than {LARGEST:,} parameters, and no copy of it was tried")
     try:
         net, task = copy.deepcopy(module.net).to(device), copy.deepcopy(module.task).to(device)
         why = invariance.why_not(net, task, data.example(invariance.COUNT, device, training=False))
