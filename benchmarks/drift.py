@@ -18,6 +18,7 @@ COMMON = [
     "trainer.precision=32-true", "data.source=embedded", "data.batch_size=64", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1",
     "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false", "trainer.max_epochs=100",
 ]  # fmt: skip
+DRY = ["model.dropout_conv=0", "model.dropout_fc=0"]
 TWO = ["strategy=ddp", "trainer.devices=2"]
 ADAMW, SLOW_ADAMW, SGD = (
     ["optim=adamw", "optim.lr=1e-3"],
@@ -25,11 +26,11 @@ ADAMW, SLOW_ADAMW, SGD = (
     ["optim=sgd", "optim.lr=0.01"],
 )
 PAIRS: dict[str, tuple[list[str], list[str]]] = {  # the recipe, and what its second run adds
-    "SGD 0.01": (SGD, TWO),
-    "AdamW 1e-5": (SLOW_ADAMW, TWO),
-    "AdamW 1e-3": (ADAMW, TWO),
-    "AdamW 1e-3, `exact.shards=2`": ([*ADAMW, "exact.shards=2"], TWO),
-    "AdamW 1e-3, one process, two seeds": (ADAMW, ["seed=1"]),
+    "SGD 0.01, no dropout": ([*SGD, *DRY], TWO),
+    "AdamW 1e-5, no dropout": ([*SLOW_ADAMW, *DRY], TWO),
+    "AdamW 1e-3, no dropout": ([*ADAMW, *DRY], TWO),
+    "AdamW 1e-3, dropout, `exact.shards=2`": ([*ADAMW, "exact.shards=2"], TWO),
+    "AdamW 1e-3, dropout, one process, two seeds": (ADAMW, ["seed=1"]),
 }
 
 
