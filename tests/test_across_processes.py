@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import thin_project
 
 from lockstep.training.invariance import ROUNDING, SAME_BITS
 
@@ -34,7 +35,68 @@ def test_the_line_of_a_run(name, train, capsys):
     assert line in Path("runs/a/report.html").read_text()
 
 
+OWN = """import random
+
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lockstep.tasks import Classification
+
+
+class Plain(nn.Module):
+    def __init__(self, in_channels, num_classes, image_size):
+        super().__init__()
+        self.line = nn.Linear(in_channels * image_size**2, num_classes)
+
+    def forward(self, image_BCHW):
+        return self.line(image_BCHW.flatten(1))
+
+
+class Coupled(Plain):
+    def forward(self, image_BCHW):
+        return super().forward(image_BCHW - image_BCHW.mean(0))
+
+
+class Skips(Plain):
+    def forward(self, image_BCHW):
+        return super().forward(image_BCHW) * (random.random() > 0.5)
+
+
+class Contrastive(Classification):
+    def loss(self, output, batch):
+        similar_BB = output @ output.T
+        return cross_entropy(similar_BB, batch["target"] % len(similar_BB), reduction="none")
+
+
+class Announced(Contrastive):
+    between_samples = True
+"""
+OWN_CASES = {
+    "model._target_=mine.Plain": ROUNDING,
+    "model._target_=mine.Coupled": "differs with the number of processes, because what Coupled (mine:19) computes",
+    "model._target_=mine.Skips": "differs with the number of processes, because each process draws its own random numbers in Skips (",
+    "task._target_=mine.Contrastive": "differs with the number of processes, because what Contrastive (mine:29) computes",
+    "task._target_=mine.Announced": ROUNDING,
+}
+
+
+@pytest.mark.parametrize("typed", OWN_CASES)
+def test_the_line_of_networks_and_losses_of_ones_own(typed, tmp_path, forked_command):
+    """None of them draws from torch's generators."""
+    files = {
+        "src/mine/__init__.py": OWN,
+        "configs/model/mine.yaml": "_target_: mine.Plain\n",
+        "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
+    }
+    project = thin_project.write(tmp_path / "project", **files)
+    done = forked_command(str(project / "train.py"), "run=a", "model=mine", "task=mine", typed, *SHORT)
+    assert done.code == 0, done
+    line = next(line for line in done.out.splitlines() if "result:" in line)
+    assert OWN_CASES[typed] in line
+
+
 @pytest.mark.slow  # compiles
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # as torch imports its compiler
 def test_a_compiled_network_is_not_covered(train):
     report = train("run=a", *SHORT, "compile=true")
     assert "because a compiled network draws random numbers" in report["across_processes"]

@@ -2,6 +2,8 @@
 
 # B batch
 
+import copy
+import io
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -98,8 +100,11 @@ def test_whole_channels_and_whole_samples_are_dropped():
     samples = run(layer(lambda: timm.layers.DropPath(0.5)), x).flatten(1)
     assert (samples == samples[:, :1]).all()
     assert len(samples.unique()) == len(channels.unique()) == 2
-    batch = run(layer(lambda: torchvision.ops.StochasticDepth(0.5, "batch")), x)
-    assert len(batch.unique()) == 1
+    whole = layer(lambda: torchvision.ops.StochasticDepth(0.5, "batch"))
+    for step in range(8):
+        batch = run(whole, x, step=step)
+        assert len(batch.unique()) == 1
+        assert torch.equal(run(whole, x[5:6], 5, step=step), batch[5:6])  # a micro-batch of one sample
 
 
 def test_masks_do_not_depend_on_the_order_in_memory():
@@ -146,29 +151,30 @@ def test_each_call_of_a_layer_has_masks_of_its_own_and_each_micro_batch_counts_a
     assert torch.equal(run(net, x), first)
 
 
+@pytest.mark.parametrize("compute", [torch.Tensor.backward, torch.autograd.grad])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_activations_have_the_same_masks(reentrant):
+def test_recomputed_activations_have_the_same_masks(reentrant, compute):
+    """Whoever asks for gradients: Lightning, or a step under manual optimization."""
+    if reentrant and compute is torch.autograd.grad:
+        pytest.skip("torch refuses it")
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.5), nn.ReLU(), nn.Linear(20, 1))
     dropout.by_row(inner)
     x = torch.rand(8, 20, requires_grad=True)
-    run(inner, x).sum().backward()
-    expected = [p.grad.clone() for p in inner.parameters()]
-    inner.zero_grad()
-    dropout.begin(micro_batch := dropout.MicroBatch(0, 3, {CPU: range(8)}))
+    weights = list(inner.parameters())
+    expected = torch.autograd.grad(run(inner, x).sum(), weights)
+    dropout.begin(dropout.MicroBatch(0, 3, {CPU: range(8)}))
     loss = checkpoint(inner, x, use_reentrant=reentrant, preserve_rng_state=False).sum()
-    micro_batch.in_backward = True
-    loss.backward()
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(inner.parameters(), expected, strict=True))
+    found = compute(loss, weights) if compute is torch.autograd.grad else compute(loss)
+    assert all(map(torch.equal, found or [p.grad for p in weights], expected))
 
 
 def test_a_layer_that_is_called_twice_cannot_be_recomputed():
     drop = nn.Dropout(0.5)
     dropout.by_row(drop)
     x = torch.rand(4, 9, requires_grad=True)
-    dropout.begin(micro_batch := dropout.MicroBatch(0, 3, {CPU: range(4)}))
+    dropout.begin(dropout.MicroBatch(0, 3, {CPU: range(4)}))
     loss = checkpoint(lambda y: drop(drop(y) + y), x, use_reentrant=False, preserve_rng_state=False).sum()
-    micro_batch.in_backward = True
     with pytest.raises(UserError, match="calls 2 times"):
         loss.backward()
 
@@ -197,6 +203,22 @@ def test_inplace_layers_and_gradients():
     out = run(net, y)
     out.sum().backward()
     assert torch.equal(x.grad, out)
+
+
+def saved_whole(net: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_whole])
+def test_a_copy_is_torchs_own_until_it_trains(copied):
+    net, x = layer(lambda: nn.Dropout(0.5)), torch.rand(4, 9)
+    found = copied(net)
+    assert type(found[0]) is nn.Dropout
+    dropout.by_row(found)
+    assert torch.equal(run(found, x), run(net, x))
 
 
 @pytest.mark.parametrize("unbatched", [(6, 4), (4, 4)])

@@ -15,9 +15,9 @@ from lockstep.config.checks import check
 from lockstep.config.classes import own_loader_problems
 from lockstep.config.compose import compose_config
 from lockstep.config.project import make_importable
-from lockstep.errors import NotSaved, TrainingFailed, UserError
+from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
 from lockstep.export.folder import export
-from lockstep.training import foreign
+from lockstep.training import dropout, foreign
 
 MODULES = """import lightning.pytorch as pl
 import torch
@@ -41,6 +41,20 @@ class Small(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Late(Small):
+    '''Builds its layers in configure_model, and runs out of memory.'''
+
+    def __init__(self):
+        pl.LightningModule.__init__(self)
+
+    def configure_model(self):
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.Dropout(0.1))
+
+    def on_before_optimizer_step(self, optimizer):
+        assert self.layers[2].layer == "layers.2"  # masks by row
+        raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 class Validated(Small):
@@ -376,6 +390,12 @@ def test_without_a_monitor_nothing_is_validated_again(train, monkeypatch):
     monkeypatch.setattr(build, "evaluate", lambda *_, **__: stages.append(_[4:]) or {})
     assert train("Validated", "run=unmonitored")["status"] == "done"
     assert stages == [()]  # the test's
+
+
+def test_layers_of_configure_model_are_masked_by_row_until_an_error(train):
+    with pytest.raises(OutOfMemory):
+        train("Late", "run=late")
+    assert dropout.current is None
 
 
 def test_checkpoints_of_two_optimizers_are_named_by_the_steps_of_the_run(train):

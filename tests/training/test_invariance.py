@@ -3,7 +3,9 @@
 # B batch
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,27 @@ class Functional(nn.Module):
 class Always(Functional):
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x) + torch.rand(x.shape))
+
+
+class Skips(Functional):
+    """Drops a layer by Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x if random.random() < 0.001 else self.a(x))
+
+
+class OfNumpy(Functional):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * float(np.random.rand() > 0.001)
+
+
+class OwnGenerator(Functional):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + float(self.numbers.random())
 
 
 class SequenceFirst(Functional):
@@ -104,6 +127,9 @@ def test_covered_networks(net):
             ["each process draws its own random numbers in Functional (", "test_invariance.py:", "nn.Dropout"],
         ),
         (nn.Sequential(nn.Linear(6, 6), Always()), ["random numbers in Always ("]),
+        (Skips(), ["random numbers in Skips ("]),
+        (OfNumpy(), ["random numbers in OfNumpy ("]),
+        (OwnGenerator(), ["random numbers in OwnGenerator ("]),
         (Attention(0.5), ["random numbers in MultiheadAttention (torch.nn.modules.activation:", "exact.shards=8"]),
         (SequenceFirst(), ["masks in or before Dropout (", "do not follow the samples", "first dimension"]),
         (TwoViews(), ["do not follow the samples"]),

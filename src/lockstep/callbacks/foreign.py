@@ -1,13 +1,11 @@
 """Hooks around a user's LightningModule: seeding, checkpoint contents."""
 
 import logging
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 from omegaconf import DictConfig
 
 from lockstep.callbacks.step_seed import seed_generators, step_seed
@@ -107,6 +105,4 @@ def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, flo
 def seed_epoch(seed: int, trainer: pl.Trainer) -> None:
     """The same seed on every rank, because ranks may share one order."""
     number = step_seed(seed, trainer.current_epoch, rank=-1)  # no rank has it
-    random.seed(number)
-    np.random.seed(number % 2**32)
     seed_generators(number, trainer.strategy.root_device.type)

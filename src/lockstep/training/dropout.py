@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.augment import draws
+from lockstep.compat.recomputation import in_backward
 from lockstep.data import sampler
 from lockstep.errors import UserError
 from lockstep.models import basic_net
@@ -37,7 +38,6 @@ class MicroBatch:
 
     def __init__(self, seed: int, step: int, rows: Mapping[torch.device, range]) -> None:
         self.key, self.rows = key_of(seed, step), rows
-        self.in_backward = False
         self.calls: dict[tuple[str, torch.device], int] = {}
 
     def call(self, layer: str, device: torch.device) -> int:
@@ -47,11 +47,11 @@ class MicroBatch:
             UserError: the layer was called several times, so it is unknown which of them this one repeats.
         """
         place = layer, device
-        if not self.in_backward:
+        if not in_backward():
             self.calls[place] = self.calls.get(place, -1) + 1
         elif self.calls.get(place):
             raise UserError(
-                f"activation checkpointing cannot repeat the masks of {layer}, which a forward calls {self.calls[place] + 1} times. Give each "
+                f"activation checkpointing cannot repeat the masks of {layer}, which a step calls {self.calls[place] + 1} times. Give each "
                 "call a layer of its own, or leave these activations out of checkpointing."
             )
         return self.calls.get(place, 0)
@@ -130,13 +130,20 @@ class ByRow:
             return result
         return self.masked(x, *self.drawn(current, x.device, p, shape))
 
+    def first(self, micro_batch: MicroBatch, device: torch.device, count: int) -> int:
+        return micro_batch.first(device, count)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved whole, or copied, it is the layer that it was made of: classes made here cannot be imported by name."""
+        return object.__new__, (type(self).__mro__[2],), vars(self)  # type: ignore[attr-defined]
+
     def drawn(
         self, micro_batch: MicroBatch, device: torch.device, p: float, shape: tuple[int, ...]
     ) -> tuple[Tensor, float]:
         """What is kept, and the probability of dropping: `p` as 8 bits express it, or 16 if they can't."""
         bits = 8 if (p * 256).is_integer() else 16
         dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
-        elements, first = math.prod(shape[1:]), micro_batch.first(device, shape[0])
+        elements, first = math.prod(shape[1:]), self.first(micro_batch, device, shape[0])
         call = key_of(self.layer, micro_batch.call(self.layer, device))
         place = micro_batch.key, call, range(first, first + shape[0]), -(-elements * bits // 64)
         words_NW = words_on_cpu(*place) if device.type == "cpu" else words_on(device, *place)
@@ -172,9 +179,15 @@ class BySample(ByRow):
         p: Any = getattr(self, "drop_prob", None) or getattr(self, "p", 0.0)
         return float(p)
 
+    @property
+    def whole_batch(self) -> bool:
+        return getattr(self, "mode", "row") == "batch"
+
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
-        rows = 1 if getattr(self, "mode", "row") == "batch" else len(x)
-        return (rows, *[1] * (x.dim() - 1))
+        return (1 if self.whole_batch else len(x), *[1] * (x.dim() - 1))
+
+    def first(self, micro_batch: MicroBatch, device: torch.device, count: int) -> int:
+        return 0 if self.whole_batch else super().first(micro_batch, device, count)
 
     def masked(self, x: Tensor, kept: Tensor, p: float) -> Tensor:
         return super().masked(x, kept, p if getattr(self, "scale_by_keep", True) else 0.0)

@@ -1,17 +1,19 @@
 """Whether the result depends on the number of processes: tried before training, with a copy of the network.
 
-Two forwards of two samples must give what one forward of these four gives, with the masks that dropout has in training. What differs
-draws random numbers by itself, or does not keep the samples in its first dimension, and is named with its file and line.
+A forward of four samples, with the masks that dropout has in training, must draw no other random numbers, and give what two forwards
+of two of them give. What does otherwise is named with its file and line.
 """
 
 # B batch
 
 import inspect
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -41,24 +43,37 @@ class Draws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def generators(device: torch.device) -> list[object]:
+    """The states of the generators of Python, NumPy and torch, which a draw changes."""
+    numbers: Any = np.random.get_state()
+    of_torch = [torch.get_rng_state()]
+    if device.type == "cuda":
+        of_torch.append(torch.cuda.get_rng_state(device))
+    elif device.type == "mps":
+        of_torch.append(torch.mps.get_rng_state())
+    return [random.getstate(), numbers[1].tobytes(), numbers[2:], *(state.numpy().tobytes() for state in of_torch)]
+
+
 @dataclass(frozen=True)
 class Passed:
     """The tensors that went into a module, or came out of it, and whose code they come from: a module's, or the loss."""
 
     source: nn.Module | Task
     tensors: list[Tensor]
+    drew: bool  # random numbers of a generator
 
 
 class Forward:
     """Everything that passes between the modules of a network, and the loss, in order."""
 
     def __init__(self, net: nn.Module, task: Task) -> None:
-        self.net, self.task, self.passed, self.stack = net, task, list[Passed](), [net]
+        self.net, self.task, self.passed, self.stack, self.state = net, task, list[Passed](), [net], list[object]()
 
     def keep(self, source: nn.Module, tree: Any) -> None:
         tensors: list[Tensor] = []
         apply_to_collection(tree, Tensor, lambda tensor: tensors.append(tensor.detach().clone()))
-        self.passed.append(Passed(source, tensors))
+        before, self.state = self.state, generators(self.device)
+        self.passed.append(Passed(source, tensors, self.state != before))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.keep(self.stack[-1], (args, kwargs))
@@ -68,14 +83,14 @@ class Forward:
         self.keep(self.stack.pop(), output)
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, first: int = 0, seed: int = 0) -> list[Passed]:
-        """`first`: the place of the first sample in the global batch. `seed`: of all random numbers but masks of dropout."""
+    def __call__(self, batch: Batch, first: int = 0) -> list[Passed]:
+        """`first`: the place of the first sample in the global batch."""
         self.passed, self.stack = [], [self.net]
         index_B = batch["index"]
         rows = {index_B.device: range(first, first + len(index_B))}
         hooks = [m.register_forward_pre_hook(self.enter, with_kwargs=True) for m in self.net.modules()]
         hooks += [m.register_forward_hook(self.leave) for m in self.net.modules()]
-        torch.manual_seed(seed)
+        self.device, self.state = index_B.device, generators(index_B.device)
         dropout.begin(dropout.MicroBatch(0, 0, rows))
         try:
             self.keep(self.task, self.task.loss(self.task.outputs(self.net, batch), batch))
@@ -147,11 +162,11 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
     dropout.by_row(net)
     forward = Forward(net, task)
     whole = forward(batch)
-    for place in differing(whole, forward(batch, seed=1)):
-        return (
-            f"each process draws its own random numbers in {named(whole[place].source)}. Use an nn.Dropout layer there, or set "
-            "exact.shards=8"
-        )
+    draw = [passed.source for passed in whole if passed.drew]
+    if sources := draw or [
+        whole[place].source for place in differing(whole, forward(batch))
+    ]:  # or of generators of its own
+        return f"each process draws its own random numbers in {named(sources[0])}. Use an nn.Dropout layer there, or set exact.shards=8"
     slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
     halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
     apart = list(differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2)))

@@ -83,9 +83,9 @@ def rehearse(
 
 def across_processes(cfg: DictConfig, module: TaskModule, data: DataModule, device: torch.device) -> str:
     """Whether the network and the loss compute the same on any number of processes, and why not."""
-    if module.draws is False:
+    if module.draws is False and all_shipped(cfg):
         return invariance.ROUNDING
-    if module.draws and cfg.compile:
+    if cfg.compile and module.draws is not False:
         return invariance.DIFFERS.format(
             "a compiled network draws random numbers of each process's own. Remove compile=true"
         )
@@ -143,13 +143,15 @@ def on_device(cfg: DictConfig, module: TaskModule, data: DataModule, count: int,
 
 def step(cfg: DictConfig, module: TaskModule, data: DataModule, net: nn.Module, task: Task, batch: Batch) -> None:
     """A training step."""
+    device = batch["index"].device
+    before = invariance.generators(device)
     with FlopCounterMode(display=False) as counter, invariance.Draws() as draws:
         with refused(misfit(cfg, batch)):
             loss_B = task.loss(task.outputs(net, batch), batch)
         loss = one_per_sample(loss_B, task, batch).sum()
         with refused(misfit(cfg, batch)):
             loss.backward()
-    module.draws = draws.any
+    module.draws = draws.any or invariance.generators(device) != before
     module.flops_per_sample = int(counter.get_total_flops()) // len(batch["index"])
     with refused("optim: {}."):
         optimizer = module.new_optimizer(net)
