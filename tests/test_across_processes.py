@@ -96,7 +96,6 @@ def test_the_line_of_networks_and_losses_of_ones_own(typed, tmp_path, forked_com
 
 
 @pytest.mark.slow  # compiles
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # as torch imports its compiler
-def test_a_compiled_network_is_not_covered(train):
-    report = train("run=a", *SHORT, "compile=true")
-    assert "because a compiled network draws random numbers" in report["across_processes"]
+def test_a_compiled_network_is_not_covered(forked_command):
+    done = forked_command("train.py", "run=a", *SHORT, "compile=true")
+    assert "because a compiled network draws random numbers" in done.out, done
