@@ -16,9 +16,8 @@ class TaskCollectives(pl.Callback):
 
     def __init__(self, exact_shards: int | None) -> None:
         self.exact_shards, self.counter = exact_shards, CollectiveCounter()
-        self.own: dict[str, Any] | None = (
-            None  # attributes of the task that have the names of its watched methods; None: not watched
-        )
+        # The task's own attributes named `loss` and `outputs`, to put back; None: it is not watched.
+        self.own: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         divided = self.exact_shards or trainer.accumulate_grad_batches > 1
