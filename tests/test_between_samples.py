@@ -4,14 +4,17 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import thin_project
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lockstep
 from lockstep.checkpoints.content import read
 from lockstep.errors import RunFailed, UserError
+from lockstep.training.between_samples import whole_batch
 
 pytestmark = pytest.mark.xdist_group("between_samples")
 
@@ -29,11 +32,14 @@ class Between(Classification):
     between_samples = True
 
     def outputs(self, net, batch):
+        batch["rows"] = list(batch["index"].split(1))
         logits_BK = net(batch["input"])
         return {"logits": logits_BK, "more": [logits_BK.mean(1, keepdim=True)]}
 
     def loss(self, output, batch):
         assert len(batch["input"]) == len(batch["index"]) == batch["count"] == len(output["logits"])
+        if "rows" in batch and not batch["index"].is_meta:
+            assert torch.equal(torch.cat(batch["rows"]), batch["index"])  # a list of tensors
         target_N, z_NK = batch["target"], F.normalize(output["logits"] + output["more"][0], dim=1)
         same_NN = (target_N[:, None] == target_N).float()
         near_NN = (z_NK @ z_NK.T / 0.2).log_softmax(1)
@@ -122,6 +128,24 @@ def test_processes_find_the_weights_and_figures_of_one(setup, options, alone, fo
     for name in ("train/loss", "val/loss", "test/loss"):
         assert losses(setup, name) == pytest.approx(losses(single, name), rel=2e-6)
     assert report["test/count"] == 103  # the last batch has 7 samples, all of them the first process's
+
+
+def test_a_list_of_tensors_is_exchanged_over_the_cpu(monkeypatch):
+    """Otherwise it would arrive on the sender's GPU. In this process, with a GPU without values; two processes have the same batch."""
+
+    def exchange(every: list, own: dict) -> None:
+        assert {box.device.type for box in own["boxes"]} == {"cpu"}
+        every[:] = [own, own]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", exchange)
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda *_: None)
+    with FakeTensorMode():
+        boxes = [torch.ones(1, 4, device="cuda"), torch.ones(3, 4, device="cuda")]
+        batch = {"index": torch.arange(2, device="cuda"), "boxes": boxes, "text": ["a", "b"], "count": 2}
+        task, trainer = SimpleNamespace(between_samples=True), SimpleNamespace(global_rank=0, world_size=2)
+        _, whole = whole_batch(task, torch.ones(2, device="cuda"), batch, trainer)
+    assert [(box.device.type, len(box)) for box in whole["boxes"]] == [("cuda", 1), ("cuda", 3)] * 2
+    assert (whole["text"], whole["count"]) == (["a", "b", "a", "b"], 4)
 
 
 REFUSED = {

@@ -8,7 +8,9 @@ import torch
 from in_process import report
 
 import lockstep
+from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.content import DATA, LOOP, refuse_without_position
+from lockstep.checkpoints.finding import step_of
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import lock
 
@@ -260,3 +262,32 @@ def test_a_loss_that_is_no_number_is_seen_in_a_short_run_too(train):
     with pytest.raises(TrainingFailed):
         train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.limit_train_batches=5")
     assert report("a")["status"] == "failed"
+
+
+def test_a_mistake_found_after_a_checkpoint_was_saved_costs_no_file(train, monkeypatch):
+    """A run without a checkpoint is removed, as one that was refused when it began."""
+    at: list[int] = []
+
+    def refuse(self, trainer, *_):
+        if trainer.global_step == at[-1]:
+            raise UserError("a mistake")
+
+    def fails(step: int, *more: str) -> None:
+        at.append(step)
+        with pytest.raises(UserError, match="a mistake"):
+            train("run=a", "checkpoint.every_n_steps=2", "trainer.max_steps=8", *more)
+
+    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", refuse)
+    fails(1)
+    assert not Path("runs/a").exists()
+    for more in ([], ["resume=auto"]):  # step 4, then 6
+        fails(5 + len(more), *more)
+        assert (report("a")["status"], report("a")["error"]) == ("failed", "UserError: a mistake")
+        assert Path("runs/a/report.html").is_file()
+    assert step_of(Path("runs/a/checkpoints/last.ckpt")) == 4
+    before = contents("a")
+    monkeypatch.setattr(FiniteLoss, "on_train_start", lambda self, trainer, _: refuse(self, trainer), raising=False)
+    fails(4, "resume=auto")  # before its first step
+    assert contents("a") == before
+    at.append(-1)
+    assert train("run=a", "resume=auto")["status"] == "done"

@@ -1,12 +1,18 @@
 """A figure that nothing logs ends the run at the first moment at which that is sure; the run goes on with another one."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from lockstep.callbacks import Monitored
 from lockstep.errors import TrainingFailed
+from lockstep.tasks import Classification
+from lockstep.training import schedules
+from lockstep.training.module import TaskModule
 
 NODES = {
     "mine": {"monitor": "a/b"},
@@ -45,3 +51,20 @@ def test_what_a_callback_may_watch_later_is_told_at_the_end():
         TrainingFailed, match=r"callbacks.mine.monitor=a/b is not logged .* Type [^ ]*=<one of them>\.$"
     ):
         callback.on_train_end(trainer("val/x"), None)
+
+
+def test_a_training_that_ends_before_its_first_validation_passes():
+    callback, early = watching(None), trainer("train/loss")
+    early.sanity_checking = True
+    callback.on_validation_end(early, None)
+    callback.on_train_end(early, None)
+
+
+def test_a_task_is_told_by_its_own_name():
+    task, lasting, optimizer = Classification(), trainer("val/x"), partial(torch.optim.SGD, lr=0.1)
+    task.bind({"classes": "ab"})
+    lasting.lightning_module = TaskModule(
+        nn.Identity(), task, optimizer=optimizer, schedule=schedules.constant, parallelize=pytest.fail, metrics={}, network_arguments={},
+    )  # fmt: skip
+    with pytest.raises(TrainingFailed, match="is not logged by Classification, which"):
+        watching([], monitor="val/acc").on_validation_end(lasting, None)

@@ -11,6 +11,7 @@ import torch
 
 import lockstep
 from lockstep import build
+from lockstep.checkpoints.finding import step_of
 from lockstep.config.checks import check
 from lockstep.config.classes import own_loader_problems
 from lockstep.config.compose import compose_config
@@ -401,7 +402,7 @@ def test_layers_of_configure_model_are_masked_by_row_until_an_error(train):
 def test_checkpoints_of_two_optimizers_are_named_by_the_steps_of_the_run(train):
     report = train("TwoOptimizers", "run=two", "task.monitor=valid_loss", "trainer.log_every_n_steps=1")
     assert (report["train/steps"], report["checkpoint"]) == (4, "checkpoints/best-step-4.ckpt")
-    assert checkpoint("two")["global_step"] == 8
+    assert checkpoint("two")["global_step"] == step_of(Path("runs/two/checkpoints/last.ckpt")) == 4
     assert "\n4," in Path("runs/two/metrics.csv").read_text()
     again = train("TwoOptimizers", "run=two", "resume=auto", "task.monitor=valid_loss", "trainer.max_epochs=2")
     assert again["train/steps"] == 8

@@ -1,5 +1,6 @@
 """A step on the meta device: what does not fit together is refused before a file is written, and operations are counted."""
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.tasks import Classification
 from lockstep.training import schedules
-from lockstep.training.evaluation_trial import try_metric
+from lockstep.training.evaluation_trial import MOST, try_metric
 from lockstep.training.module import TaskModule
 from lockstep.training.rehearsal import rehearse
 
@@ -118,7 +119,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
-from lockstep.tasks import Classification
+from lockstep.tasks import Classification, Task
 
 
 class Scalar(Classification):
@@ -129,6 +130,14 @@ class Scalar(Classification):
 class Wide(Classification):
     def loss(self, output, batch):
         return output.square()
+
+
+class Bare(Task):
+    def network_arguments(self):
+        return {"num_classes": 10}
+
+    def loss(self, output, batch):
+        return cross_entropy(output, batch["target"], reduction="none")
 
 
 class Several(Classification):
@@ -164,6 +173,7 @@ class Curve(Unfinished):
 OWN = {
     "src/mine/__init__.py": TASK,
     "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
+    "configs/task/bare.yaml": "_target_: mine.Bare\nmonitor: val/loss\nmode: min\n",
 }
 
 
@@ -200,23 +210,53 @@ def test_a_users_bug_in_an_evaluation_is_shown_before_the_first_step(own, typed,
     assert not list((done.folder / "runs/a/checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("task", ["bare", "mine"])
+def test_a_misnamed_key_of_metrics_is_told_with_the_right_one(own, task):
+    """The constructor of a Task takes any key and hands it on; that of Classification names what it takes."""
+    done = own(f"task={task}", "+task.metric.mean._target_=torchmetrics.MeanMetric")
+    assert done.code == 2, done
+    assert re.search(r"^error: task.metric is not an argument of .* \(did you mean metrics\?\)", done.err), done
+    assert not (done.folder / "runs").exists()
+
+
+@pytest.mark.parametrize("typed", ["task=bare", "task=classification ~task.metrics"])
+def test_a_task_without_the_key_of_metrics_has_those_of_its_class(own, typed):
+    done = own(*typed.split(), "trainer.max_steps=1", "trainer.limit_test_batches=1")
+    assert done.code == 0, done
+    report = json.loads((done.folder / "runs/a/report.json").read_text())
+    assert {name for name in report if name.startswith("test/")} == {"test/loss", "test/count"} | (
+        set() if typed == "task=bare" else {"test/acc"}
+    )
+
+
 class Needy(Metric):
-    """Computes nothing of fewer than `least` samples, as KernelInceptionDistance."""
+    """Computes nothing of fewer than `least` samples, as KernelInceptionDistance. Counts the samples of all copies."""
+
+    seen = 0
 
     def __init__(self, least: int) -> None:
         super().__init__()
         self.least, self.count = least, 0
+        Needy.seen = 0
 
     def update(self, output, target) -> None:
         self.count += len(output)
+        Needy.seen += len(output)
 
     def compute(self):
-        assert self.count >= self.least, "too few samples"
+        assert self.count >= self.least, f"too few samples: {self.count}"
         return 1.0
 
 
-def test_a_metric_that_needs_many_samples_is_not_refused():
-    inputs = (torch.ones(2), torch.ones(2))
-    try_metric("needy", Needy(50), inputs, 2, 64)
-    with pytest.raises(AssertionError, match="too few"):
-        try_metric("needy", Needy(500), inputs, 2, 64)
+@pytest.mark.parametrize(("least", "available", "seen"), [
+    (0, 64, 2), (50, 64, 64), (50, 10_000, 64), (51, 52, 52), (1000, 10_000, 1024), (65, 64, None), (3, 2, None), (10**6, 10**6, None),
+])  # fmt: skip
+def test_a_metric_gets_at_most_twice_the_samples_that_it_needs_and_no_more_than_a_validation(least, available, seen):
+    inputs, metric = (torch.ones(2), torch.ones(2)), Needy(least)
+    if seen is None:
+        most = min(available, MOST)
+        with pytest.raises(AssertionError, match=f"too few samples: {most}"):
+            try_metric("needy", metric, inputs, 2, available)
+    else:
+        try_metric("needy", metric, inputs, 2, available)
+    assert Needy.seen == (seen or most)

@@ -7,13 +7,17 @@ from omegaconf import DictConfig
 
 from lockstep.config.words import nearest
 from lockstep.errors import TrainingFailed
+from lockstep.training.module import TaskModule
 
 
 class Monitored(pl.Callback):
-    """Fails after the first validation, or at the end of training for callbacks that may look later; saves a checkpoint first."""
+    """Fails after the first validation, or at the end of training for callbacks that may look later; saves a checkpoint first.
+
+    A training that ends before its first validation logs no figure of one, and passes.
+    """
 
     def __init__(self, cfg: DictConfig, save: Callable[[pl.Trainer], None] | None) -> None:
-        self.save = save
+        self.save, self.validated = save, False
         self.early = {"checkpoint.monitor": cfg.checkpoint.monitor} if save and cfg.checkpoint.monitor else {}
         self.late: dict[str, str] = {}
         for name, node in cfg.callbacks.items():
@@ -23,10 +27,12 @@ class Monitored(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
+            self.validated = True
             self.refuse(trainer, self.early)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.refuse(trainer, self.late)
+        if self.validated:
+            self.refuse(trainer, self.late)
 
     def refuse(self, trainer: pl.Trainer, watched: dict[str, str]) -> None:
         found = sorted(trainer.callback_metrics)
@@ -35,7 +41,8 @@ class Monitored(pl.Callback):
                 continue
             if self.save:
                 self.save(trainer)
-            name, goes_on = type(trainer.lightning_module).__name__, " resume=auto to continue" if self.save else ""
+            module, goes_on = trainer.lightning_module, " resume=auto to continue" if self.save else ""
+            name = type(module.task if isinstance(module, TaskModule) else module).__name__
             last = (
                 ", or checkpoint.monitor=null to keep the last checkpoint only" if key == "checkpoint.monitor" else ""
             )

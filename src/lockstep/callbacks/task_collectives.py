@@ -16,12 +16,16 @@ class TaskCollectives(pl.Callback):
 
     def __init__(self, exact_shards: int | None) -> None:
         self.exact_shards, self.counter = exact_shards, CollectiveCounter()
+        # The task's own attributes named `loss` and `outputs`, to put back; None: it is not watched.
+        self.own: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         divided = self.exact_shards or trainer.accumulate_grad_batches > 1
         if isinstance(pl_module, TaskModule) and trainer.world_size > 1 and divided:
-            task: Any = pl_module.task
-            task.loss, task.outputs = self.watched_loss(task.loss), self.watched_outputs(task.outputs)
+            task = pl_module.task
+            watched = {"loss": self.watched_loss(task.loss), "outputs": self.watched_outputs(task.outputs)}
+            self.own = {name: vars(task)[name] for name in watched if name in vars(task)}
+            vars(task).update(watched)  # not setattr, which refuses the name of a submodule
 
     def watched_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -47,10 +51,12 @@ class TaskCollectives(pl.Callback):
         return call
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        task = vars(getattr(pl_module, "task", self))
-        if task.pop("loss", None) is None:
+        if self.own is None:
             return
-        del task["outputs"]
+        task: Any = pl_module.task
+        del vars(task)["loss"], vars(task)["outputs"]
+        vars(task).update(self.own)
+        self.own = None
         if not self.counter.count:
             return
         key = (
@@ -59,7 +65,7 @@ class TaskCollectives(pl.Callback):
             else f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
         )
         raise UserError(
-            f"{type(pl_module.task).__name__} communicates between processes in its loss or outputs, and {key} divides each process's samples: the "
+            f"{type(task).__name__} communicates between processes in its loss or outputs, and {key} divides each process's samples: the "
             "result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "
             f"communicating; then leave {key} out."
         )

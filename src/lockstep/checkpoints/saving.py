@@ -38,6 +38,7 @@ class Position(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint["config"] = self.config
+        checkpoint["global_step"] = steps_done(trainer)  # Lightning's counts every optimizer's; it loads `loops`
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches  # exact.shards changes the config's
         loop = checkpoint["loops"]["fit_loop"]
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]

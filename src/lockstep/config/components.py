@@ -28,7 +28,8 @@ def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
         yield f"task.metrics.{name}: every task already logs {name}. Type another name."
     yield from missing_groups(cfg)
     if cfg.task.get("traits"):
-        figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in cfg.task.metrics for rest in ("", "/*"))]
+        added = cfg.task.get("metrics") or ()
+        figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in added for rest in ("", "/*"))]
         yield from monitor_problems(cfg, figures)
     elif cfg.checkpoint.monitor and not cfg.checkpoint.monitor.startswith("val/"):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."

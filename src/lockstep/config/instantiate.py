@@ -65,7 +65,8 @@ def refused_argument(error: TypeError, node: Mapping[str, Any], key: str) -> Ite
     """A key that a class accepted in **kwargs and passed on to a callee that does not know it."""
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if found and found[1] in node and found[1] not in (parameters(node["_target_"]) or {}):
-        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], list(parameters(node['_target_']) or {}))}."
+        known = [*(parameters(node["_target_"]) or {}), *ENGINE.get(key, ())]
+        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], known)}."
 
 
 # Keys of a `data` node that the engine reads. The class gets the others, and those of these that its signature names.
@@ -165,7 +166,8 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
         if name in known:
             yield from type_problem(target, named[name], f"{key}.{name}", node[name])
         elif inspect.Parameter.VAR_KEYWORD not in forms:
-            yield f"{key}.{name} is not an argument of {target}{nearest(name, known)}; it takes {', '.join(known) or 'none'}."
+            meant = nearest(name, [*known, *ENGINE.get(key, ())])
+            yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
     if given is not None and not node.get("_partial_"):
         for name in known:
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.run_files import read_metrics, read_report
 from lockstep.errors import TrainingFailed, UserError
@@ -62,6 +63,7 @@ class Recorder:
         self.logs = Logs()
         self.before: dict[Path, str] = {}  # the report of a resumed run, restored if the resume is refused
         self.made = False
+        self.resumed_at = 0  # steps done
         self.module: pl.LightningModule | None = None
         self.panels: list[Content] = []  # of the test set
         self.trained_s: float | None = None  # perf_counter when training ended
@@ -108,6 +110,7 @@ class Recorder:
         kept = [config, self.dir / "report.json"]
         self.make_folder()
         lock.take(self.dir)
+        self.resumed_at = step_of(Path(self.cfg.resume)) if self.cfg.resume else 0
         self.before = {path: path.read_text() for path in kept if path.is_file()}
         if self.cfg.resume and kept[1] in self.before:  # kept when the run is resumed
             earlier = read_report(self.dir)
@@ -209,12 +212,13 @@ class Recorder:
             # Expected errors need no traceback; train.log gets the traceback of all others.
             trace = None if isinstance(error, UserError | TrainingFailed) else error
             logging.getLogger("lockstep").info("%s", self.report["error"], exc_info=trace)
-        if not isinstance(error, UserError):
+        refused = isinstance(error, UserError) and not self.is_saved()
+        if not refused:
             write_json(self.dir / "report.json", self.report)  # first, because a logger's server may take its time
         panels = [*self.panels, *offered_panels(self.trainer)]
         self.tracking.end(self.report, panels, self.dir)
         self.logs.close()
-        if isinstance(error, UserError):  # a mistake found late: restore everything
+        if refused:  # a mistake found late: restore everything
             return self.undo()
         if error is not None:
             from lockstep.reporting.page import write_page
@@ -229,8 +233,16 @@ class Recorder:
 
             show_run(self.cfg, self.report, self.module, panels)
 
+    def is_saved(self) -> bool:
+        """Whether this start has trained steps, and a checkpoint is there."""
+        from lockstep.training.steps import steps_done
+
+        if self.trainer is None or self.trainer.lightning_module is None:
+            return False
+        return steps_done(self.trainer) > self.resumed_at and bool(found_in(self.dir))
+
     def undo(self) -> None:
-        """Removes the files of a run that could not start, and restores what was there before."""
+        """Removes the files of a run that could not start, and restores what was there before. One that `is_saved` keeps them."""
         if self.made:
             shutil.rmtree(self.dir)
             return

@@ -78,7 +78,10 @@ class Task(nn.Module):
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
         """The same of a batch's targets; none if they do not fit into a cell."""
         target = batch["target"]
-        fits = target.dim() == 1 if isinstance(target, Tensor) else all(isinstance(x, Plain) for x in target)
+        if isinstance(target, Tensor):
+            fits = target.dim() == 1
+        else:
+            fits = isinstance(target, list | tuple) and all(isinstance(x, Plain) for x in target)
         return {"target": target} if fits else {}
 
     def top(self, output: Any, count: int) -> dict[str, Sequence[Any] | Tensor]:

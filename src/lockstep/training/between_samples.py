@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from omegaconf import DictConfig
 from torch import Tensor
@@ -64,12 +65,14 @@ def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> t
     batch = dict(batch)
     if "partner" in batch:  # a place in the micro-batch
         batch["partner"] = batch["partner"] + rank * size_B
-    texts = {name: value for name, value in batch.items() if isinstance(value, list)}
-    if texts:
+    lists = {name: value for name, value in batch.items() if isinstance(value, list)}
+    if lists:
         every: list[Any] = [None] * world
-        torch.distributed.all_gather_object(every, texts)
-        batch |= {name: [item for part in every for item in part[name]] for name in texts}
-    named = {name: value for name, value in batch.items() if name not in texts}
+        # over the CPU: a tensor would arrive on the sender's GPU
+        torch.distributed.all_gather_object(every, move_data_to_device(lists, "cpu"))
+        joined = {name: [item for part in every for item in part[name]] for name in lists}
+        batch |= move_data_to_device(joined, batch["index"].device)
+    named = {name: value for name, value in batch.items() if name not in lists}
     gathered: Batch = {**batch, **apply_to_collection(named, Tensor, gather), "count": size_B * world}
     return apply_to_collection(output, Tensor, gather), gathered
 

@@ -4,22 +4,18 @@
 
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
+from lockstep.training.trees import samples_at
 
 
 def of_partners(batch: Batch) -> Batch:
     """The batch with everything but `input` taken from each sample's partner."""
-    partner_B = batch["partner"]
-
-    def taken(value: Tensor) -> Tensor:
-        return value[partner_B] if value.dim() and len(value) == len(partner_B) else value
-
-    return {**batch, **apply_to_collection({name: v for name, v in batch.items() if name != "input"}, Tensor, taken)}
+    rest = {name: value for name, value in batch.items() if name != "input"}
+    return {**batch, **samples_at(rest, batch["partner"], len(batch["partner"]))}
 
 
 def one_per_sample(loss_B: Any, task: Task, batch: Batch) -> Tensor:

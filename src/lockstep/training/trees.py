@@ -68,7 +68,7 @@ def rebuilt(tree: Any, function: Callable[[Any, str], Any], name: str) -> Any:
     return type(tree)(values) if type(tree) in (list, tuple) else type(tree)(*values)  # a named tuple
 
 
-def samples_at(batch: Mapping[str, Any], places: slice | list[int], size: int) -> dict[str, Any]:
+def samples_at(batch: Mapping[str, Any], places: slice | list[int] | Tensor, size: int) -> dict[str, Any]:
     """The samples at `places` of a batch of `size`. Values without an entry per sample stay as they are."""
 
     def taken(value: Any) -> Any:
@@ -78,7 +78,7 @@ def samples_at(batch: Mapping[str, Any], places: slice | list[int], size: int) -
             return value
         if isinstance(value, Tensor) or isinstance(places, slice):
             return value[places]
-        return type(value)([value[place] for place in places])
+        return type(value)([value[place] for place in (places.tolist() if isinstance(places, Tensor) else places)])
 
     return {name: taken(value) for name, value in batch.items()}
 
