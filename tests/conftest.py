@@ -28,7 +28,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # A home of their own: a login, settings or a cache of the account's must not decide a test. Workers and commands inherit it.
 os.environ.setdefault("UV_CACHE_DIR", str(Path("~/.cache/uv").expanduser()))  # packages only
 HOME = Path(os.environ["HOME"] if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="lockstep-home-"))
-OUTSIDE = ("XDG_", "WANDB_", "MLFLOW_", "TRACKIO_", "HF_", "NETRC")
+OUTSIDE = ("XDG_", "WANDB_", "MLFLOW_", "HF_", "NETRC")
 for name in [name for name in os.environ if name.startswith(OUTSIDE)]:
     del os.environ[name]
 os.environ["HOME"] = str(HOME)

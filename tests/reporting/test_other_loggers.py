@@ -1,4 +1,4 @@
-"""MLflow and Trackio, read back by their own clients. Without their packages, their tests are skipped."""
+"""MLflow, read back by its own client. Without its package, its tests are skipped."""
 
 import importlib.util
 import logging
@@ -8,7 +8,6 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from in_process import Crash, report
 
 from lockstep.config import environment
 from lockstep.config.checks import check
@@ -19,8 +18,7 @@ from lockstep.reporting import mlflow_logger
 SEEN = "train/images_seen"
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs the extra `{package}`")
+needs_mlflow = pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs the extra `mlflow`")
 
 
 @pytest.fixture
@@ -40,12 +38,11 @@ def stop(monkeypatch):
     return set_up
 
 
-@pytest.mark.parametrize(("name", "package"), [("mlflow", "mlflow-skinny"), ("trackio", "trackio")])
-def test_a_package_that_is_missing_is_said_without_torch(name, package, monkeypatch):
-    cfg = compose_config("train", [f"logger=[csv,{name}]", "trainer.accelerator=cpu"])
-    monkeypatch.setattr(environment, "installed", lambda module: module != name)
+def test_a_package_that_is_missing_is_said_without_torch(monkeypatch):
+    cfg = compose_config("train", ["logger=[csv,mlflow]", "trainer.accelerator=cpu"])
+    monkeypatch.setattr(environment, "installed", lambda module: module != "mlflow")
     (problem,) = check(cfg)
-    assert problem.startswith(f"logger={name} needs the package {package}") and f"uv sync --extra {name}" in problem
+    assert problem.startswith("logger=mlflow needs the package mlflow-skinny") and "uv sync --extra mlflow" in problem
 
 
 def test_an_upload_without_checkpoints_is_refused():
@@ -71,7 +68,7 @@ def client(path: str = "runs/mlflow.db"):
 
 
 @pytest.mark.slow
-@needs("mlflow")
+@needs_mlflow
 @pytest.mark.filterwarnings("ignore")
 def test_mlflow_has_everything_when_it_is_read_back_and_a_resumed_run_is_the_same(train, no_server, stop):
     common = ["run=sweep/3", "logger=mlflow", "trainer.log_every_n_steps=4", "checkpoint.every_n_steps=4"]
@@ -98,7 +95,7 @@ def test_mlflow_has_everything_when_it_is_read_back_and_a_resumed_run_is_the_sam
     assert Path(kept).read_bytes() == Path("runs/sweep/3", found["checkpoint"]).read_bytes()
 
 
-@needs("mlflow")
+@needs_mlflow
 def test_mlflow_logs_beside_the_runs_when_its_server_is_away(tmp_path, no_server, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     place = {"runs_dir": tmp_path, "run": "a", "experiment_name": "e", "group": None, "tags": []}
@@ -110,7 +107,7 @@ def test_mlflow_logs_beside_the_runs_when_its_server_is_away(tmp_path, no_server
 
 
 @pytest.mark.slow  # the import of MLflow
-@needs("mlflow")
+@needs_mlflow
 @pytest.mark.filterwarnings("ignore")
 def test_an_address_that_is_no_server_of_mlflow_is_refused(train, no_server, tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
@@ -120,42 +117,3 @@ def test_an_address_that_is_no_server_of_mlflow_is_refused(train, no_server, tmp
     server.shutdown()
     server.server_close()
     assert not Path("runs/a").exists()
-
-
-# --- Trackio ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs("trackio")
-@pytest.mark.filterwarnings("ignore")
-def test_trackio_has_everything_when_it_is_read_back_and_a_resumed_run_is_the_same(train, stop, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="Trackio cannot start: Self-hosted logging requires a write token"):
-        train("run=b", "logger=trackio", "logger.trackio.server_url=http://127.0.0.1:9")
-    assert not Path("runs/b").exists()
-    from trackio.sqlite_storage import SQLiteStorage as Storage
-
-    common = ["run=sweep/3", "logger=trackio", "trainer.log_every_n_steps=4", "checkpoint.every_n_steps=4"]
-    stop(Crash("my bug"))
-    with pytest.raises(Crash):
-        train(*common)
-    (alert,) = Storage.get_alerts("lockstep")
-    assert (alert["title"], "my bug" in alert["text"]) == ("failed", True)
-    found = train(*common, "resume=auto", "logger.trackio.log_model=true", "trainer.max_epochs=2")
-    (run,) = Storage.get_run_records("lockstep")
-    config = Storage.get_run_config("lockstep", run["name"])
-    assert (config["_Group"], config["optim"]["lr"]) == ("sweep", 1e-3)
-    logs = Storage.get_logs("lockstep", run["name"])
-    tested = next(row for row in logs if "test/acc" in row)
-    assert (tested["step"], tested[SEEN]) == (24, 24 * 48)
-    assert tested["test/acc"] == pytest.approx(found["test/acc"])
-    media = {name: row[name] for row in logs for name in row if name.startswith("panels/")}
-    assert {"panels/confusion_matrix", "panels/largest_losses"} <= set(media)
-    assert report("sweep/3")["status"] == "done"
-    (artifact,) = Storage.get_artifacts("lockstep")
-    size = Path("runs/sweep/3", found["checkpoint"]).stat().st_size
-    assert (artifact["name"], artifact["type"], artifact["size_bytes"]) == ("model-sweep-3", "model", size)
-    assert len(Storage.get_alerts("lockstep")) == 1

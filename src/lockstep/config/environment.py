@@ -11,10 +11,7 @@ from lockstep.config.words import nearest
 WANDB = "lockstep.reporting.loggers.wandb"
 WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
 # Each with the module that it imports, which is also the name of the extra, and the package to install.
-OPTIONAL = {
-    "lockstep.reporting.mlflow_logger.mlflow": ("mlflow", "mlflow-skinny"),
-    "lockstep.reporting.trackio_logger.trackio": ("trackio", "trackio"),
-}
+OPTIONAL = {"lockstep.reporting.mlflow_logger.mlflow": ("mlflow", "mlflow-skinny")}
 
 
 def environment_problems(cfg: DictConfig, _: object) -> Iterator[str]:

@@ -159,7 +159,6 @@ KEYS: dict[str, Kind] = {
     "logger.wandb.mode": one_of("auto", "online", "offline"),
     "logger.wandb.log_model": FLAG,
     "logger.mlflow.log_model": FLAG,
-    "logger.trackio.log_model": FLAG,
     "schedule.initial_fraction": SHARE,
     "schedule.final_fraction": SHARE,
     "schedule.milestones": numbers(SHARE, "[0.5,0.75]", rising=True),
