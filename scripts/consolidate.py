@@ -11,6 +11,7 @@ from lockstep.checkpoints import shards
 from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
+from lockstep.machine.files import replacing
 
 
 def consolidate(folder: Path, file: Path) -> Path:
@@ -19,7 +20,7 @@ def consolidate(folder: Path, file: Path) -> Path:
         raise UserError(f"{folder} is not a complete checkpoint of shards, as written with checkpoint.sharded=true.")
     if file.exists():
         raise UserError(f"{file} exists. Type another name.")
-    with shards.replacing(file) as part:
+    with replacing(file) as part:
         shards.write(shards.load(folder), part)
     return file
 

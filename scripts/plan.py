@@ -8,6 +8,7 @@ shows how far the memory was off, and the operations per second. docs/plan.md ha
 """
 
 import argparse
+import math
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -18,28 +19,15 @@ from rich.table import Table
 
 from lockstep import train
 from lockstep.config.batches import accumulated, parts_of_step
-from lockstep.config.checks import check
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
 from lockstep.config.instantiate import create
 from lockstep.config.length import batches_of, total_steps
 from lockstep.config.signatures import locate
-from lockstep.config.words import size
-from lockstep.errors import UserError, raise_problems
+from lockstep.config.words import seconds, size
+from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
-from lockstep.launch.start import check_classes, prepare_data
-from lockstep.machine.world import world_of
+from lockstep.launch.start import checked, prepare_data
 
 STEPS = 12  # that --measure trains; the report's speed leaves out the first ones
-
-
-def composed(overrides: list[str]) -> DictConfig:
-    try:
-        cfg = compose_config("train", overrides)
-    except CONFIG_ERRORS as e:
-        raise UserError(*explain(e, "train", overrides)) from None
-    raise_problems(check(cfg))
-    check_classes(cfg, world_of(cfg), overrides, evaluating=False)
-    return cfg
 
 
 def costs_of(cfg: DictConfig) -> tuple[Any, int]:
@@ -124,23 +112,11 @@ def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) ->
         fits = "" if of.micro_batch <= found.largest_micro_batch else " does not fit"
         row = [name, str(of.world), str(of.micro_batch) + (f" x {of.accumulate}" if of.accumulate > 1 else ""), size(found.memory_bytes) + fits,
                str(found.largest_micro_batch), size(found.communicated_bytes), f"{found.step_s * 1000:.1f} ms",
-               f"{(found.step_s - found.compute_s) / found.step_s:.0%}", duration(epoch_s), duration(run_s)]  # fmt: skip
+               f"{(found.step_s - found.compute_s) / found.step_s:.0%}", seconds(epoch_s), "no end" if math.isinf(run_s) else seconds(run_s)]  # fmt: skip
         table.add_row(*row, *([f"{run_s / 3600 * of.world * args.price:,.2f}"] if args.price else []))
     out.print(table)
     if left_out := [n for n in args.devices if n * args.nodes not in {of.world for _, of, _ in made}]:
         out.print(f"not on {', '.join(map(str, left_out))} devices: data.batch_size={batch} cannot be divided by them")
-
-
-def duration(seconds: float) -> str:
-    if seconds == float("inf"):
-        return "no end"
-    return (
-        f"{seconds:.1f} s"
-        if seconds < 120
-        else f"{seconds / 60:.1f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def measure(overrides: list[str], costs: Any) -> dict[str, float]:
@@ -192,8 +168,8 @@ def main() -> None:
         raise UserError("--utilisation is a share of the peak, above 0 and at most 1.")
     if min(args.devices, default=0) < 1 or args.nodes < 1:
         raise UserError("--devices and --nodes are at least 1.")
-    cfg = composed(args.overrides)
-    if args.measure and world_of(cfg).size > 1:
+    cfg, world = checked(args.overrides)
+    if args.measure and world.size > 1:
         raise UserError("--measure trains in this process. Leave the strategy and trainer.devices out.")
     costs, samples = costs_of(cfg)
     show(cfg, costs, samples, args)

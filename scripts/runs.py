@@ -47,11 +47,11 @@ from lockstep.config.overrides import ABSENT, LOADER, PLACE, as_overrides, typed
 from lockstep.config.project import command
 from lockstep.config.run_files import load_config
 from lockstep.config.schema import GROUPS, KEYS
-from lockstep.config.words import nearest, readable, shown
+from lockstep.config.words import nearest, number, readable, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
-from lockstep.reporting.console import number, out
+from lockstep.reporting.console import out
 from lockstep.reporting.report_file import status
 
 COLUMNS = {

@@ -10,28 +10,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 
 
 def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) -> None:
     """Raises UserError if the arguments are wrong, or the data has no images."""
-    from lockstep.config import project
     from lockstep.config.auto import decided
-    from lockstep.config.checks import check
     from lockstep.config.identity import identify
-    from lockstep.launch.start import check_classes, prepare_data
-    from lockstep.machine.world import world_of
+    from lockstep.launch.start import checked, prepare_data
 
-    project.make_importable()
-    try:
-        cfg = compose_config("train", overrides)
-    except CONFIG_ERRORS as e:
-        raise UserError(*explain(e, "train", overrides)) from None
-    raise_problems(check(cfg))
-    world = world_of(cfg)
-    check_classes(cfg, world, overrides, evaluating=False)
+    cfg, world = checked(overrides)
     prepared, samples = prepare_data(cfg)
     if prepared is None:
         raise UserError(f"{cfg.data._target_} makes its own batches, so Lockstep does not know them.")

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from lockstep.callbacks import watch
 from lockstep.callbacks.watch import Sign, Watcher, hanging, where
-from lockstep.strategies import rendezvous
+from lockstep.machine import process
 
 
 def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Sign:
@@ -159,8 +159,8 @@ def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, 
     for each in both:
         each.start()
     store.wait(["watch/1/0", "watch/1/1"], timedelta(seconds=60))
-    monkeypatch.setattr(rendezvous, "store", store)
-    rendezvous.report_failure(3)
+    monkeypatch.setattr(process, "store", store)
+    process.report_failure(3)
     assert all_said.wait(60)
     assert set(said.values()) == {"ended, because rank 3 failed"}
 

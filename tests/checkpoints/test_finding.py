@@ -13,6 +13,7 @@ from lockstep.checkpoints import shards
 from lockstep.checkpoints.finding import checkpoints, find_run, is_checkpoint, run_folders, step_of
 from lockstep.checkpoints.shards import open_file
 from lockstep.errors import Damaged, UserError
+from lockstep.machine import files
 
 CONTENT = {"epoch": 3, "global_step": 70_000, "state_dict": {"net.w": torch.arange(5000.0)}}
 
@@ -128,7 +129,7 @@ def test_shards_that_were_being_replaced_are_found(run, capsys):
     sharded(folder / "last.ckpt.old", 2)
     sharded(folder / "last.ckpt.part", 2)
     assert [path.name for path in checkpoints(run)] == ["last.ckpt.old"]
-    shards.take_place(folder / "last.ckpt.part", folder / "last.ckpt")
+    files.take_place(folder / "last.ckpt.part", folder / "last.ckpt")
     assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"]
     assert [path.name for path in checkpoints(run)] == ["last.ckpt"]
     assert capsys.readouterr().err == ""
@@ -144,7 +145,7 @@ def test_a_checkpoint_takes_the_place_of_another_of_either_form(before, after, r
             where.write_bytes(file)
         if what == "shards":
             sharded(where, 2)
-    shards.take_place(part, path)
+    files.take_place(part, path)
     assert sorted(p.name for p in folder.iterdir()) == ["last.ckpt"]
     assert path.is_dir() == (after == "shards")
     assert is_checkpoint(path)

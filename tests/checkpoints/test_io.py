@@ -14,6 +14,7 @@ from lockstep.checkpoints import finding, shards
 from lockstep.checkpoints import io as checkpoint_io
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import NotSaved
+from lockstep.machine import files
 
 LONG_S = 60.0  # a test that waits so long has failed
 WEIGHTS = 100_000
@@ -34,8 +35,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.open, self.done = threading.Event(), threading.Event(), []
-        for name in ("write", "take_place", "remove"):
-            monkeypatch.setattr(shards, name, self.noted(name, getattr(shards, name)))
+        for module, name in ((shards, "write"), (files, "take_place"), (files, "remove")):
+            monkeypatch.setattr(module, name, self.noted(name, getattr(module, name)))
 
     def noted(self, name, original):
         def noted(*args):

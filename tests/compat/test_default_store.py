@@ -4,17 +4,18 @@ from datetime import timedelta
 
 import torch
 
+from lockstep.machine import process
 from lockstep.strategies import rendezvous
 
 
 def test_the_store_of_a_group_that_is_there_already_is_used(monkeypatch):
-    monkeypatch.setattr(rendezvous, "store", "of an earlier group")
+    monkeypatch.setattr(process, "store", "of an earlier group")
     monkeypatch.setattr(rendezvous, "group", None)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         rendezvous.meet(None, timedelta(seconds=1))
-        rendezvous.store.set("a", "b")
-        assert rendezvous.store.get("a") == b"b"
+        process.store.set("a", "b")
+        assert process.store.get("a") == b"b"
     finally:
         torch.distributed.destroy_process_group()
 

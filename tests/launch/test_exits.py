@@ -9,6 +9,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.launch import exits
 from lockstep.launch.exits import exit_code
+from lockstep.machine import process
 from lockstep.machine.files import replacing
 from lockstep.reporting.log_file import LogFile
 from lockstep.reporting.loggers import MetricsCsv
@@ -27,9 +28,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     ],
 )
 def test_a_lost_process_is_named_by_its_address_without_a_traceback(error, said, capsys, monkeypatch):
-    from lockstep.strategies import rendezvous
-
-    monkeypatch.setattr(rendezvous, "store", "of several processes")
+    monkeypatch.setattr(process, "store", "of several processes")
 
     def fail() -> None:
         raise RuntimeError(error)

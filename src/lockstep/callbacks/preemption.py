@@ -10,9 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lockstep.errors import Interrupted, Preempted
-from lockstep.machine import signals
+from lockstep.machine import process, signals
 from lockstep.machine.launchers import TORCHRUN, external_launcher
-from lockstep.strategies import rendezvous
 from lockstep.training.steps import steps_done
 
 looks = itertools.count()  # of this process; all processes look at the same steps
@@ -79,7 +78,7 @@ class Preemption(pl.Callback):
         return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
 
     def words(self, trainer: pl.Trainer) -> str:
-        by = signals.received[0].name if signals.received else rendezvous.store.get(WARNED).decode()
+        by = signals.received[0].name if signals.received else process.store.get(WARNED).decode()
         ended = f"ended by {by} after {steps_done(trainer)} steps"
         if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
             return (
@@ -95,7 +94,7 @@ class Preemption(pl.Callback):
         step = steps_done(trainer)
         if step < self.next_look:
             return False
-        store = rendezvous.store
+        store = process.store
         look = next(looks)
         if signals.received:
             store.set(WARNED, f"{signals.received[0].name} to rank {trainer.global_rank}")

@@ -17,9 +17,8 @@ import lightning.pytorch as pl
 
 from lockstep.config.words import readable
 from lockstep.errors import TrainingFailed
-from lockstep.machine import lock
+from lockstep.machine import lock, process
 from lockstep.reporting.report_file import mark_ended
-from lockstep.strategies import rendezvous
 
 QUIET, PATIENCE = 0.75, 0.1  # shares of strategy.timeout_s: without a batch, and without an answer; together below 1
 LOOK_S = 2.0  # seconds between two looks, at most
@@ -93,8 +92,8 @@ class Watcher:
             while not self.over.wait(self.look_s):
                 self.store.set(self.key(self.rank), json.dumps(asdict(self.sign)))
                 self.left = self.store.check([self.key("left")])
-                if self.store.check([rendezvous.FAILED]):
-                    self.failed = int(self.store.get(rendezvous.FAILED))
+                if self.store.check([process.FAILED]):
+                    self.failed = int(self.store.get(process.FAILED))
                 if self.sign.quiet_s > self.limit_s:
                     there = [rank for rank in range(self.size) if self.store.check([self.key(rank)])]
                     self.answers = {rank: Sign(**json.loads(self.store.get(self.key(rank)))) for rank in there}
@@ -179,12 +178,12 @@ class Watch(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         global watched
-        if trainer.world_size == 1 or rendezvous.store is None:
+        if trainer.world_size == 1 or process.store is None:
             return
         watched += 1
         place = trainer.global_rank, trainer.world_size
         self.watcher = Watcher(
-            rendezvous.store.clone(), f"watch/{watched}", *place, self.timeout_s, Path(trainer.default_root_dir)
+            process.store.clone(), f"watch/{watched}", *place, self.timeout_s, Path(trainer.default_root_dir)
         )
         self.watcher.start()
 
@@ -211,5 +210,5 @@ class Watch(pl.Callback):
         if self.watcher is not None:
             self.watcher.over.set()
             with suppress(RuntimeError):  # rank 0 is gone, and the store with it
-                rendezvous.store.set(self.watcher.key("left"), "")
+                process.store.set(self.watcher.key("left"), "")
             self.watcher = None

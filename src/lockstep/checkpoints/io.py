@@ -22,6 +22,7 @@ from lockstep.checkpoints import content, room, shards
 from lockstep.checkpoints.plain import refused
 from lockstep.checkpoints.trees import leaves
 from lockstep.errors import NotSaved, chain
+from lockstep.machine import files
 
 Write = Callable[[dict[str, Any], Path], None]
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -199,14 +200,14 @@ class AtomicCheckpointIO(CheckpointIO):
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with shards.replacing(path) as part:
+    with files.replacing(path) as part:
         shards.write(checkpoint, part)
 
 
 def remove_or_warn(path: Path) -> None:
     """Removes an old checkpoint. A failure is only logged: it is not worth a failed run."""
     try:
-        shards.remove(path)
+        files.remove(path)
     except OSError as e:
         log.warning("the older checkpoint %s could not be removed: %s", path, e.strerror)
 
@@ -217,7 +218,7 @@ def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> No
         write(checkpoint, path)
     except Exception as e:
         with contextlib.suppress(OSError):
-            shards.remove(shards.part_of(path))  # it takes disk space
+            files.remove(files.part_of(path))  # it takes disk space
         full = getattr(os_error(e), "errno", None) in NO_SPACE
         raise NotSaved(
             f"the checkpoint {path} could not be saved: {reason(e)}.{room.missing(checkpoint, path.parent) if full else ''} The earlier ones are complete and still there. "

@@ -8,11 +8,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from omegaconf import DictConfig
 
-from lockstep.checkpoints import room, shards
+from lockstep.checkpoints import room
 from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import save_logged_step, set_logged_step
 from lockstep.errors import Damaged, UserError
+from lockstep.machine import files
 from lockstep.training.steps import accumulated_then, steps_done
 
 
@@ -115,7 +116,7 @@ class LastCheckpoint(Checkpoint):
         """
         names = (self.path.name, f"{self.path.name}.old")  # the next save removes `.old`
         if self.resumed and self.continues_here and trainer.is_global_zero and self.resumed.name not in names:
-            with shards.replacing(self.path) as part:
+            with files.replacing(self.path) as part:
                 (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
 
     def on_load_checkpoint(
@@ -166,7 +167,7 @@ class LastCheckpoint(Checkpoint):
         for path in self.path.parent.iterdir():
             name = BEST.fullmatch(path.name)
             if name and path.resolve() not in kept and (kept or int(name[1]) > steps_done(trainer)):
-                shards.remove(path)
+                files.remove(path)
 
 
 def moved(path: str, folder: Path | None) -> str:

@@ -8,9 +8,7 @@ complete. torch.distributed.checkpoint stores its metadata as a pickle, which ma
 # rows of that tensor from row `first` on.
 
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -118,41 +116,3 @@ def resharded(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
     local = rows_between(shards, *row_range(shape[0], mesh.get_local_rank(), mesh.size()))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local.to(mesh.device_type), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def remove(path: Path) -> None:
-    """Removes a checkpoint, file or folder, if there is one."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def part_of(path: Path) -> Path:
-    """Where a checkpoint is written before it takes its name."""
-    return path.with_name(path.name + ".part")
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yields the path to write a checkpoint to; it replaces the one at `path` when the block ends without an error."""
-    part = part_of(path)
-    remove(part)
-    yield part
-    take_place(part, path)
-
-
-def take_place(part: Path, path: Path) -> None:
-    """Moves the checkpoint `part` to `path`.
-
-    A file replaces a file atomically. A folder cannot: for an instant only `<path>.old` exists, which finding.py looks for.
-    """
-    if part.is_file() and not path.is_dir():
-        part.replace(path)
-        return
-    old = path.with_name(path.name + ".old")
-    if path.exists():
-        remove(old)  # left by a kill
-        path.rename(old)
-    part.rename(path)
-    remove(old)

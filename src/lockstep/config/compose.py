@@ -21,6 +21,7 @@ from lockstep.config.identity import sweep_name
 from lockstep.config.project import command, config_folders
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import nearest
+from lockstep.errors import UserError
 
 MOVED = {  # keys of earlier versions
     "data.random_shift": "augment=[shift] augment.shift.pixels=<n>; several operations: augment=[shift,flip]",
@@ -69,6 +70,14 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
         except Exception as e:  # such as YAML's, or Hydra's ValueError for model=null; only configs are read here
             raise ConfigCompositionException(str(e)) from e
         return cfg
+
+
+def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """`compose_config`. Raises UserError: all that is wrong with the command."""
+    try:
+        return compose_config(config_name, overrides)
+    except CONFIG_ERRORS as e:
+        raise UserError(*explain(e, config_name, list(overrides))) from None
 
 
 def fails_to_compose(config_name: str, overrides: Sequence[str]) -> bool:

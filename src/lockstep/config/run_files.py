@@ -55,14 +55,16 @@ def read_report(folder: Path) -> dict[str, Any]:
     return report
 
 
+def whole_rows(path: Path) -> "csv.DictReader[str]":
+    """The rows of a CSV file that a run appends to, without a last one that a kill cut off; none without a file."""
+    text = path.read_text() if path.is_file() else ""
+    return csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """The rows of metrics.csv, without empty cells; no rows without a file."""
-    if not path.is_file():
-        return []
     try:
-        # A kill may have cut off the last row.
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
+        rows = [{name: float(value) for name, value in row.items() if value} for row in whole_rows(path)]
         if all(row.get("step", 0.5).is_integer() for row in rows):
             return rows
         why = "a row has no step"

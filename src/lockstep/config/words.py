@@ -20,6 +20,24 @@ def shown(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.1f}"
+    return f"{value:,}" if type(value) is int else "" if value is None else str(value)
+
+
+def percent(share: float) -> str:
+    return f"{share:.2%}" if 0.995 <= share < 1 or 0 < share < 0.005 else f"{share:.1%}"
+
+
+def seconds(value: float) -> str:
+    if value < 1:
+        return f"{1000 * value:.0f} ms"
+    if value < 120:
+        return f"{value:.1f} s"
+    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
+
+
 def readable(text: str) -> str:
     """`text` with control characters spelt out, except line ends and tabs: a terminal would obey its escape sequences."""
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else ascii(c)[1:-1] for c in text)

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep.checkpoints.content import DATA
 from lockstep.config.compose import CONFIG_ERRORS, compose_config
 from lockstep.config.identity import model_title, title
+from lockstep.config.keys import dotted
 from lockstep.config.run_files import read_report
 from lockstep.config.words import shown
 from lockstep.reporting.provenance import versions
@@ -131,24 +132,15 @@ def settings_lines(cfg: DictConfig) -> Iterator[str]:
     """The config as differences from the defaults; `config.yaml` has all of it."""
     yield from ("## Settings", "", "What differs from the defaults; `config.yaml` has all settings.", "")
     try:
-        defaults = flat(OmegaConf.to_container(compose_config("train", []), resolve=True))
+        defaults = dotted(OmegaConf.to_container(compose_config("train", []), resolve=True))
     except CONFIG_ERRORS:
         defaults = {}
-    own = flat(OmegaConf.to_container(cfg, resolve=True))
+    own = dotted(OmegaConf.to_container(cfg, resolve=True))
     keys = [
         key for key, value in own.items() if key.partition(".")[0] not in NOT_SETTINGS and defaults.get(key) != value
     ]
     yield from (f"- `{key}={shown(own[key])}`" for key in keys)
     yield ""
-
-
-def flat(node: Any, key: str = "") -> dict[str, Any]:
-    if not isinstance(node, dict) or not node:
-        return {key: node}
-    found: dict[str, Any] = {}
-    for name, value in node.items():
-        found |= flat(value, f"{key}.{name}".lstrip("."))
-    return found
 
 
 def licence_lines(part: Path) -> Iterator[str]:

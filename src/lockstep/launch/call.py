@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.compose import CONFIG_ERRORS, callers_hydra_restored, compose_config, explain
-from lockstep.errors import RunFailed, UserError, raise_problems
+from lockstep.config.compose import callers_hydra_restored, composed
+from lockstep.errors import RunFailed, raise_problems
 from lockstep.launch import jobs
 from lockstep.launch.cli import command
 from lockstep.launch.start import start
@@ -21,10 +21,7 @@ def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` and leaves this process as it was."""
     raise_problems(launcher_problems(os.environ))
     with process.restored():
-        try:
-            cfg = compose_config(name, overrides)
-        except CONFIG_ERRORS as e:
-            raise UserError(*explain(e, name, overrides)) from None
+        cfg = composed(name, overrides)
         script = jobs.script(name)
         return start(jobs.Job(name, script, guarded(jobs.load(script))), cfg, overrides)
 

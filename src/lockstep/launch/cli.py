@@ -68,8 +68,7 @@ def main(run: Run, name: str) -> None:
     with signals.noted(interrupt=signals.end_once) if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
     if ended[0] and (received or external_launcher(os.environ)):
-        if met := sys.modules.get("lockstep.strategies.rendezvous"):
-            met.report_failure(rank)
+        process.report_failure(rank)
         exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
 

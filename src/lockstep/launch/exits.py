@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from lockstep.config.words import readable
 from lockstep.errors import RunFailed, TrainingFailed, UserError
-from lockstep.machine import signals
+from lockstep.machine import process, signals
 
 INTERRUPTED = 130
 LOOK_S = 1.0  # seconds between two looks for torchrun's agent
@@ -41,8 +41,7 @@ def disk_error(error: Exception) -> str:
 
 def lost_process(e: Exception) -> str:
     """What an error of gloo or nccl means for people; empty if no other process is missing."""
-    met = sys.modules.get("lockstep.strategies.rendezvous")
-    error = str(e) if isinstance(e, RuntimeError) and met and met.store is not None else ""
+    error = str(e) if isinstance(e, RuntimeError) and process.store is not None else ""
     if any(sign in error for sign in SILENT):
         return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
     address = PEER.search(error)

@@ -14,7 +14,7 @@ from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check, wrong_values
 from lockstep.config.components import about_problems
-from lockstep.config.compose import beyond_schema, fixed_keys, key_of, without_replaced_defaults
+from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.config.length import step_problems
 from lockstep.config.structure import missing_keys
@@ -67,6 +67,16 @@ def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evalua
     components = () if evaluating else component_problems(cfg, everything=beyond_schema(overrides))
     operations = () if evaluating else operation_problems(cfg, world)
     raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating), *operations])
+
+
+def checked(overrides: list[str]) -> tuple[DictConfig, World]:
+    """The config of a training, with its processes, for scripts that train differently. Raises UserError: it is wrong."""
+    project.make_importable()
+    cfg = composed("train", overrides)
+    raise_problems(check(cfg))
+    world = world_of(cfg)
+    check_classes(cfg, world, overrides, evaluating=False)
+    return cfg, world
 
 
 def runs_here(world: World) -> bool:

@@ -31,15 +31,37 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A reader sees the old file or the new one, never a part of it. A kill leaves `<name>.part`, which the next write removes.
     """
-    part = path.with_name(f"{path.name}.part")
+    part = part_of(path)
     remove(part)
     try:
         with naming(path):
             yield part
-            part.replace(path)
+            take_place(part, path)
     except BaseException:
         remove(part)
         raise
+
+
+def part_of(path: Path) -> Path:
+    """Where a file or a folder is written before it takes its name."""
+    return path.with_name(f"{path.name}.part")
+
+
+def take_place(part: Path, path: Path) -> None:
+    """Moves the file or the folder `part` to `path`.
+
+    A file replaces a file atomically. A folder cannot: for an instant only `<path>.old` exists, which checkpoints/finding.py looks
+    for.
+    """
+    if part.is_file() and not path.is_dir():
+        part.replace(path)
+        return
+    old = path.with_name(f"{path.name}.old")
+    if path.exists():
+        remove(old)  # left by a kill
+        path.rename(old)
+    part.rename(path)
+    remove(old)
 
 
 def remove(path: Path) -> None:

@@ -12,12 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+FAILED = "failed"  # in the store: a rank that has ended in failure
+store: Any = None  # of torch.distributed, which the processes of this attempt share (strategies/rendezvous.py)
 owned = False  # whether this process exists to run a command; not in a notebook or a caller of `lockstep.train`
 
 
 def own() -> None:
     global owned
     owned = True
+
+
+def report_failure(rank: int) -> None:
+    """Tells the other processes, which may not notice it in a collective (callbacks/watch.py)."""
+    if store is not None:
+        with contextlib.suppress(RuntimeError):  # its server is gone
+            store.set(FAILED, str(rank))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Where two runs differ: config, data, rows of the log, figures, weights and the rest of their state."""
 
-import csv
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from omegaconf import OmegaConf
 
 from lockstep.checkpoints.trees import leaves
 from lockstep.config.keys import dotted
-from lockstep.config.run_files import load_config, read_report, refuse_damage
+from lockstep.config.run_files import load_config, read_report, refuse_damage, whole_rows
 from lockstep.reporting.digests import parting
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
@@ -43,14 +42,9 @@ def find(given: str, runs_dir: Path) -> Run:
             f"{given} is not a run: neither {given}/config.yaml nor {runs_dir / given}/config.yaml exists"
         )
     refuse_damage(folder)
-    report = read_report(folder)
-    rows, columns = [], []
-    if (folder / "metrics.csv").is_file():
-        with (folder / "metrics.csv").open(newline="") as file:
-            reader = csv.DictReader(file)
-            rows, columns = list(reader), list(reader.fieldnames or [])
+    metrics = whole_rows(folder / "metrics.csv")
     config = dotted(OmegaConf.to_container(load_config(folder / "config.yaml")))
-    return Run(folder, config, report, rows, columns)
+    return Run(folder, config, read_report(folder), list(metrics), list(metrics.fieldnames or []))
 
 
 def relative(a: float, b: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.config.words import readable
+from lockstep.config.words import number, readable
 
 log = logging.getLogger("lockstep")
 out = Console(
@@ -68,14 +68,6 @@ def say(text: str) -> None:
     if getattr(rank_zero_only, "rank", 0) == 0:
         out.print(readable(text), soft_wrap=True)
         log.info(readable(text))
-
-
-def number(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4f}" if abs(value) < 100 else f"{value:,.1f}"
-    return (
-        f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
-    )
 
 
 def speed(report: dict[str, Any]) -> str:

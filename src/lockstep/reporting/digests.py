@@ -7,11 +7,12 @@ the weights after the step.
 import csv
 from pathlib import Path
 
+from lockstep.config.run_files import whole_rows
 from lockstep.machine import files
 
 COLUMNS = ("step", "what", "name", "digest")
 LOSS, GRADIENT, WEIGHT = "loss of logical rank", "gradient", "weight"
-Row = tuple[str, str, str, str]
+Row = tuple[str, ...]
 
 
 def path_in(folder: Path) -> Path:
@@ -19,12 +20,7 @@ def path_in(folder: Path) -> Path:
 
 
 def rows(folder: Path) -> list[Row]:
-    """All rows, without a last one that a kill cut off; none without a file."""
-    path = path_in(folder)
-    if not path.is_file():
-        return []
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [(row[0], row[1], row[2], row[3]) for row in csv.reader(lines[1:])]
+    return [tuple(row.values()) for row in whole_rows(path_in(folder))]
 
 
 def append(folder: Path, added: list[Row]) -> None:

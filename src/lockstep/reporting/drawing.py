@@ -6,10 +6,9 @@ from typing import Any
 from markupsafe import Markup
 from PIL import Image
 
+from lockstep.config.words import number, percent
 from lockstep.reporting.chart import chart, classes
-from lockstep.reporting.console import number
 from lockstep.reporting.pictures import data_uri, overlaid, thumbnail
-from lockstep.reporting.render import percent
 from lockstep.tasks.panel import Bars, Lines, Mask, Points, Sample, Tokens
 
 

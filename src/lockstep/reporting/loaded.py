@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.checkpoints.finding import similar_runs
 from lockstep.config.run_files import read_metrics, read_report
+from lockstep.config.words import number
 from lockstep.errors import UserError
 from lockstep.reporting.report_file import evaluated, status
 
@@ -59,8 +60,6 @@ class Report(dict[str, Any]):
 
     def _repr_html_(self) -> str:
         """A table of the main figures, which viewers without frames show as well; then the page."""
-        from lockstep.reporting.console import number  # imports rich, which a start of a run need not wait for
-
         names = ("run", "status", "error", *evaluated(self), str(self.get("monitor")), "train/steps", "wall_s")
         rows = {name: number(self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.config.run_files import whole_rows
 from lockstep.errors import TrainingFailed
 from lockstep.machine import files
 from lockstep.reporting import digests
@@ -56,8 +57,10 @@ class MetricsCsv(Logger):
         elif not self.columns:
             self.columns = self.rows()[0]
         new = [name for name in row if name not in self.columns]
-        if new:
-            self.widen(new)
+        if new:  # rewrites the file and replaces it
+            old = self.rows()[1]
+            self.columns = [*self.columns, *new]
+            self.write(old)
         with files.naming(self.path), self.path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
 
@@ -69,16 +72,8 @@ class MetricsCsv(Logger):
         self.columns = []
 
     def rows(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Columns and rows, without a last row that a kill cut off."""
-        lines = self.path.read_text().splitlines(keepends=True)
-        reader = csv.DictReader([line for line in lines if line.endswith("\n")])
+        reader = whole_rows(self.path)
         return list(reader.fieldnames or []), list(reader)
-
-    def widen(self, new: list[str]) -> None:
-        """Adds columns: rewrites the file and replaces it."""
-        old = self.rows()[1] if self.path.exists() else []
-        self.columns = [*self.columns, *new]
-        self.write(old)
 
     def write(self, rows: list[dict[str, str]]) -> None:
         with files.replacing(self.path) as part, part.open("w", newline="") as file:

@@ -11,14 +11,13 @@ from lockstep.config.identity import run_dir
 from lockstep.config.overrides import as_overrides, typed
 from lockstep.config.project import command
 from lockstep.config.run_files import read_metrics
-from lockstep.config.words import size
+from lockstep.config.words import number, seconds, size
 from lockstep.machine.files import write_text
 from lockstep.reporting.chart import chart, classes
-from lockstep.reporting.console import number
 from lockstep.reporting.drawing import FILTERS
 from lockstep.reporting.log_file import last_lines, warnings_in
 from lockstep.reporting.panels_file import write_panels
-from lockstep.reporting.render import render, seconds
+from lockstep.reporting.render import render
 from lockstep.reporting.report_file import evaluated
 from lockstep.tasks.panel import Content, Durations, Gallery
 

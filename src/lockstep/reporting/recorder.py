@@ -18,7 +18,7 @@ from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.run_files import read_metrics, read_report
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.machine import lock
+from lockstep.machine import lock, process
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
 from lockstep.reporting.log_file import Logs
@@ -197,9 +197,8 @@ class Recorder:
             self.report["time/test_s"] = time.perf_counter() - self.trained_s
         if error is not None:
             self.report["error"] = f"{type(error).__name__}: {error}"
-        rendezvous = sys.modules.get("lockstep.strategies.rendezvous")
-        if rendezvous and isinstance(error, Exception) and not isinstance(error, UserError | TrainingFailed):
-            rendezvous.report_failure(self.rank)  # now, because the others wait for this process
+        if isinstance(error, Exception) and not isinstance(error, UserError | TrainingFailed):
+            process.report_failure(self.rank)  # now, because the others wait for this process
         if self.rank != 0 or (not self.logs.handlers and (error is None or isinstance(error, UserError))):
             return
         if self.logs.handlers and not self.dir.is_dir():  # it was removed meanwhile

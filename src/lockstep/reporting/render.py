@@ -10,25 +10,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.reporting.console import number
+from lockstep.config.words import number, percent, seconds
 
 FOLDER = Path(__file__).parent / "templates"
 
 
-def percent(share: float) -> str:
-    return f"{share:.2%}" if 0.995 <= share < 1 or 0 < share < 0.005 else f"{share:.1%}"
-
-
 def interval(ends: tuple[float, float]) -> str:
     return f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}"
-
-
-def seconds(value: float) -> str:
-    if value < 1:
-        return f"{1000 * value:.0f} ms"
-    if value < 120:
-        return f"{value:.1f} s"
-    return f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.1f} h"
 
 
 FILTERS = (percent, interval, seconds, number)

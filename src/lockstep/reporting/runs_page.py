@@ -10,11 +10,10 @@ from typing import Any
 from lockstep.config.keys import dotted
 from lockstep.config.overrides import PLACE
 from lockstep.config.run_files import read_metrics
-from lockstep.config.words import shown
+from lockstep.config.words import number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.reporting.chart import chart, classes
-from lockstep.reporting.console import number
-from lockstep.reporting.render import render, seconds
+from lockstep.reporting.render import render
 from lockstep.reporting.report_file import evaluated
 
 FIGURES, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB

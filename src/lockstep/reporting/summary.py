@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from lockstep.config.identity import evaluation_file, run_dir
 from lockstep.config.project import command
-from lockstep.config.words import size
+from lockstep.config.words import number, size
 from lockstep.machine.files import write_json
 from lockstep.machine.world import World
 
@@ -20,7 +20,7 @@ def show_run(
     cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModule | None", panels: "list[Content]"
 ) -> None:
     """Writes report.html and prints the table at the end of a run."""
-    from lockstep.reporting.console import figures_table, number, say, speed
+    from lockstep.reporting.console import figures_table, say, speed
     from lockstep.reporting.page import headline_of, write_page
     from lockstep.reporting.wandb_logger import wandb_sync_line
 
@@ -68,7 +68,7 @@ def show_predictions(cfg: DictConfig, world: World, counted: Any) -> None:
 
 def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:
     """Prints the figures and writes them to eval.json in the run's directory."""
-    from lockstep.reporting.console import figures_table, number
+    from lockstep.reporting.console import figures_table
 
     report = {
         "run": cfg.run,

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.config.keys import dotted
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import Logger
@@ -112,12 +114,7 @@ def drawn(panels: "Sequence[Content]") -> dict[str, list[Any]]:
     return found
 
 
-def flat(config: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+def flat(config: dict[Any, Any]) -> dict[str, Any]:
     """Keys as they are typed, `optim.lr`; values that are no number, flag or text become one."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{above}{name}.")
-        else:
-            found[f"{above}{name}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return found
+    values = dotted(config).items()
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}

@@ -19,6 +19,7 @@ from lockstep.checkpoints import shards
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
+from lockstep.machine import files
 from lockstep.strategies.one_format import OneFormat, gathered
 from lockstep.strategies.rendezvous import meet
 from lockstep.training.tree_sums import TreeReduceScatter
@@ -196,7 +197,7 @@ class FullySharded(OneFormat, WholeMeshStrategy):
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
         """Runs in the writing thread while training continues, with a process group of its own."""
-        part = shards.part_of(path)
+        part = files.part_of(path)
         with self.all_or_none():
             if self.is_global_zero:
                 shutil.rmtree(part, ignore_errors=True)
@@ -205,7 +206,7 @@ class FullySharded(OneFormat, WholeMeshStrategy):
             shards.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
         with self.all_or_none():
             if self.is_global_zero:
-                shards.take_place(part, path)
+                files.take_place(part, path)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -21,13 +21,12 @@ import torch
 from lockstep.compat.default_store import default_store
 from lockstep.config.words import readable
 from lockstep.errors import NoRendezvous
+from lockstep.machine import process
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
 GRACE = 1.5  # times the timeout, after which this process would have ended by itself
-FAILED = "failed"  # in the store of the attempt: a rank that has ended in failure
 dist: Any = torch.distributed  # its type stubs lack the stores
-store: Any = None  # of the running attempt
-group: Any = None  # to which it belongs
+group: Any = None  # to which the store of the running attempt belongs
 
 
 def meet(strategy: Any, timeout: timedelta) -> None:
@@ -36,10 +35,10 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     Raises:
         NoRendezvous: the processes did not find each other within `timeout`.
     """
-    global store, group
+    global group
     if dist.is_initialized():  # by an earlier fit of this process, or by the caller
         if group is not dist.group.WORLD:
-            store, group = default_store(), dist.group.WORLD
+            process.store, group = default_store(), dist.group.WORLD
         return
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
@@ -52,7 +51,7 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     try:
         with ended_after(2 * limit_s, f"{unmet}: no answer"):  # it connects, asks, and waits for the others
             shared = connect(place.main_address, place.main_port, rank, size, timeout)
-            store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
+            process.store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
     except dist.DistError as e:
         raise NoRendezvous(f"{unmet}: {str(e).splitlines()[0]}", alike=False) from None
     lost = f"rank {rank} of {size} met the others at {address} and lost them while they connected"
@@ -60,7 +59,7 @@ def meet(strategy: Any, timeout: timedelta) -> None:
         with ended_after(limit_s, lost):
             dist.init_process_group(
                 dist.get_default_backend_for_device(device),
-                store=store,
+                store=process.store,
                 rank=rank,
                 world_size=size,
                 timeout=timeout,
@@ -134,10 +133,3 @@ def raise_missing(missing: list[int], size: int, address: str, timeout: timedelt
             "processes, with the same address and port.",
             alike=True,
         )
-
-
-def report_failure(rank: int) -> None:
-    """Tells the other processes, which may not notice it in a collective (callbacks/watch.py)."""
-    if store is not None:
-        with suppress(RuntimeError):  # its server is gone
-            store.set(FAILED, str(rank))
