@@ -25,7 +25,7 @@ from lockstep.machine.world import World
 from lockstep.prediction import columns, parts
 from lockstep.prediction.gallery import write_gallery
 from lockstep.prediction.request import gallery_of
-from lockstep.prediction.writer import KEPT, Writer, pixels_of
+from lockstep.prediction.writer import KEPT, Writer
 from lockstep.tasks import Task
 from lockstep.training import memory
 from lockstep.training.module import TaskModule
@@ -77,10 +77,14 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
         )
     made: Callable[[Any], Columns]
     if isinstance(module, TaskModule):
-        refuse_top_k(module.task, asked.top_k)
+        if asked.top_k > 1 and type(module.task).top is Task.top:
+            what = f"top_k={asked.top_k} has no effect: {type(module.task).__name__} does not rank classes"
+            raise UserError(f"{what}. Leave it out.")
         made, about_names = partial(of_task, module.task, asked.top_k), module.task.about.get(module.task.names, ())
     else:
         made, about_names = columns.of_module, ()
+    if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
+        raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
     files = data.dataset if isinstance(data.dataset, ImageFiles) else None
     writer = Writer(
         output,
@@ -90,7 +94,7 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
         names=about_names,
         probabilities=asked.probabilities,
         overwrite=asked.overwrite,
-        image=pixels_of(data.about) if asked.gallery else None,
+        about=data.about if asked.gallery else None,
         original_size=files.test.original_size if files else None,
         same=files.fingerprint if files else "",
     )
@@ -128,11 +132,6 @@ def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
         # a loss between samples is none of a sample's own
         **({"loss": task.loss(network_output, batch)} if known and not task.between_samples else {}),
     }
-
-
-def refuse_top_k(task: Task, top_k: int) -> None:
-    if top_k > 1 and type(task).top is Task.top:
-        raise UserError(f"top_k={top_k} has no effect: {type(task).__name__} does not rank classes. Leave it out.")
 
 
 def of_file(files: ImageFiles) -> Any:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
+from lockstep.reporting.pictures import restored
 from lockstep.tasks.panel import Content, Gallery, Sample
 from lockstep.training.panels import pictures
 
@@ -32,14 +32,11 @@ class FirstBatch(pl.Callback):
         targets = targets[0] if isinstance(targets, list | tuple) else targets
         if not isinstance(given, Tensor) or given.dim() != 4:
             return []
-        image_BCHW = given[:SHOWN].detach().float().cpu()  # SYNC: once a run
-        mean, std = (about.get(key) for key in ("mean", "std"))
-        if mean and std and len(mean) == image_BCHW.shape[1]:
-            mean_C, std_C = (torch.tensor(each).view(-1, 1, 1) for each in (mean, std))
-            image_BCHW = ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).to(torch.uint8)
+        given = given[:SHOWN].detach().float().cpu()  # SYNC: once a run
+        image_BCHW = restored(given, about)
         index_B = batch["index"][:SHOWN].tolist() if named and "index" in batch else [None] * SHOWN
         facts = [{"target": name} for name in names(targets, about.get("classes") or ())] or [{}] * SHOWN
-        rows = zip(index_B, facts, pictures(image_BCHW) or (), strict=False)
+        rows = zip(index_B, facts, pictures(given if image_BCHW is None else image_BCHW) or (), strict=False)
         return [Sample(index, fact, image) for index, fact, image in rows]
 
     def report_panels(self) -> list[Content]:

@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 FAILED = "failed"  # in the store: a rank that has ended in failure
@@ -32,17 +31,17 @@ def report_failure(rank: int) -> None:
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Restores the environment, the arguments, the import path, the working directory and signal handlers afterwards."""
-    environment, argv, path, folder = dict(os.environ), list(sys.argv), list(sys.path), Path.cwd()
+    environment, argv, path = dict(os.environ), list(sys.argv), list(sys.path)
     main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main_thread else {}
     try:
-        yield
+        with contextlib.chdir("."):
+            yield
     finally:
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
         sys.argv[:], sys.path[:] = argv, path
-        os.chdir(folder)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
                 signal.signal(number, handler)
@@ -54,71 +53,38 @@ def libraries_restored() -> Iterator[None]:
     import numpy as np
     import torch
 
-    randomness = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    with logging_restored(), warnings_restored(), torch_restored():
-        try:
-            yield
-        finally:
-            random.setstate(randomness[0])
-            np.random.set_state(randomness[1])
-            torch.set_rng_state(randomness[2])
-            if gpus:
-                torch.cuda.set_rng_state_all(gpus)
+    cuda: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    threads = torch.get_num_threads()
+    # Both of torch's interfaces, the older one last, so it is restored first: it also sets the newer one's values.
+    flags = [(cudnn, "deterministic"), (cudnn, "benchmark"), (cudnn.rnn, "fp32_precision"), (cudnn.conv, "fp32_precision"),
+             (cuda, "fp32_precision"), (cudnn, "allow_tf32"), (cuda, "allow_tf32")]  # fmt: skip
+    with logging_restored(), warnings.catch_warnings(), contextlib.ExitStack() as after:
+        after.callback(logging.captureWarnings, warnings.showwarning.__module__ == "logging")
+        for place, name in flags:
+            with contextlib.suppress(RuntimeError):  # the caller has used the newer interface, so the older one refuses
+                after.callback(setattr, place, name, getattr(place, name))
+        only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        after.callback(torch.use_deterministic_algorithms, deterministic, warn_only=only_warn)
+        after.callback(lambda: torch.get_num_threads() == threads or torch.set_num_threads(threads))
+        if torch.cuda.is_initialized():
+            after.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        after.callback(torch.set_rng_state, torch.get_rng_state())
+        after.callback(np.random.set_state, np.random.get_state())
+        after.callback(random.setstate, random.getstate())
+        yield
 
 
 @contextlib.contextmanager
 def logging_restored() -> Iterator[None]:
     """Restores existing loggers; those created meanwhile have no earlier state."""
-    loggers = [logging.root, *(x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger))]
-    before = [(x, x.level, x.propagate, x.disabled, list(x.handlers), list(x.filters)) for x in loggers]
-    handlers = [(x, x.level, list(x.filters)) for logger in loggers for x in logger.handlers]
-    try:
+    known = [x for x in logging.root.manager.loggerDict.values() if isinstance(x, logging.Logger)]
+    with contextlib.ExitStack() as after:
+        after.callback(logging.root.setLevel, logging.root.level)  # last, because it clears the caches of all loggers
+        for x in (logging.root, *known):
+            attributes = {"propagate": x.propagate, "disabled": x.disabled, "handlers": list(x.handlers)}
+            after.callback(vars(x).update, attributes, level=x.level, filters=list(x.filters))
+            for handler in x.handlers:
+                after.callback(vars(handler).update, level=handler.level, filters=list(handler.filters))
         yield
-    finally:
-        for logger, level, propagate, disabled, own_handlers, filters in before:
-            if logger.level != level:  # setting it clears the caches of all loggers; Lightning has hundreds
-                logger.setLevel(level)
-            logger.propagate, logger.disabled = propagate, disabled
-            logger.handlers[:], logger.filters[:] = own_handlers, filters
-        for handler, level, filters in handlers:
-            handler.setLevel(level)
-            handler.filters[:] = filters
-
-
-@contextlib.contextmanager
-def warnings_restored() -> Iterator[None]:
-    """`warnings.catch_warnings`, and whether warnings go to the log, which it does not restore."""
-    to_log = warnings.showwarning.__module__ == "logging"
-    with warnings.catch_warnings():
-        try:
-            yield
-        finally:
-            logging.captureWarnings(False)
-            if to_log:
-                logging.captureWarnings(True)
-
-
-@contextlib.contextmanager
-def torch_restored() -> Iterator[None]:
-    import torch
-
-    cuda: Any = torch.backends.cuda.matmul
-    cudnn: Any = torch.backends.cudnn
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    # Both of torch's interfaces, the older one first, because it also sets the newer one's values.
-    names = [(cuda, "allow_tf32"), (cudnn, "allow_tf32"), (cuda, "fp32_precision"), (cudnn.conv, "fp32_precision"),
-             (cudnn.rnn, "fp32_precision"), (cudnn, "benchmark"), (cudnn, "deterministic")]  # fmt: skip
-    flags: list[tuple[Any, str, Any]] = []
-    for place, name in names:
-        with contextlib.suppress(RuntimeError):  # the caller has used the newer interface, so the older one refuses
-            flags.append((place, name, getattr(place, name)))
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic, warn_only=only_warn)
-        for place, name, value in flags:
-            setattr(place, name, value)

@@ -4,39 +4,28 @@ A stream may be closed (`>&-`), full (`>/dev/full`), without a reader (`| head -
 What it does not take is dropped; train.log has the same lines.
 """
 
+import io
 import os
 import sys
-from typing import Any
 
 NOTEBOOK = "LOCKSTEP_NOTEBOOK"  # tells processes of a run that their output goes to a notebook
 
 
-class Unfailing:
-    """A text stream that gives up instead of raising."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        stream.reconfigure(errors="replace")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+class Unfailing(io.TextIOWrapper):
+    """A text stream that gives up instead of raising: the null device takes what is left, and the output of libraries."""
 
     def write(self, text: str) -> int:
         try:
-            self.stream.write(text)
+            return super().write(text)
         except OSError:
-            self.give_up()
-        return len(text)
+            discard(self.fileno())
+            return len(text)
 
     def flush(self) -> None:
         try:
-            self.stream.flush()
+            super().flush()
         except OSError:
-            self.give_up()
-
-    def give_up(self) -> None:
-        """Puts the null device in its place, so what is left in buffers goes there, and so does the output of libraries."""
-        discard(self.stream.fileno())
+            discard(self.fileno())
 
 
 def in_notebook() -> bool:
@@ -45,12 +34,8 @@ def in_notebook() -> bool:
 
 
 def discard(descriptor: int) -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    if null == descriptor:  # it was closed
-        os.set_inheritable(null, True)
-    else:
-        os.dup2(null, descriptor)
-        os.close(null)
+    os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+    os.set_inheritable(descriptor, True)  # if it was closed, the null device was opened under its number
 
 
 def secure() -> None:
@@ -59,6 +44,7 @@ def secure() -> None:
         stream = getattr(sys, name)
         if stream is None:  # a file that is opened later would take its number, and its output
             discard(descriptor)
-            stream = os.fdopen(descriptor, "w", closefd=False)
-        if hasattr(stream, "reconfigure"):
-            setattr(sys, name, Unfailing(stream))
+            setattr(sys, name, os.fdopen(descriptor, "w", errors="replace", closefd=False))
+        elif isinstance(stream, io.TextIOWrapper):
+            buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, Unfailing(stream.buffer, stream.encoding, "replace", **buffering))

@@ -18,6 +18,7 @@ def folder_of(output: Path) -> Path:
 
 
 def part(output: Path, rank: int) -> Path:
+    """The file of one process: a line holds the number of a batch and a row."""
     return folder_of(output) / f"rank-{rank}.jsonl"
 
 
@@ -26,20 +27,8 @@ def masks(output: Path, column: str) -> Path:
     return output.with_name(f"{output.stem}-{column}")
 
 
-class Part:
-    """The rows of one process: a line holds the number of the batch and a row."""
-
-    def __init__(self, output: Path, rank: int) -> None:
-        self.file = part(output, rank).open("w", encoding="utf-8")
-
-    def write(self, batch: int, rows: list[Row]) -> None:
-        self.file.writelines(f"{json.dumps([batch, row])}\n" for row in rows)
-
-    def close(self) -> None:
-        self.file.close()
-
-
 def lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of one process, each with the number of its batch."""
     if not path.is_file():
         raise UserError(f"{path} is not there: output needs a folder that all machines share. Type another output=.")
     with path.open(encoding="utf-8") as file:

@@ -2,9 +2,10 @@
 
 # B batch
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lightning.pytorch as pl
 from torch import Tensor
@@ -15,7 +16,7 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine.files import remove
 from lockstep.prediction import columns, parts
 from lockstep.prediction.formats import Row
-from lockstep.reporting.pictures import data_uri, overlaid, thumbnail
+from lockstep.reporting.pictures import data_uri, overlaid, restored, thumbnail
 
 Columns = dict[str, Any]
 KEPT = 200  # thumbnails of a gallery
@@ -25,7 +26,7 @@ class Writer(pl.Callback):
     """Turns what `predict_step` returns into rows, in a file of this process; nothing is kept in memory.
 
     `first(index)` and `problems()` are the columns that the data knows: of each sample, and why samples of the current batch
-    could not be read. `made` makes columns of the outputs. `image(batch)` has the pixels for a gallery. Masks are enlarged or
+    could not be read. `made` makes columns of the outputs. `about` describes the images of a gallery. Masks are enlarged or
     shrunk to `original_size(index)`, if it is known.
     """
 
@@ -39,14 +40,14 @@ class Writer(pl.Callback):
         names: Sequence[str],
         probabilities: bool,
         overwrite: bool,
-        image: Callable[[Any], Tensor] | None = None,
+        about: Mapping[str, Any] | None = None,
         original_size: Callable[[int], tuple[int, int]] | None = None,
         same: str = "",
     ) -> None:
         self.output, self.made, self.first, self.problems = output, made, first, problems
-        self.names, self.wide, self.overwrite, self.image, self.same = names, probabilities, overwrite, image, same
+        self.names, self.wide, self.overwrite, self.about, self.same = names, probabilities, overwrite, about, same
         self.original_size = original_size
-        self.part: parts.Part | None = None
+        self.file: IO[str] | None = None
         self.order: Iterator[Any] = iter(())
         self.kept = 0
 
@@ -60,13 +61,13 @@ class Writer(pl.Callback):
                 "input: the processes found different files, because the folder changes. Type a CSV of the files."
             )
         trainer.strategy.barrier("the folder of the parts")
-        self.part = parts.Part(self.output, trainer.global_rank)
+        self.file = parts.part(self.output, trainer.global_rank).open("w", encoding="utf-8")
         self.order = iter(trainer.predict_dataloaders.sampler)  # type: ignore[union-attr]  # the loader's own order again
 
     def on_predict_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
     ) -> None:
-        assert self.part is not None
+        assert self.file is not None
         indices = next(self.order)
         indices = indices[indices != FILLER].tolist()
         if not indices:
@@ -85,14 +86,15 @@ class Writer(pl.Callback):
                 {**(self.first(index) if why else row), parts.ERROR: why}
                 for index, row, why in zip(indices, rows, problems, strict=False)
             ]
-        if self.image and self.kept < KEPT:
+        if self.about and self.kept < KEPT:
             self.kept += len(rows)
-            images = self.image(batch).clamp(0, 255).byte().cpu().numpy()
+            image_BCHW = restored(batch["input"] if isinstance(batch, dict) else batch[0], self.about)
+            images = image_BCHW.numpy()
             drawn = next((mask_BHW.cpu().numpy() for mask_BHW in masks.values()), None)
             for place, row in enumerate(rows):
                 image = thumbnail(images[place]) if drawn is None else overlaid(images[place], drawn[place])
                 row[parts.THUMBNAIL] = data_uri(image)
-        self.part.write(batch_idx, rows)
+        self.file.writelines(f"{json.dumps([batch_idx, row])}\n" for row in rows)
 
     def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int], problems: Sequence[str] | None) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
@@ -116,19 +118,5 @@ class Writer(pl.Callback):
         self.close()
 
     def close(self) -> None:
-        if self.part:
-            self.part.close()
-
-
-def pixels_of(about: Mapping[str, Any]) -> Callable[[Any], Tensor]:
-    """A function from a batch to its images as the network saw them, in 0..255."""
-    if not {"mean", "std", "image_size"} <= about.keys():
-        raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
-
-    def pixels(batch: Any) -> Tensor:
-        image_BCHW = batch["input"] if isinstance(batch, dict) else batch[0]
-        mean, std = (image_BCHW.new_tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std"))
-        restored: Tensor = ((image_BCHW * std + mean) * 255).round()
-        return restored
-
-    return pixels
+        if self.file:
+            self.file.close()

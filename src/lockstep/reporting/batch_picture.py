@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
-from lockstep.reporting.pictures import coloured
+from lockstep.reporting.pictures import coloured, restored
 
 COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for COLUMNS
 
@@ -41,11 +41,11 @@ def picture(before: Batch, after: Batch, about: Mapping[str, Any], count: int) -
 def bytes_of(batch: Batch, about: Mapping[str, Any]) -> NDArray[np.uint8]:
     """image_BHW3: the input of a network without its normalisation."""
     given = batch["input"]
-    if given.dim() != 4 or given.shape[1] not in (1, 3) or not {"mean", "std"} <= about.keys():
+    image_BCHW = restored(given, about)
+    if image_BCHW is None or image_BCHW.shape[1] not in (1, 3):
         raise UserError(f"only images can be shown; `input` is {given.dtype} of shape {tuple(given.shape)}.")
-    image_BHWC = given.float().permute(0, 2, 3, 1).numpy() * np.array(about["std"]) + np.array(about["mean"])
-    image: NDArray[np.uint8] = (image_BHWC * 255).round().clip(0, 255).astype(np.uint8)
-    return image.repeat(3, axis=3) if image.shape[3] == 1 else image
+    image: NDArray[np.uint8] = image_BCHW.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    return image
 
 
 def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,16 @@ COLOURS = np.array(
     np.float32,
 )  # fmt: skip
 OPACITY = 0.55
+
+
+def restored(input_BCHW: Any, about: Mapping[str, Any]) -> Any:
+    """The bytes of images without their normalisation, on the CPU; None if they are no images, or `about` does not tell it."""
+    mean, std = about.get("mean"), about.get("std")
+    if input_BCHW.dim() != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
+        return None
+    image_BCHW = input_BCHW.detach().float().cpu()
+    mean_C, std_C = (image_BCHW.new_tensor(each).view(-1, 1, 1) for each in (mean, std))
+    return ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).byte()
 
 
 def thumbnail(image_CHW: Any) -> Image.Image:
