@@ -32,9 +32,8 @@ from lockstep.machine.world import World, cores
 
 JOB = "LOCKSTEP_JOB"
 ERROR_FILE = "LOCKSTEP_ERROR_FILE"  # where a process reports that memory ran out
-FAILING_S = (
-    6.0  # seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s
-)
+# Seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s.
+FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
 GRACE_S = 10.0  # seconds between the request to end and the kill
 
@@ -50,14 +49,10 @@ def processes_per_node(world: World) -> int:
 
 
 def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> dict[str, str]:
-    job = {
-        "config": OmegaConf.to_container(cfg, resolve=True),
-        "world": {**asdict(world), "rank": world.rank + local_rank},
-    }
+    rank, count = world.rank + local_rank, processes_per_node(world)
+    job = {"config": OmegaConf.to_container(cfg, resolve=True), "world": {**asdict(world), "rank": rank}}
     # A thread per core in each process would slow all of them down. A single process keeps torch's default.
-    several = (
-        {"OMP_NUM_THREADS": str(max(1, cores() // processes_per_node(world)))} if processes_per_node(world) > 1 else {}
-    )
+    several = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
     return {
         **several,
@@ -65,7 +60,7 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
         **project.environment(),
         **here,
         **({NOTEBOOK: "1"} if in_notebook() else {}),
-        "RANK": str(world.rank + local_rank),
+        "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "NODE_RANK": str(world.rank // world.devices),
         JOB: json.dumps(job),
@@ -74,12 +69,17 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
 
 def received_job() -> tuple[DictConfig, World] | None:
     """The job that `run_processes` gave to this process; None in a process that a user started."""
-    if JOB not in os.environ:
-        return None
-    signals.supervised = True
-    job: dict[str, Any] = json.loads(os.environ.pop(JOB))
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    return OmegaConf.create(job["config"]), World(**job["world"])
+    if job := received(JOB):
+        signals.supervised = True
+    return (OmegaConf.create(job["config"]), World(**job["world"])) if job else None
+
+
+def received(variable: str) -> dict[str, Any]:
+    """What a parent that this process must not outlive put into the environment; empty without one."""
+    if variable in os.environ:
+        threading.Thread(target=exit_with_parent, daemon=True).start()
+    found: dict[str, Any] = json.loads(os.environ.pop(variable, "{}"))
+    return found
 
 
 def exit_with_parent() -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -89,7 +88,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: di
     if code:
         mark_ended(run_dir(cfg), RunFailed(f"its process ended with exit code {code}"))
     table.record(run_dir(cfg), overrides, failed=bool(code))
-    say(f"{cfg.run} {result(cfg).get('status')}")
+    say(f"{cfg.run} {read_report(run_dir(cfg)).get('status')}")
     return 2 if code == 2 else int(code != 0)
 
 
@@ -98,14 +97,7 @@ def end_all() -> None:
     local.stop(list(running), signal.SIGINT)
 
 
-def result(cfg: DictConfig) -> dict[str, Any]:
-    return read_report(run_dir(cfg))
-
-
 def received_config() -> tuple[DictConfig, list[str]] | None:
     """The config and the overrides that `run_job` gave to this process."""
-    if CONFIG not in os.environ:
-        return None
-    job = json.loads(os.environ.pop(CONFIG))
-    threading.Thread(target=local.exit_with_parent, daemon=True).start()
-    return OmegaConf.create(job["config"]), job["overrides"]
+    job = local.received(CONFIG)
+    return (OmegaConf.create(job["config"]), job["overrides"]) if job else None

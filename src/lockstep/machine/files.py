@@ -109,8 +109,11 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """NaN and infinities become null, which is valid JSON."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in content.items()
-    }
-    write_text(path, json.dumps(finite, indent=1) + "\n")
+    write_text(path, json.dumps({key: finite(value) for key, value in content.items()}, indent=1) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """NaN and infinities as null, which is valid JSON."""
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,10 +3,11 @@
 import csv
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from lockstep.machine.files import finite
 
 Row = dict[str, Any]
 CHUNK = 10_000  # rows of a Parquet row group
@@ -27,13 +28,6 @@ def write_csv(path: Path, example: Row, rows: Iterator[Row]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(example)
         writer.writerows([text(value) for value in row.values()] for row in rows)
-
-
-def finite(value: Any) -> Any:
-    """NaN and infinities as null, which is valid JSON."""
-    if isinstance(value, list):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def line(row: Row) -> str:

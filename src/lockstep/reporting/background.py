@@ -47,11 +47,8 @@ class Background:
             raise error
         if self.running_s() > LATE_S:
             self.warn("does not answer")
-        self.enqueue(partial(call, *args, **kwargs))
-
-    def enqueue(self, call: Callable[[], Any]) -> None:
         try:
-            self.calls.put_nowait(call)
+            self.calls.put_nowait(partial(call, *args, **kwargs))
         except queue.Full:
             self.warn("does not keep up")
         if self.thread is None:
@@ -59,10 +56,7 @@ class Background:
             self.thread.start()
 
     def work(self) -> None:
-        while True:
-            call = self.calls.get()
-            if call is None:
-                return
+        while (call := self.calls.get()) is not None:
             self.began_s = time.monotonic()
             try:
                 call()

@@ -67,7 +67,10 @@ def chart(
         high = BOTTOM - 7 if sum(under) / len(under) > sum(y_range) / 2 else TOP + 8  # where the curves are not
         parts.append(line(at, TOP, at, BOTTOM, "mark"))
         parts.append(text(at + (-5 if near_end else 5), high, mark[0], "end" if near_end else "start", "marked"))
-    parts += [bar(place(low, height), place(high, 0)) for low, high, height in bars]
+    for low, high, height in bars:
+        (left, top), (right, bottom) = place(low, height), place(high, 0)
+        shape = Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="bar"/>')
+        parts.append(shape.format(left + 0.5, top, max(0.5, right - left - 1), bottom - top))
     for point in scatter:
         parts.append(Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2" class="dot"/>').format(*place(*point)))
     for (name, points), colour in zip(lines.items(), classes(list(lines)), strict=True):
@@ -75,12 +78,6 @@ def chart(
     unit = Markup(' data-per="{}"').format(per_x) if per_x else ""
     head = Markup('<svg viewBox="0 0 {} {}" role="img"{} data-x="{}" data-per-x="{}">')
     return head.format(WIDTH, HEIGHT, unit, xlabel, per_x_label) + Markup("\n").join(parts) + Markup("</svg>")
-
-
-def bar(top_left: tuple[float, float], bottom_right: tuple[float, float]) -> Markup:
-    (left, top), (right, bottom) = top_left, bottom_right
-    shape = '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="bar"/>'
-    return Markup(shape).format(left + 0.5, top, max(0.5, right - left - 1), bottom - top)
 
 
 def classes(names: Sequence[str]) -> list[str]:

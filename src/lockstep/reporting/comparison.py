@@ -60,15 +60,6 @@ def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {a.get(key, 'absent')} | {b.get(key, 'absent')}"
 
 
-def config_differences(a: Run, b: Run) -> list[str]:
-    own = [{key: value for key, value in run.config.items() if key not in OWN} for run in (a, b)]
-    return list(mapping_differences(*own))
-
-
-def data_differences(a: Run, b: Run) -> list[str]:
-    return list(mapping_differences(*({key: run.report.get(key) for key in DATA} for run in (a, b))))
-
-
 def series(run: Run) -> dict[str, list[tuple[str, str]]]:
     """The (step, value) pairs of each column, as written."""
     names = [name for name in run.columns if name != "step" and not name.endswith(MEASURED)]
@@ -93,15 +84,10 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
             yield f"{name}: {len(differing)} of {len(pairs)} rows differ, the first at step {step} ({x} | {y}), by at most {worst:.2g}"
 
 
-def drift(a: Run, b: Run) -> list[tuple[str, float]]:
-    """The steps that both logged, each with the relative difference of the loss."""
-    ours, theirs = (dict(series(run).get(LOSS, [])) for run in (a, b))
-    return [(step, relative(float(x), float(theirs[step]))) for step, x in ours.items() if step in theirs]
-
-
 def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and how that is seen."""
-    rows = drift(a, b)
+    ours, theirs = (dict(series(run).get(LOSS, [])) for run in (a, b))
+    rows = [(step, relative(float(x), float(theirs[step]))) for step, x in ours.items() if step in theirs]
     if any(str(run.config.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
         return False, "in trainer.precision=32-true, rounding could be told from a real difference"
     if len(rows) < FEWEST_ROWS:
@@ -116,20 +102,13 @@ def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
     return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {most:.2g} later, and never leaps"
 
 
-def figures(*runs: Run) -> list[str]:
-    """Differences of the reports: figures that were logged, and the length of the training."""
-    found = (key for run in runs for key in run.report if key in run.columns and not key.endswith(MEASURED))
-    return list(dict.fromkeys([*found, "train/steps", "train/epochs"]))
-
-
 def figure_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
-    for key in figures(a, b):
-        x, y = a.report.get(key), b.report.get(key)
-        if x is None or y is None:
-            if x is not y:
-                yield f"{key}: {x} | {y}"
-        elif relative(float(x), float(y)) > tolerance:
-            yield f"{key}: {x} | {y}"
+    """Of the reports: figures that were logged, and the length of the training."""
+    logged = (key for run in (a, b) for key in run.report if key in run.columns and not key.endswith(MEASURED))
+    for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
+        pair: list[Any] = [run.report.get(key) for run in (a, b)]
+        if pair[0] is not pair[1] if None in pair else relative(*map(float, pair)) > tolerance:
+            yield f"{key}: {pair[0]} | {pair[1]}"
 
 
 def tensor_difference(x: Any, y: Any) -> float:
@@ -188,9 +167,11 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
     parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
     divided = all(run.config.get("exact.shards") for run in (a, b))
     parts += ("loops",) if exact and not divided else ()  # these count the micro-batches of one process
+    configs = [{key: value for key, value in run.config.items() if key not in OWN} for run in (a, b)]
+    data = [{key: run.report.get(key) for key in DATA} for run in (a, b)]
     found = {
-        "config": config_differences(a, b),
-        "data": data_differences(a, b),
+        "config": list(mapping_differences(*configs)),
+        "data": list(mapping_differences(*data)),
         "log": list(log_differences(a, b, allowed)),
         "figures": list(figure_differences(a, b, allowed)),
         "weights": [],

@@ -13,9 +13,8 @@ from rich.table import Table
 from lockstep.config.words import number, readable
 
 log = logging.getLogger("lockstep")
-out = Console(
-    highlight=False, markup=False, emoji=False
-)  # names are shown as they are: a[red]b, callbacks=[default,ema]
+# Names are shown as they are: a[red]b, callbacks=[default,ema].
+out = Console(highlight=False, markup=False, emoji=False)
 
 # Beginnings of messages that say nothing about a run. Only these are silenced.
 CHATTER = (
@@ -41,9 +40,8 @@ NOISE = (
 )
 
 
-class ChatterFilter(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().lstrip("\n").startswith(CHATTER)
+def says_something(record: logging.LogRecord) -> bool:
+    return not record.getMessage().lstrip("\n").startswith(CHATTER)
 
 
 def quiet(rank: int) -> None:
@@ -52,13 +50,11 @@ def quiet(rank: int) -> None:
         warnings.filterwarnings("ignore", message=pattern)
     if rank:
         warnings.simplefilter("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+    known = [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "torch.utils.cpp_extension", *known):
         logger = logging.getLogger(name)
         for target in (logger, *logger.handlers):
-            target.addFilter(ChatterFilter())
-    logging.getLogger("torch.utils.cpp_extension").addFilter(ChatterFilter())
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]:
-        logging.getLogger(name).addFilter(ChatterFilter())
+            target.addFilter(says_something)
 
 
 def say(text: str) -> None:
@@ -72,19 +68,12 @@ def say(text: str) -> None:
 
 def speed(report: dict[str, Any]) -> str:
     """How fast training was, and how close to the limits: the share of waiting for data, and FLOP/s."""
-    unit = report["unit"]
-    if report[f"train/{unit}_per_s"] is None:
+    unit, wait, flops = report["unit"], report["train/data_wait_share"], report["train/flops_per_s"]
+    rate = report[f"train/{unit}_per_s"]
+    if rate is None:
         return "not measured"
-    flops = report["train/flops_per_s"]
-    return (
-        f"{report[f'train/{unit}_per_s']:,.0f} {unit}/s"
-        + (
-            f", {wait:.1%} of the time waiting for data"
-            if (wait := report["train/data_wait_share"]) is not None
-            else ""
-        )
-        + (f", {flops / 1e9:,.0f} GFLOP/s" if flops else "")
-    )
+    waiting = "" if wait is None else f", {wait:.1%} of the time waiting for data"
+    return f"{rate:,.0f} {unit}/s{waiting}" + (f", {flops / 1e9:,.0f} GFLOP/s" if flops else "")
 
 
 def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:

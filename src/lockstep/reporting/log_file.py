@@ -45,17 +45,13 @@ class Logs:
         logging.captureWarnings(False)
 
 
-def warnings_in(path: Path) -> list[str]:
+def lines_of(path: Path) -> list[str]:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return []
+
+
+def warnings_in(lines: list[str]) -> list[str]:
     """The warnings of a train.log, each once."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
     found = (LINE.match(line) for line in lines)
     return list(dict.fromkeys(match[2] for match in found if match and match[1] == "WARNING"))
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
-    return []

@@ -19,13 +19,8 @@ from lockstep.reporting.tensorboard_logger import tensorboard
 from lockstep.reporting.wandb_logger import wandb
 from lockstep.training.steps import steps_done
 
-__all__ = [
-    "CutAtResume",
-    "MetricsCsv",
-    "in_background",
-    "tensorboard",
-    "wandb",
-]  # configs name the last two by this module
+# Configs name the last two by this module.
+__all__ = ["CutAtResume", "MetricsCsv", "in_background", "tensorboard", "wandb"]
 log = logging.getLogger("lockstep")
 
 

@@ -15,7 +15,7 @@ from lockstep.config.words import number, seconds, size
 from lockstep.machine.files import write_text
 from lockstep.reporting.chart import chart, classes
 from lockstep.reporting.drawing import FILTERS
-from lockstep.reporting.log_file import last_lines, warnings_in
+from lockstep.reporting.log_file import lines_of, warnings_in
 from lockstep.reporting.panels_file import write_panels
 from lockstep.reporting.render import render
 from lockstep.reporting.report_file import evaluated
@@ -178,11 +178,8 @@ def commands(cfg: DictConfig, report: dict[str, Any]) -> list[tuple[str, str]]:
     place = "" if cfg.runs_dir == "runs" else f" runs_dir={typed(str(cfg.runs_dir))}"
     named = str(cfg.run) if not place else str(folder)
     done = report["status"] == "done"
-    more = (
-        f"resume={run} trainer.max_epochs={2 * int(report.get('train/epochs') or 1)}"
-        if done
-        else f"run={run} resume=auto"
-    )
+    epochs = 2 * int(report.get("train/epochs") or 1)
+    more = f"resume={run} trainer.max_epochs={epochs}" if done else f"run={run} resume=auto"
     found = {
         "evaluate": f"{command('eval')} run={run}{place}",
         "predict": f"{command('predict')} run={run}{place} input=<folder>",
@@ -200,22 +197,21 @@ def write_page(
     """Writes report.html and panels.json of a run that is done or has failed."""
     folder = run_dir(cfg)
     write_panels(folder, panels)
-    metrics = read_metrics(folder / "metrics.csv")
+    metrics, log_lines = read_metrics(folder / "metrics.csv"), lines_of(folder / "train.log")
     plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(plain, DictConfig)
     unit, failed = report.get("unit", "samples"), report["status"] != "done"
-    columns = list(dict.fromkeys(n for row in metrics[-ROWS:] for n in row)) if failed else []
+    last = metrics[-ROWS:] if failed else []
+    columns = list(dict.fromkeys(name for row in last for name in row))
     values: dict[str, Any] = {
         "report": report,
         "unit": unit,
         "headline": headline(module, report),
         "facts": facts(report),
         "error": report.get("error"),
-        "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(folder / "train.log")],
-        "last_rows": (columns, [[row.get(name, "") for name in columns] for row in metrics[-ROWS:]])
-        if columns
-        else None,
-        "log_lines": last_lines(folder / "train.log", LINES) if failed else [],
+        "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
+        "last_rows": (columns, [[row.get(name, "") for name in columns] for row in last]) if columns else None,
+        "log_lines": log_lines[-LINES:] if failed else [],
         "curves": drawn_curves(module, curves(module, metrics, unit), metrics, report),
         "per_step": report.get("batch_size"),
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],

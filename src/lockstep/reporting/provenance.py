@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -34,10 +35,8 @@ def git_sha() -> str | None:
 def versions() -> str:
     found = [f"python {platform.python_version()}"]
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
     return ", ".join(found)
 
 

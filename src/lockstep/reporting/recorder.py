@@ -106,28 +106,22 @@ class Recorder:
             self.open()
 
     def open(self) -> None:
-        config = self.dir / "config.yaml"
-        kept = [config, self.dir / "report.json"]
+        config, report = self.dir / "config.yaml", self.dir / "report.json"
         self.make_folder()
         lock.take(self.dir)
-        self.resumed_at = step_of(Path(self.cfg.resume)) if self.cfg.resume else 0
-        self.before = {path: path.read_text() for path in kept if path.is_file()}
-        if self.cfg.resume and kept[1] in self.before:  # kept when the run is resumed
-            earlier = read_report(self.dir)
-            self.report["started"] = earlier.get("started", self.report["started"])
-            self.report["restarts"] = int(earlier.get("restarts") or 0) + 1
-        saved = {key: value for key, value in self.cfg.items() if key != "resume"}
-        text = OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True)
+        self.before = {path: path.read_text() for path in (config, report) if path.is_file()}
         if self.cfg.resume:
-            write_text(config, text)
-        else:
-            if config.exists():
-                raise UserError(
-                    f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name."
-                )
-            write_text(config, text)
+            self.resumed_at = step_of(Path(self.cfg.resume))
+            if report in self.before:
+                earlier = read_report(self.dir)
+                self.report["started"] = earlier.get("started", self.report["started"])
+                self.report["restarts"] = int(earlier.get("restarts") or 0) + 1
+        elif config.exists():
+            raise UserError(f"run={self.cfg.run}: {self.dir} exists. Type resume=auto to continue it, or another name.")
+        saved = {key: value for key, value in self.cfg.items() if key != "resume"}
+        write_text(config, OmegaConf.to_yaml(OmegaConf.create(saved | {"resume": None}), resolve=True))
         self.logs.open(self.dir)
-        write_json(self.dir / "report.json", self.report)
+        write_json(report, self.report)
         if self.trainer is not None:
             self.tracking.begin(self.trainer, self.cfg, self.report)
 

@@ -22,7 +22,7 @@ def interval(ends: tuple[float, float]) -> str:
 FILTERS = (percent, interval, seconds, number)
 
 
-def environment(filters: Sequence[Callable[..., Any]]) -> Environment:
+def render(template: str, title: str, values: Mapping[str, Any], filters: Sequence[Callable[..., Any]] = ()) -> str:
     made = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
@@ -34,13 +34,6 @@ def environment(filters: Sequence[Callable[..., Any]]) -> Environment:
     made.tests["share"] = lambda value: hasattr(value, "interval")
     made.tests["setting"] = lambda value: hasattr(value, "text") and hasattr(value, "value")
     made.tests["integer"] = lambda value: isinstance(value, Integral) and not isinstance(value, bool)
-    return made
-
-
-def render(template: str, title: str, values: Mapping[str, Any], filters: Sequence[Callable[..., Any]] = ()) -> str:
-    own: dict[str, str] = {
-        "css": Markup((FOLDER / "page.css").read_text()),
-        "js": Markup((FOLDER / "page.js").read_text()),
-    }
-    own |= {"title": title, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M %Z")}
-    return environment(filters).get_template(template).render(**values, **own)
+    css, js = (Markup((FOLDER / name).read_text()) for name in ("page.css", "page.js"))
+    own = {"title": title, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M %Z")}
+    return made.get_template(template).render(**values, **own, css=css, js=js)

@@ -65,14 +65,13 @@ def differing(runs: Sequence[RunFiles]) -> list[str]:
     return [k for k in keys if not k.startswith(ignored) and len({config.get(k) for config in configs}) > 1]
 
 
-def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str]) -> list[dict[str, Any]]:
+def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str], unit: str) -> list[dict[str, Any]]:
     """A chart for each figure, the monitored ones first; a second one over samples seen if the runs' batches differ."""
     rows = {run.name: run.metrics() for run in runs}
     names = dict.fromkeys(name for each in rows.values() for row in each for name in row)
     curves = [n for n in names if n not in NO_FIGURE and not n.endswith("/count") and not n.startswith("test/")]
     chosen = sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:FIGURES]
     batches = {run.batch for run in runs if rows[run.name]}
-    unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
     charts = []
     for name in chosen:
 
@@ -108,16 +107,14 @@ def runs_page(runs: Sequence[RunFiles], folder: Path, out: Path) -> str:
     """HTML. Links to the runs' own pages are relative to `out`."""
     monitors = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
     common = [name for name, _ in Counter(monitors).most_common()]
-    charts = curve_charts(runs, common)
-    settings = differing(runs)
+    unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
+    charts, settings = curve_charts(runs, common, unit), differing(runs)
     tested = dict.fromkeys(name for run in runs for name in evaluated(run.report) if not name.endswith("/count"))
     figures = dict.fromkeys(name for name in (*common, *tested) if any(name in run.report for run in runs))
-    unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
     ends = {"train/steps": "steps", f"train/{unit}_per_s": f"{unit}/s"}
-    short = Counter(key.rpartition(".")[2] for key in settings[:SETTINGS])
-    heads = [
-        (key.rpartition(".")[2] if short[key.rpartition(".")[2]] == 1 else key, key) for key in settings[:SETTINGS]
-    ]
+    short = {key: key.rpartition(".")[2] for key in settings[:SETTINGS]}
+    names = Counter(short.values())
+    heads = [(name if names[name] == 1 else key, key) for key, name in short.items()]
     rows = []
     for run in runs:
         flat, page = dotted(run.config), run.folder / "report.html"
@@ -128,19 +125,12 @@ def runs_page(runs: Sequence[RunFiles], folder: Path, out: Path) -> str:
         cells.append(cell(wall_s, seconds(wall_s) if isinstance(wall_s, int | float) else ""))
         link = Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else ""
         rows.append({"name": run.name, "status": run.report["status"], "link": link, "cells": cells})
-    columns = [
-        ("run", ""),
-        ("status", ""),
-        *heads,
-        *((n, "") for n in figures),
-        *((n, "") for n in ends.values()),
-        ("time", ""),
-    ]
+    columns = [("run", ""), ("status", ""), *heads, *((n, "") for n in (*figures, *ends.values(), "time"))]
     texts = [True, True, *(all(isinstance(row["cells"][i], str) for row in rows) for i in range(len(columns) - 2))]
     counts = Counter(str(run.report["status"]) for run in runs)
     values = {
         "folder": str(folder),
-        "best": best_of(runs, common[0]) if common else {"name": "", "value": "", "run": ""},
+        "best": best_of(runs, next(iter(common), "")),
         "facts": [(status.capitalize(), number(count)) for status, count in counts.most_common()],
         "charts": charts,
         "switch": bool(charts),

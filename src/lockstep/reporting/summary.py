@@ -44,40 +44,28 @@ def show_run(
         say(f"upload it to W&B: {sync}")
 
 
+def write_result(cfg: DictConfig, world: World, job: str, **figures: Any) -> None:
+    """Writes <job>.json in the run's directory."""
+    of = {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": world.size}
+    write_json(evaluation_file(cfg, job), of | figures)
+
+
 def show_predictions(cfg: DictConfig, world: World, counted: Any) -> None:
-    """Says where the table is, and writes predict.json in the run's directory. `counted`: the rows, and the broken ones."""
+    """Says where the table is, and writes predict.json. `counted`: the rows, and the broken ones."""
     from lockstep.reporting.console import figures_table
 
-    report = {
-        "run": cfg.run,
-        "checkpoint": cfg.init_from,
-        "strategy": cfg.strategy.name,
-        "world_size": world.size,
-        "input": cfg.predict.input,
-        "output": cfg.predict.output,
-        "count": counted.count,
-        "broken": counted.broken,
-    }
-    write_json(evaluation_file(cfg, "predict"), report)
-    broken = [("broken files", f"{counted.broken:,}")] if counted.broken else []
-    gallery = [("gallery", f"{cfg.predict.output}.html")] if cfg.predict.gallery else []
-    figures_table(
-        str(cfg.init_from), [("predictions", cfg.predict.output), ("rows", f"{counted.count:,}"), *broken, *gallery]
-    )
+    output, count, broken = cfg.predict.output, counted.count, counted.broken
+    write_result(cfg, world, "predict", input=cfg.predict.input, output=output, count=count, broken=broken)
+    rows = [("predictions", output), ("rows", f"{count:,}")]
+    rows += [("broken files", f"{broken:,}")] if broken else []
+    rows += [("gallery", f"{output}.html")] if cfg.predict.gallery else []
+    figures_table(str(cfg.init_from), rows)
 
 
 def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:
-    """Prints the figures and writes them to eval.json in the run's directory."""
+    """Prints the figures, and writes eval.json."""
     from lockstep.reporting.console import figures_table
 
-    report = {
-        "run": cfg.run,
-        "checkpoint": cfg.init_from,
-        "strategy": cfg.strategy.name,
-        "world_size": world.size,
-        **figures,
-    }
-    write_json(evaluation_file(cfg), report)
-    figures_table(
-        str(cfg.init_from), [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()]
-    )
+    write_result(cfg, world, "eval", **figures)
+    rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()]
+    figures_table(str(cfg.init_from), rows)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from lockstep.tasks.panel import Content
 
-FACTS = (
+FACTS = [
     "task",
     "model",
     "world_size",
@@ -38,7 +38,7 @@ FACTS = (
     "data/sha256",
     "git_sha",
     "versions",
-)
+]
 UPLOAD_S = 600.0  # how long a run waits for the upload of its checkpoint
 log = logging.getLogger("lockstep")
 

@@ -20,11 +20,8 @@ from lockstep.reporting.tracking import UPLOAD_S
 
 log = logging.getLogger("lockstep")
 WANDB_SERVER = "https://api.wandb.ai"
-EXIT_CODES = {
-    "done": 0,
-    "pruned": 0,
-    "interrupted": 255,
-}  # 255 is killed, another one failed, or preempted if it was marked
+# 255 is killed, another one failed, or preempted if it was marked.
+EXIT_CODES = {"done": 0, "pruned": 0, "interrupted": 255}
 
 
 def server() -> str:
@@ -48,9 +45,8 @@ def unreachable(server: str, timeout_s: float = 5.0) -> str:
     if any(name.lower().endswith("proxy") for name in os.environ):
         return ""
     try:
-        socket.create_connection(
-            (url.hostname or "", url.port or (80 if url.scheme == "http" else 443)), timeout_s
-        ).close()
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), timeout_s).close()
     except OSError as e:
         return f"{url.netloc} cannot be reached ({e})"
     return ""
@@ -125,9 +121,8 @@ def wandb(
                 mode = "offline"
     settings = client.Settings(console="off", silent=True)
     if mode == "online" and hasattr(settings, "finish_timeout"):  # not in wandb 0.24
-        settings.finish_timeout = float(
-            os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else LATE_S)
-        )  # else it waits for ever for a lost server
+        # else it waits for ever for a lost server
+        settings.finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else LATE_S))
     logger = Wandb(
         name=run,
         save_dir=str(run_dir),

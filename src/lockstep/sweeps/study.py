@@ -138,7 +138,7 @@ class StudySweeper(SweeperSteps):
         self.study = self.open(space)
         while batch := self.batch():
             overrides = [
-                (*own, f"run={self.run_of(trial)}", "resume=auto", *self.pruning(trial))
+                (*own, f"run={self.name}/{trial.number}", "resume=auto", *self.pruning(trial))
                 for trial, own in zip(batch, self.overrides_of(batch, space, fixed, removed), strict=True)
             ]
             returns = self.launcher.launch(overrides, initial_job_idx=self.job_idx)
@@ -190,9 +190,6 @@ class StudySweeper(SweeperSteps):
             new.append(self.study.ask())
             new[-1].set_user_attr(OWNER, self.name)
         return new
-
-    def run_of(self, trial: Trial) -> str:
-        return f"{self.name}/{trial.number}"
 
     def pruning(self, trial: Trial) -> list[str]:
         """Overrides for the callback that reports a trial's validations."""

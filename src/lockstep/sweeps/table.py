@@ -85,11 +85,10 @@ class SweepTable(Callback):
             sweep_dir.glob("*/report.json"),
             key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else -1,
         )
-        found = [(path.parent, read_report(path.parent)) for path in reports]
-        rows = [
-            {"run": f"{sweep_dir.name}/{folder.name}", **report, "status": status(folder, report)}
-            for folder, report in found
-        ]
+        rows = []
+        for folder in (path.parent for path in reports):
+            report = {"run": f"{sweep_dir.name}/{folder.name}", **read_report(folder)}
+            rows.append(report | {"status": status(folder, report)})
         last[:] = rows
         if not rows:
             return
