@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the page there as well")
     args = parser.parse_args()
     world = World("cpu", 1, 1, "single")
-    process.own()
+    process.owned = True
     build.process(compose_config("train", []), world)
     torch.set_num_threads(1)
     taken: dict[str, list[float]] = {name: [] for name in WAYS}

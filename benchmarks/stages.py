@@ -14,7 +14,7 @@ from lockstep.training.module import TaskModule
 def ready(cfg: DictConfig, world: World) -> tuple[DataModule, TaskModule, pl.Trainer]:
     """Data, task and trainer of a run, with its directory."""
     run_dir(cfg).mkdir(parents=True, exist_ok=True)
-    process.own()
+    process.owned = True
     build.process(cfg, world)
     build.seed(cfg)
     data = build.data(build.with_numbers(cfg))

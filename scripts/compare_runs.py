@@ -26,9 +26,6 @@ def main() -> int:
     args = parser.parse_args()
     try:
         a, b = (find(given, args.runs_dir) for given in args.runs)
-    except FileNotFoundError as e:
-        print(f"error: {e}. Type the names or directories of two runs.", file=sys.stderr)
-        return 2
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

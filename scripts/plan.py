@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
 from lockstep import train
@@ -26,6 +25,7 @@ from lockstep.config.words import seconds, size
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 from lockstep.launch.start import checked, prepare_data
+from lockstep.reporting.console import print_wide
 
 STEPS = 12  # that --measure trains; the report's speed leaves out the first ones
 
@@ -85,9 +85,8 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
 
 
 def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) -> None:
-    out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 160)
     steps, batch = total_steps(cfg, samples), int(cfg.data.batch_size)
-    out.print(
+    print_wide(
         f"{costs.parameters:,} parameters, {costs.trained:,} of them trained · {costs.flops / 1e9:,.2f} GFLOP per sample, forward and backward\n"
         f"weights {size(costs.weight_bytes)} · gradients {size(costs.gradient_bytes)} · optimizer {size(costs.optimizer_bytes)} · "
         f"activations {size(costs.activation_bytes)} per sample in fp32\n"
@@ -114,9 +113,9 @@ def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) ->
                str(found.largest_micro_batch), size(found.communicated_bytes), f"{found.step_s * 1000:.1f} ms",
                f"{(found.step_s - found.compute_s) / found.step_s:.0%}", seconds(epoch_s), "no end" if math.isinf(run_s) else seconds(run_s)]  # fmt: skip
         table.add_row(*row, *([f"{run_s / 3600 * of.world * args.price:,.2f}"] if args.price else []))
-    out.print(table)
+    print_wide(table)
     if left_out := [n for n in args.devices if n * args.nodes not in {of.world for _, of, _ in made}]:
-        out.print(f"not on {', '.join(map(str, left_out))} devices: data.batch_size={batch} cannot be divided by them")
+        print_wide(f"not on {', '.join(map(str, left_out))} devices: data.batch_size={batch} cannot be divided by them")
 
 
 def measure(overrides: list[str], costs: Any) -> dict[str, float]:

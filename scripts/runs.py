@@ -37,7 +37,6 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints, run_folders
@@ -45,13 +44,13 @@ from lockstep.config.compose import key_of
 from lockstep.config.identity import title
 from lockstep.config.overrides import ABSENT, LOADER, PLACE, as_overrides, typed
 from lockstep.config.project import command
-from lockstep.config.run_files import load_config
+from lockstep.config.run_files import load_config, read_report
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import nearest, number, readable, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
-from lockstep.reporting.console import out
+from lockstep.reporting.console import print_wide
 from lockstep.reporting.report_file import status
 
 COLUMNS = {
@@ -104,11 +103,11 @@ class Run:
         return self.written_s()
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    report = None
-    with suppress(OSError, ValueError):
-        report = json.loads(path.read_text()) if path.is_file() else {"status": "no report"}
-    return {"status": "damaged"} | (report if isinstance(report, dict) else {})
+def report_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"status": "damaged" if (folder / "report.json").is_file() else "no report"}
+    with suppress(UserError):
+        found |= read_report(folder)
+    return found
 
 
 def find_runs(runs_dir: Path) -> list[Run]:
@@ -118,7 +117,7 @@ def find_runs(runs_dir: Path) -> list[Run]:
     found = []
     for folder in run_folders(runs_dir):
         name = folder.relative_to(runs_dir).as_posix()
-        report = read_report(folder / "report.json")
+        report = report_of(folder)
         found.append(Run(name, folder, report | {"run": name, "status": status(folder, report)}))
     return sorted(found, key=lambda run: (run.began_s(), run.name))
 
@@ -209,8 +208,7 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
         for run in runs:
             # The requested keys keep all digits, because learning rates need them.
             table.add_row(*(readable(cell(run, key, digits=key not in headings)) for key in keys), age(run.began_s()))
-        # Whole rows in a pipe too, where rich assumes 80 columns.
-        Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 10_000).print(table)
+        print_wide(table, columns=10_000)
 
 
 def show(run: Run) -> None:

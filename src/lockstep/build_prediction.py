@@ -85,40 +85,26 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
         made, about_names = columns.of_module, ()
     if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
         raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
-    files = data.dataset if isinstance(data.dataset, ImageFiles) else None
-    writer = Writer(
-        output,
-        made=made,
-        first=of_file(files) if files else of_sample(data),
-        problems=lambda: data.problems,
-        names=about_names,
-        probabilities=asked.probabilities,
-        overwrite=asked.overwrite,
-        about=data.about if asked.gallery else None,
-        original_size=files.test.original_size if files else None,
-        same=files.fingerprint if files else "",
-    )
+    writer = Writer(data, asked, made, about_names)
     trainer = evaluator(cfg, world, writer)
     try:
         with memory.explained(cfg, trainer, module, data):
             trainer.predict(module, data, return_predictions=False)
-        return joined(output, world, asked.gallery) if world.rank == 0 else None
+        if world.rank:
+            return None
+        if asked.gallery:
+            write_gallery(gallery_of(output), output.stem, parts.joined(output, world.size), KEPT)
+        counted = parts.write(output, world.size)
+        if counted.broken:
+            print(
+                f"WARNING: {counted.broken:,} of {counted.count:,} files cannot be read; their rows have the reason in the column "
+                f"{parts.ERROR}:{counted.listed}",
+                file=sys.stderr,
+            )
+        return counted
     finally:
         if world.rank == 0:
             remove(parts.folder_of(output))
-
-
-def joined(output: Path, world: World, gallery: bool) -> parts.Counted:
-    if gallery:
-        write_gallery(gallery_of(output), output.stem, parts.joined(output, world.size), KEPT)
-    counted = parts.write(output, world.size)
-    if counted.broken:
-        print(
-            f"WARNING: {counted.broken:,} of {counted.count:,} files cannot be read; their rows have the reason in the column "
-            f"{parts.ERROR}:{counted.listed}",
-            file=sys.stderr,
-        )
-    return counted
 
 
 def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
@@ -132,21 +118,3 @@ def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
         # a loss between samples is none of a sample's own
         **({"loss": task.loss(network_output, batch)} if known and not task.between_samples else {}),
     }
-
-
-def of_file(files: ImageFiles) -> Any:
-    """The columns of a file: its path and its target, if there is one."""
-    listed = files.test
-
-    def first(index: int) -> dict[str, Any]:
-        target = listed.target(index)
-        return {"path": listed.name(index)} | ({} if target is None else {"target": target})
-
-    return first
-
-
-def of_sample(data: DataModule) -> Any:
-    """The columns of a sample: its index in its part, and its path if the data has files."""
-    part, _ = data.predicted_split
-    paths = data.dataset.paths(part)
-    return lambda index: {"index": index} | ({} if paths is None else {"path": str(paths[index])})

@@ -120,7 +120,7 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
     write_png(image_BCHW[0], str(tmp_path / "digit.png"))
     code = (
         "import runpy, sys, torch; from load import load; m = load(); batch = torch.load('../../images.pt')\n"
-        "torch.save(m.probabilities(batch), 'made.pt'); print(m.classify(batch)[0][0])\n"
+        "torch.save(m.outputs(batch), 'made.pt'); print(m.predict(batch)[0]['class'])\n"
         "sys.argv[1:] = ['../../digit.png']; runpy.run_path('load.py', run_name='__main__')"
     )
     blocked = {"lockstep", "lightning", "hydra", "omegaconf", "pytorch_lightning"} | ({"timm"} if run == "a" else set())

@@ -90,6 +90,16 @@ def find_run(runs_dir: str, name: str, key: str) -> Path:
     )
 
 
+def run_with(file: str, given: str | Path, runs_dir: str | Path) -> Path:
+    """The folder of the run `given`, a name or a directory, that holds `file`. Raises UserError that names similar runs."""
+    for folder in (Path(given), Path(runs_dir) / given):
+        if (folder / file).is_file():
+            return folder
+    raise UserError(
+        f"{given} is not a run: neither {given}/{file} nor {runs_dir}/{given}/{file} exists. {similar_runs(str(runs_dir), str(given))}"
+    )
+
+
 def similar_runs(runs_dir: str, name: str) -> str:
     """For messages: the runs of similar names, or else the last ones."""
     begun = sorted(found for found in run_folders(Path(runs_dir)) if (found / "config.yaml").is_file())

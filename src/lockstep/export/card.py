@@ -1,8 +1,7 @@
 """The README.md of an exported folder: what the network is, what it learned from, how good it is, how to load it."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +64,23 @@ def card(
     assert isinstance(cfg, DictConfig)
     about, names = task.about, list(task.about[task.names])
     what = OUTPUTS[str(task.activation)].format(names=f"{len(names)} {task.names}")
-    lines = [
+    output = "values" if task.activation == "identity" else "probabilities"
+    sections = [
         f"# {model_title(cfg)}, trained on {title(cfg.data)}",
-        "",
         f"A network with {sum(p.numel() for p in net.parameters()):,} parameters for {title(cfg.task).replace('_', ' ')}. It takes images "
         f"of {about['channels']} channel{'s' if about['channels'] > 1 else ''}, resized to {about['image_size']} x {about['image_size']} "
         f"pixels, and gives {what}. Exported from `{path.name}` of the run `{cfg.run}`, after {content['global_step']:,} steps.",
-        "",
-        *data_lines(content[DATA], task.names, names),
-        *figures_lines(path),
-        *compared_lines(found, images),
+        data(content[DATA], task.names, names),
+        figures(path),
+        compared(found, images),
         LOAD.format(packages=packages(part)),
+        ONNX.format(channels=about["channels"], output=output) if (part / "model.onnx").is_file() else "",
+        PT2 if (part / "model.pt2").is_file() else "",
+        settings(cfg),
+        f"## Versions\n\n{versions()}.",
+        licence(part),
     ]
-    if (part / "model.onnx").is_file():
-        output = "values" if task.activation == "identity" else "probabilities"
-        lines.append(ONNX.format(channels=about["channels"], output=output))
-    if (part / "model.pt2").is_file():
-        lines.append(PT2)
-    lines += [*settings_lines(cfg), "## Versions", "", f"{versions()}.", "", *licence_lines(part)]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+    return "\n\n".join(section.strip() for section in sections if section) + "\n"
 
 
 def packages(part: Path) -> str:
@@ -92,64 +89,50 @@ def packages(part: Path) -> str:
     return ", ".join(["torch", "safetensors", "Pillow", *([library] if library in ("timm", "torchvision") else [])])
 
 
-def data_lines(data: Mapping[str, Any], kind: str, names: list[str]) -> Iterator[str]:
+def data(data: Mapping[str, Any], kind: str, names: list[str]) -> str:
     listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else "")
-    yield from (
-        "## Data",
-        "",
-        f"- source: {data['source']}, {data['train']:,} training and validation samples, {data['test']:,} test samples",
-        f"- sha256: `{data['sha256']}`",
-        f"- {kind}: {listed}",
-        "",
-    )
+    samples = f"{data['train']:,} training and validation samples, {data['test']:,} test samples"
+    return f"## Data\n\n- source: {data['source']}, {samples}\n- sha256: `{data['sha256']}`\n- {kind}: {listed}"
 
 
-def figures_lines(path: Path) -> Iterator[str]:
+def figures(path: Path) -> str:
     """The test figures of the run's report, if it tested this checkpoint."""
     run = path.resolve().parents[1]
     report = read_report(run)
     tested = report.get("checkpoint") and (run / str(report["checkpoint"])).resolve() == path.resolve()
-    figures = {name: report[name] for name in evaluated(report) if name != "test/count"} if tested else {}
-    yield from ("## Figures", "")
-    if not figures:
-        yield from ("This checkpoint was not tested.", "")
-        return
-    unit = report.get("unit", "samples")
-    yield from (f"| figure | value | {unit} |", "| --- | ---: | ---: |")
-    for name, value in figures.items():
-        yield f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} | {report.get('test/count', 0):,} |"
-    yield ""
-
-
-def compared_lines(found: Mapping[str, float], images: int) -> Iterator[str]:
+    found = {name: report[name] for name in evaluated(report) if name != "test/count"} if tested else {}
     if not found:
-        return
-    yield f"The outputs were compared with those of the trained network on {images} images, in batches of 1 and 5. Largest difference:"
-    yield from ("", *(f"- `{name}`: {difference:.1e}" for name, difference in found.items()), "")
+        return "## Figures\n\nThis checkpoint was not tested."
+    lines = ["## Figures\n", f"| figure | value | {report.get('unit', 'samples')} |", "| --- | ---: | ---: |"]
+    for name, value in found.items():
+        lines.append(
+            f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} | {report.get('test/count', 0):,} |"
+        )
+    return "\n".join(lines)
 
 
-def settings_lines(cfg: DictConfig) -> Iterator[str]:
+def compared(found: Mapping[str, float], images: int) -> str:
+    how = f"The outputs were compared with those of the trained network on {images} images, in batches of 1 and 5."
+    lines = [f"{how} Largest difference:\n", *(f"- `{name}`: {difference:.1e}" for name, difference in found.items())]
+    return "\n".join(lines) if found else ""
+
+
+def settings(cfg: DictConfig) -> str:
     """The config as differences from the defaults; `config.yaml` has all of it."""
-    yield from ("## Settings", "", "What differs from the defaults; `config.yaml` has all settings.", "")
     try:
         defaults = dotted(OmegaConf.to_container(compose_config("train", []), resolve=True))
     except CONFIG_ERRORS:
         defaults = {}
-    own = dotted(OmegaConf.to_container(cfg, resolve=True))
-    keys = [
-        key for key, value in own.items() if key.partition(".")[0] not in NOT_SETTINGS and defaults.get(key) != value
-    ]
-    yield from (f"- `{key}={shown(own[key])}`" for key in keys)
-    yield ""
+    own = dotted(OmegaConf.to_container(cfg, resolve=True)).items()
+    changed = {key: v for key, v in own if key.partition(".")[0] not in NOT_SETTINGS and defaults.get(key) != v}
+    lines = ["## Settings\n", "What differs from the defaults; `config.yaml` has all settings.\n"]
+    return "\n".join([*lines, *(f"- `{key}={shown(value)}`" for key, value in changed.items())])
 
 
-def licence_lines(part: Path) -> Iterator[str]:
+def licence(part: Path) -> str:
     own = [name for name in ("network.py", "source") if (part / name).exists()]
-    yield from (
-        "## Licence",
-        "",
-        "`load.py`, `preprocess.py` and `decode.py` are part of Lockstep (MIT). "
+    return (
+        "## Licence\n\n`load.py`, `preprocess.py` and `decode.py` are part of Lockstep (MIT). "
         + (f"`{own[0]}` has the licence of the project that it comes from. " if own else "")
-        + "The licence of the training data, and so of the weights, is not known here: ask whoever provided the data.",
-        "",
+        + "The licence of the training data, and so of the weights, is not known here: ask whoever provided the data."
     )

@@ -58,13 +58,6 @@ class Model:
         """Probabilities, or numbers, of uint8 images: BK, or BKHW for a class per pixel."""
         return ACTIVATIONS[self.activation](self.net(self.preprocess(image_BCHW)).float())
 
-    probabilities = outputs
-
-    def classify(self, image_BCHW: Tensor) -> list[tuple[str, float]]:
-        """The most probable class of each image and its probability."""
-        values, places = self.outputs(image_BCHW).max(1)
-        return [(self.classes[place], value) for place, value in zip(places.tolist(), values.tolist(), strict=True)]
-
     def predict(self, image_BCHW: Tensor) -> list[dict[str, Any]]:
         """A row for each uint8 image: what Lockstep's predict.py writes."""
         output = self.outputs(image_BCHW)

@@ -52,7 +52,7 @@ def main(run: Run, name: str) -> None:
     streams.secure()
     ended: list[int] = []
     atexit.register(lambda: exit_process(ended[0]) if ended else None)  # registered first, called last
-    process.own()
+    process.owned = True
     job = Job(name, running_script(), run)
     received, given = local.received_job(), slots.received_config()
     todo: Callable[[], Any]

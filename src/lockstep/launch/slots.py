@@ -69,22 +69,20 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: di
     output(cfg).parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job around all jobs: the launcher requeues that one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    with output(cfg).open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**outside, **environment, **project.environment(), CONFIG: job},
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # so Ctrl-C reaches them once, through end_all
-        )
-    running.append(process)
-    try:
-        code = local.wait([process])
-    finally:
-        running.remove(process)
-        if process.stdin is not None:
-            process.stdin.close()
+    environment = {**outside, **environment, **project.environment(), CONFIG: job}
+    command, pipe = [sys.executable, str(script)], subprocess.PIPE
+    # In a session of its own, so Ctrl-C reaches it once, through end_all.
+    with (
+        output(cfg).open("ab") as log,
+        subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=log, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        running.append(process)
+        try:
+            code = local.wait([process])
+        finally:
+            running.remove(process)
     if code:
         mark_ended(run_dir(cfg), RunFailed(f"its process ended with exit code {code}"))
     table.record(run_dir(cfg), overrides, failed=bool(code))

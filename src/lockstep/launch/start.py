@@ -28,7 +28,7 @@ from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
 from lockstep.prediction.request import with_request, wrong_request
 from lockstep.reporting.loaded import Report
-from lockstep.reporting.recorder import record_failure
+from lockstep.reporting.recorder import Recorder
 from lockstep.reporting.report_file import mark_ended
 
 FIRST = ("run", "runs_dir", "resume", "init_from")  # a resumed run's own config is found by them
@@ -120,7 +120,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
         if not evaluating and project.of_users_code(e):
-            record_failure(identify(cfg, None), world, e)
+            Recorder(identify(cfg, None), world).__exit__(type(e), e, e.__traceback__)
         raise
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)

@@ -1,11 +1,12 @@
 """Writes files whole or not at all. Free of torch."""
 
+import csv
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,14 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     with replacing(path) as part:
         part.write_bytes(content)
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A table with a heading. What a row lacks is empty, and what has no column is left out."""
+    with replacing(path) as part, part.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -4,19 +4,18 @@ from collections.abc import Iterable, Iterator, Mapping
 
 TORCHRUN, SLURM = "torchrun", "slurm"
 STARTED_BY = {TORCHRUN: "TORCHELASTIC_RUN_ID", SLURM: "SLURM_STEP_ID"}
-NEEDED = {
+NEEDED = {  # besides
     TORCHRUN: ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     SLURM: ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID"),
 }
 OTHERS = ("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_NNODES", "SLURM_JOB_NUM_NODES",
           "SLURM_STEP_NUM_TASKS", "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")  # fmt: skip
 NUMBERS = [name for name in (*NEEDED[TORCHRUN], *NEEDED[SLURM], *OTHERS) if name != "MASTER_ADDR"]
-# In the order of (a place, how many there are).
+# In the order of (a place, how many there are). The first count is a multiple of the second.
 PLACES = {
     TORCHRUN: (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")),
     SLURM: (("SLURM_PROCID", "SLURM_NTASKS"), ("SLURM_NODEID", "SLURM_NNODES")),
 }
-PARTS = {TORCHRUN: ("WORLD_SIZE", "LOCAL_WORLD_SIZE"), SLURM: ("SLURM_NTASKS", "SLURM_NNODES")}
 # What a process that nobody else started may find: one process at place 0. SLURM's counts are those of the whole job.
 ALONE = {
     "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1,
@@ -56,7 +55,7 @@ def contradictions(env: Mapping[str, str], launcher: str) -> Iterator[tuple[str,
     for place, count in PLACES[launcher]:
         if place in env and count in env and int(env[place]) >= int(env[count]):
             yield place, count
-    whole, part = PARTS[launcher]
+    (_, whole), (_, part), *_ = PLACES[launcher]
     if part in env and (int(env[part]) == 0 or int(env[whole]) % int(env[part])):
         yield whole, part
 

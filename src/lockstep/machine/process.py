@@ -16,11 +16,6 @@ store: Any = None  # of torch.distributed, which the processes of this attempt s
 owned = False  # whether this process exists to run a command; not in a notebook or a caller of `lockstep.train`
 
 
-def own() -> None:
-    global owned
-    owned = True
-
-
 def report_failure(rank: int) -> None:
     """Tells the other processes, which may not notice it in a collective (callbacks/watch.py)."""
     if store is not None:

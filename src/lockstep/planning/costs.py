@@ -17,6 +17,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.strategies.fsdp import repeated_blocks
 from lockstep.training.module import TaskModule
 
+Context = Callable[[], AbstractContextManager[Any]]
 FEW, MORE = 2, 4  # samples; batch norm needs two
 
 
@@ -36,9 +37,7 @@ class Costs:
     flops: float  # per sample, forward and backward
 
 
-def costs(
-    module: TaskModule, data: DataModule, net: nn.Module, context: Callable[[], AbstractContextManager[Any]]
-) -> Costs:
+def costs(module: TaskModule, data: DataModule, net: nn.Module, context: Context) -> Costs:
     """`net` is the network on the meta device; `context` what training computes within.
 
     Raises whatever the network raises on the meta device.
@@ -61,13 +60,7 @@ def costs(
     )
 
 
-def kept(
-    module: TaskModule,
-    data: DataModule,
-    net: nn.Module,
-    samples: int,
-    context: Callable[[], AbstractContextManager[Any]],
-) -> tuple[int, int]:
+def kept(module: TaskModule, data: DataModule, net: nn.Module, samples: int, context: Context) -> tuple[int, int]:
     """The bytes that backward keeps of a forward pass, without parameters, and the operations of both."""
     own = {StorageWeakRef(p.untyped_storage()) for p in net.parameters()}
     seen: dict[StorageWeakRef, Any] = {}  # tensors may share a storage; kept, so that no other gets its place

@@ -1,7 +1,7 @@
 """Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
@@ -73,18 +73,18 @@ def chart(
         parts.append(shape.format(left + 0.5, top, max(0.5, right - left - 1), bottom - top))
     for point in scatter:
         parts.append(Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2" class="dot"/>').format(*place(*point)))
-    for (name, points), colour in zip(lines.items(), classes(list(lines)), strict=True):
-        parts += curve([place(*point) for point in points], points, colour, name)
+    for name, colour in coloured(lines):
+        parts += curve([place(*point) for point in lines[name]], lines[name], colour, name)
     unit = Markup(' data-per="{}"').format(per_x) if per_x else ""
     head = Markup('<svg viewBox="0 0 {} {}" role="img"{} data-x="{}" data-per-x="{}">')
     return head.format(WIDTH, HEIGHT, unit, xlabel, per_x_label) + Markup("\n").join(parts) + Markup("</svg>")
 
 
-def classes(names: Sequence[str]) -> list[str]:
-    """The colour of each series: training is quiet beside others, and so is what would be perfect."""
+def coloured(names: Collection[str]) -> list[tuple[str, str]]:
+    """Each series with its colour: training is quiet beside others, and so is what would be perfect."""
     quiet = [name for name in names if len(names) > 1 and (name.startswith("train") or name == "perfect")]
     loud = [name for name in names if name not in quiet]
-    return ["quiet" if name in quiet else f"c{loud.index(name) % COLOURS}" for name in names]
+    return [(name, "quiet" if name in quiet else f"c{loud.index(name) % COLOURS}") for name in names]
 
 
 def x_axis(x_range: tuple[float, float], per_x: float, label: str, name: str) -> Markup:

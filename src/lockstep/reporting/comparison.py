@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lockstep.checkpoints.finding import run_with
 from lockstep.checkpoints.trees import leaves
 from lockstep.config.keys import dotted
 from lockstep.config.run_files import load_config, read_report, refuse_damage, whole_rows
@@ -35,12 +36,8 @@ class Run:
 
 
 def find(given: str, runs_dir: Path) -> Run:
-    """The run in a folder, or the run of that name. Raises FileNotFoundError."""
-    folder = next((path for path in (Path(given), runs_dir / given) if (path / "config.yaml").is_file()), None)
-    if folder is None:
-        raise FileNotFoundError(
-            f"{given} is not a run: neither {given}/config.yaml nor {runs_dir / given}/config.yaml exists"
-        )
+    """The run in a folder, or the run of that name. Raises UserError: there is none, or it is damaged."""
+    folder = run_with("config.yaml", given, runs_dir)
     refuse_damage(folder)
     metrics = whole_rows(folder / "metrics.csv")
     config = dotted(OmegaConf.to_container(load_config(folder / "config.yaml")))

@@ -103,6 +103,11 @@ def sweep_table(
         if place == len(rows):
             table.add_section()
         table.add_row(*map(readable, [str(row["run"]), own, *(number(row.get(column)) for column in columns)]))
-    wide = Console(highlight=False, markup=False, emoji=False, width=None if out.is_terminal else 160)
-    wide.print(f"{len(rows)} runs, also in {path}")
-    wide.print(table)
+    print_wide(f"{len(rows)} runs, also in {path}", table)
+
+
+def print_wide(*what: Any, columns: int = 160) -> None:
+    """Into a pipe with so many columns, where rich assumes 80."""
+    wide = out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=columns)
+    for each in what:
+        wide.print(each)

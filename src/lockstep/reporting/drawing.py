@@ -7,7 +7,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from lockstep.config.words import number, percent
-from lockstep.reporting.chart import chart, classes
+from lockstep.reporting.chart import chart, coloured
 from lockstep.reporting.pictures import data_uri, overlaid, thumbnail
 from lockstep.tasks.panel import Bars, Lines, Mask, Points, Sample, Tokens
 
@@ -21,8 +21,7 @@ def drawn(panel: Lines | Points | Bars) -> Markup:
 
 
 def keys(panel: Lines) -> list[tuple[str, str]]:
-    names = [name for name, points in panel.series.items() if points]
-    return list(zip(names, classes(names), strict=True))
+    return coloured([name for name, points in panel.series.items() if points])
 
 
 # --- galleries ---

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.checkpoints.finding import similar_runs
+from lockstep.checkpoints.finding import run_with
 from lockstep.config.run_files import read_metrics, read_report
 from lockstep.config.words import number
 from lockstep.errors import UserError
@@ -69,10 +69,4 @@ class Report(dict[str, Any]):
 
 def load_report(run: str | Path, runs_dir: str = "runs") -> Report:
     """Raises UserError: there is no such run."""
-    for folder in (Path(run), Path(runs_dir) / run):
-        if (folder / "report.json").is_file():
-            return Report(folder)
-    raise UserError(
-        f"load_report: {run} is not a run: neither {run}/report.json nor {runs_dir}/{run}/report.json exists. "
-        f"{similar_runs(runs_dir, str(run))}"
-    )
+    return Report(run_with("report.json", run, runs_dir))

@@ -55,7 +55,7 @@ class MetricsCsv(Logger):
         if new:  # rewrites the file and replaces it
             old = self.rows()[1]
             self.columns = [*self.columns, *new]
-            self.write(old)
+            files.write_csv(self.path, self.columns, old)
         with files.naming(self.path), self.path.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow(row)
 
@@ -70,16 +70,10 @@ class MetricsCsv(Logger):
         reader = whole_rows(self.path)
         return list(reader.fieldnames or []), list(reader)
 
-    def write(self, rows: list[dict[str, str]]) -> None:
-        with files.replacing(self.path) as part, part.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.columns)
-            writer.writeheader()
-            writer.writerows(rows)
-
     def keep(self, is_kept: Callable[[dict[str, str]], bool]) -> None:
         if self.path.exists():
             self.columns, rows = self.rows()
-            self.write([row for row in rows if is_kept(row)])
+            files.write_csv(self.path, self.columns, filter(is_kept, rows))
 
     @rank_zero_only
     def cut(self, steps: int) -> None:

@@ -13,7 +13,7 @@ from lockstep.config.project import command
 from lockstep.config.run_files import read_metrics
 from lockstep.config.words import number, seconds, size
 from lockstep.machine.files import write_text
-from lockstep.reporting.chart import chart, classes
+from lockstep.reporting.chart import chart, coloured
 from lockstep.reporting.drawing import FILTERS
 from lockstep.reporting.log_file import lines_of, warnings_in
 from lockstep.reporting.panels_file import write_panels
@@ -121,7 +121,7 @@ def drawn_curves(
             per_x=report.get("batch_size"),
             per_x_label=f"{report.get('unit', 'samples')} seen",
         )
-        keys = list(zip(series, classes(list(series)), strict=True)) if validated else []
+        keys = coloured(series) if validated else []
         drawn += [{"title": title, "unit": unit, "svg": svg, "keys": keys, "values": []}] if svg else []
     return drawn
 

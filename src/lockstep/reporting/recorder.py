@@ -245,8 +245,3 @@ class Recorder:
                 write_text(path, self.before[path])
             else:
                 path.unlink(missing_ok=True)
-
-
-def record_failure(cfg: DictConfig, world: World, error: Exception) -> None:
-    """Reports a user's class that failed before the processes of the run were started."""
-    Recorder(cfg, world).__exit__(type(error), error, error.__traceback__)

@@ -12,7 +12,7 @@ from lockstep.config.overrides import PLACE
 from lockstep.config.run_files import read_metrics
 from lockstep.config.words import number, seconds, shown
 from lockstep.errors import UserError
-from lockstep.reporting.chart import chart, classes
+from lockstep.reporting.chart import chart, coloured
 from lockstep.reporting.render import render
 from lockstep.reporting.report_file import evaluated
 
@@ -89,7 +89,7 @@ def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str], unit: str) -
         svgs = [("" if per else " in-x", chart("step", by_step, per_x=per, per_x_label=f"{unit} seen", many=POINTS))]
         if not per:
             svgs.append((" in-per", chart(f"{unit} seen", series(False), many=POINTS)))
-        charts.append({"name": name, "svgs": svgs, "keys": list(zip(by_step, classes(list(by_step)), strict=True))})
+        charts.append({"name": name, "svgs": svgs, "keys": coloured(by_step)})
     return charts
 
 

@@ -27,18 +27,7 @@ if TYPE_CHECKING:
 
     from lockstep.tasks.panel import Content
 
-FACTS = [
-    "task",
-    "model",
-    "world_size",
-    "accelerator",
-    "nodes",
-    "host",
-    "data/name",
-    "data/sha256",
-    "git_sha",
-    "versions",
-]
+FACTS = ("task", "model", "world_size", "accelerator", "nodes", "host", "data/name", "data/sha256", "git_sha", "versions")  # fmt: skip
 UPLOAD_S = 600.0  # how long a run waits for the upload of its checkpoint
 log = logging.getLogger("lockstep")
 

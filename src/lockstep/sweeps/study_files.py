@@ -1,6 +1,5 @@
 """The files of an Optuna sweep: a table, the best config, and Optuna's plots."""
 
-import csv
 import html
 import warnings
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from lockstep.checkpoints.resuming import RECIPES
 from lockstep.config.compose import config_file, is_group
 from lockstep.config.project import command
+from lockstep.machine.files import write_csv
 
 HEADER = """# @package _global_
 # The best of {count} trials of the study {study}: {values}.
@@ -39,16 +39,13 @@ def write(study: optuna.Study, objectives: list[str], folder: Path) -> None:
 def write_table(study: optuna.Study, objectives: list[str], path: Path) -> None:
     trials = study.get_trials(deepcopy=False)
     names = sorted({name for trial in trials for name in trial.params})
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["trial", "state", *objectives, *names, "steps", "error"])
-        for trial in trials:
-            values = trial.values or [""] * len(objectives)
-            own = [trial.params.get(name, "") for name in names]
-            steps = trial.user_attrs.get("steps", max(trial.intermediate_values, default=""))
-            writer.writerow(
-                [trial.number, trial.state.name.lower(), *values, *own, steps, trial.user_attrs.get("error", "")]
-            )
+    rows = []
+    for trial in trials:
+        values = dict(zip(objectives, trial.values or (), strict=False))
+        steps = trial.user_attrs.get("steps", max(trial.intermediate_values, default=""))
+        row = {"trial": trial.number, "state": trial.state.name.lower(), **values, **trial.params, "steps": steps}
+        rows.append(row | {"error": trial.user_attrs.get("error", "")})
+    write_csv(path, ["trial", "state", *objectives, *names, "steps", "error"], rows)
 
 
 def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folder: Path, name: str) -> str:

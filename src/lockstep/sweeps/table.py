@@ -1,6 +1,5 @@
 """A multirun's table of results, read from the reports of its jobs."""
 
-import csv
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lockstep.config.run_files import read_report
-from lockstep.machine.files import write_json
+from lockstep.machine.files import write_csv, write_json
 from lockstep.reporting.report_file import evaluated, status
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
@@ -69,13 +68,6 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def write(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["run", "overrides", *names], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 class SweepTable(Callback):
     """Prints and saves a multirun's table at the end, with mean and spread over seeds and folds."""
 
@@ -92,10 +84,10 @@ class SweepTable(Callback):
         last[:] = rows
         if not rows:
             return
-        write(sweep_dir / "results.csv", rows, columns(rows))
-        repeated = spread(rows)
+        names, repeated = columns(rows), spread(rows)
+        write_csv(sweep_dir / "results.csv", ["run", "overrides", *names], rows)
         if repeated:
-            write(sweep_dir / "spread.csv", repeated, columns(rows)[1:])
+            write_csv(sweep_dir / "spread.csv", ["run", "overrides", *names[1:]], repeated)
         from lockstep.reporting.console import sweep_table
 
-        sweep_table(rows, repeated, columns(rows), sweep_dir / "results.csv")
+        sweep_table(rows, repeated, names, sweep_dir / "results.csv")
