@@ -210,9 +210,9 @@ def test_classes_are_named_in_the_checkpoint_and_the_export(case, whole):
     model = load(case.folder / "exported")
     image = picture(COLOURS["red"], 1).convert("L" if case.name == "torchvision" else "RGB")
     pixels = torch.from_numpy(np.array(image.resize((SIZE, SIZE), Image.Resampling.BILINEAR)))
-    ((name, probability),) = model.classify(pixels.reshape(1, SIZE, SIZE, -1).permute(0, 3, 1, 2))
-    assert name in names
-    assert 1 / len(names) <= probability <= 1
+    (row,) = model.predict(pixels.reshape(1, SIZE, SIZE, -1).permute(0, 3, 1, 2))
+    assert row["class"] in names
+    assert 1 / len(names) <= row["probability"] <= 1
 
 
 def test_a_changed_image_is_other_data(case, whole):

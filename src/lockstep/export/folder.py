@@ -45,12 +45,8 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), images: str | 
         UserError: the folder exists, the network does not take images, its files need more than torch and timm, a format is not
             possible, or its outputs differ.
     """
-    raise_problems(
-        [
-            *([f"{folder} exists. Type another folder, or remove it."] if folder.exists() else ()),
-            *graphs.missing(list(formats)),
-        ]
-    )
+    exists = [f"{folder} exists. Type another folder, or remove it."] if folder.exists() else []
+    raise_problems([*exists, *graphs.missing(list(formats))])
     content = read(path)
     task = exportable_task(path, content)
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
@@ -81,11 +77,7 @@ def exportable_task(path: Path, content: dict[str, Any]) -> Task:
     why = ""
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         why = "a LightningModule, which makes its own network"
-    elif (
-        kind.outputs is not Task.outputs
-        or definer(kind, "predictions") is not definer(kind, "activation")
-        or not kind.activation
-    ):
+    elif kind.outputs is not Task.outputs or not kind.activation or not together(kind, "predictions", "activation"):
         why = "a task whose predictions are not an activation of the network's outputs (`activation` of lockstep.tasks.Task)"
     elif missing := [key for key in NEEDED if not about.get(key)]:
         why = f"for data without images: {', '.join(missing)} is not in its `about`"
@@ -99,9 +91,10 @@ def exportable_task(path: Path, content: dict[str, Any]) -> Task:
     return task
 
 
-def definer(kind: type, name: str) -> type:
-    """The class that defines an attribute which `kind` inherits."""
-    return next(base for base in kind.__mro__ if name in vars(base))
+def together(kind: type, *names: str) -> bool:
+    """Whether one class defines all these attributes which `kind` inherits."""
+    base = next(base for base in kind.__mro__ if vars(base).keys() & set(names))
+    return vars(base).keys() >= set(names)
 
 
 def compared_images(
@@ -135,10 +128,8 @@ def compared_images(
                 f"the files are compared on images of the run's own data before they are kept, and it cannot be read: {e} "
                 "Type --images <folder of images>."
             ) from None
-        print(
-            f"WARNING: the folder was not compared with the network: the run's data cannot be read. {e}",
-            file=sys.stderr,
-        )
+        why = f"the run's data cannot be read. {e}"
+        print(f"WARNING: the folder was not compared with the network: {why}", file=sys.stderr)
         return None, transforms.Preprocess(**given)
     if image_BCHW.dtype != torch.uint8 or image_BCHW.dim() != 4:
         raise UserError(

@@ -77,9 +77,7 @@ def running_script() -> Path:
     """The file that calls `main`, or the program that imported it."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_back.f_globals if frame and frame.f_back and frame.f_back.f_back else {}
-    if (
-        caller.get("__name__") != "__main__"
-    ):  # a function of a package. (cProfile's own file is sys.modules["__main__"])
+    if caller.get("__name__") != "__main__":  # a function of a package; sys.modules["__main__"] may be cProfile's own
         caller = vars(sys.modules["__main__"])
     return Path(caller.get("__file__", "")).resolve()
 

@@ -54,17 +54,9 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
     # A thread per core in each process would slow all of them down. A single process keeps torch's default.
     several = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
-    return {
-        **several,
-        **os.environ,
-        **project.environment(),
-        **here,
-        **({NOTEBOOK: "1"} if in_notebook() else {}),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "NODE_RANK": str(world.rank // world.devices),
-        JOB: json.dumps(job),
-    }
+    found = several | dict(os.environ) | project.environment() | here | ({NOTEBOOK: "1"} if in_notebook() else {})
+    place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(world.rank // world.devices)}
+    return found | place | {JOB: json.dumps(job)}
 
 
 def received_job() -> tuple[DictConfig, World] | None:
@@ -134,15 +126,11 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
     port = free_port()
     if script.stem not in EVALUATIONS:
         signals.install(interrupt=signals.on_interrupt)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=environment(cfg, world, local_rank, port) | {ERROR_FILE: str(path)},
-            stdin=subprocess.PIPE,
-            stdout=None if world.rank + local_rank == 0 else subprocess.DEVNULL,
-        )
-        for local_rank, path in enumerate(error_files)
-    ]
+    processes = []
+    for local_rank, path in enumerate(error_files):
+        env = environment(cfg, world, local_rank, port) | {ERROR_FILE: str(path)}
+        out = subprocess.DEVNULL if world.rank + local_rank else None
+        processes.append(subprocess.Popen([sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=out))
     try:
         code = wait(processes, error_files, run_dir(cfg) / "checkpoints")
         return code, world.rank + next((i for i, process in enumerate(processes) if process.poll() == code), 0)

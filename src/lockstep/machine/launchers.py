@@ -38,10 +38,6 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     return SLURM if tasks > 1 and STARTED_BY[SLURM] in env else None
 
 
-def told(env: Mapping[str, str], names: Iterable[str]) -> str:
-    return ", ".join(f"{name}={env[name]}" for name in names)
-
-
 def way_out(env: Mapping[str, str], names: Iterable[str]) -> str:
     """What to type. A launcher's variables go together: without one of them the others are refused."""
     wrong = set(names)
@@ -62,22 +58,23 @@ def contradictions(env: Mapping[str, str], launcher: str) -> Iterator[tuple[str,
 
 def launcher_problems(env: Mapping[str, str]) -> list[str]:
     """Why this process cannot know its place: variables that are garbage, or not of one launcher."""
-    garbage = [name for name in NUMBERS if name in env and not env[name].isdecimal()]
-    if garbage:
-        return [f"{told(env, garbage)} in the environment: not a whole number. {way_out(env, garbage)}"]
     launcher = external_launcher(env)
-    if launcher is None:
-        stale = [name for name, value in ALONE.items() if int(env.get(name, value)) != value]
-        return [
-            f"{told(env, stale)} in the environment says that this process is one of several, but neither torchrun "
-            f"({STARTED_BY[TORCHRUN]}) nor a step of SLURM ({STARTED_BY[SLURM]} and SLURM_NTASKS) started it. {way_out(env, stale)}"
-        ] * bool(stale)
-    missing = [name for name in NEEDED[launcher] if not env.get(name)]
-    if missing:
-        rest = [STARTED_BY[launcher], *NEEDED[launcher]]
-        given = told(env, [name for name in rest if env.get(name)])
-        return [
-            f"{given} in the environment: {launcher} also sets {', '.join(missing)}, which is missing. {way_out(env, rest)}"
-        ]
-    wrong = list(dict.fromkeys(name for pair in contradictions(env, launcher) for name in pair))
-    return [f"{told(env, wrong)} in the environment contradict each other. {way_out(env, wrong)}"] * bool(wrong)
+    needed = [STARTED_BY[launcher], *NEEDED[launcher]] if launcher else []
+    missing = [name for name in needed if not env.get(name)]
+    wrong = [name for name in NUMBERS if name in env and not env[name].isdecimal()]
+    if wrong:
+        what = ": not a whole number"
+    elif launcher is None:
+        wrong = [name for name, value in ALONE.items() if int(env.get(name, value)) != value]
+        what = (
+            f" says that this process is one of several, but neither torchrun ({STARTED_BY[TORCHRUN]}) nor a step of SLURM "
+            f"({STARTED_BY[SLURM]} and SLURM_NTASKS) started it"
+        )
+    elif missing:
+        wrong = [name for name in needed if env.get(name)]
+        what = f": {launcher} also sets {', '.join(missing)}, which is missing"
+    else:
+        wrong = list(dict.fromkeys(name for pair in contradictions(env, launcher) for name in pair))
+        what = " contradict each other"
+    found = ", ".join(f"{name}={env[name]}" for name in wrong)
+    return [f"{found} in the environment{what}. {way_out(env, [*wrong, *missing])}"] if wrong else []

@@ -62,7 +62,7 @@ def libraries_restored() -> Iterator[None]:
         only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
         deterministic = torch.are_deterministic_algorithms_enabled()
         after.callback(torch.use_deterministic_algorithms, deterministic, warn_only=only_warn)
-        after.callback(lambda: torch.get_num_threads() == threads or torch.set_num_threads(threads))
+        after.callback(lambda: torch.set_num_threads(threads) if torch.get_num_threads() != threads else None)
         if torch.cuda.is_initialized():
             after.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         after.callback(torch.set_rng_state, torch.get_rng_state())

@@ -93,9 +93,8 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     Rank 0 does it, and all ranks wait for SLURM to end them: a rank that ends earlier could end the job, and a preempted job that
     ends by itself counts as failed. submitit has its own handler, which counts the time limits.
     """
-    if (
-        not set(received) & set(SYSTEM) or "SLURM_JOB_ID" not in env or "TORCHELASTIC_RUN_ID" in env
-    ):  # torchrun restarts its workers
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env  # it restarts its workers
+    if by_torchrun or "SLURM_JOB_ID" not in env or not set(received) & set(SYSTEM):
         return
     asked = [warning for warning in received if warning in REQUEUE]
     if asked and rank == 0:

@@ -46,5 +46,5 @@ def secure() -> None:
             discard(descriptor)
             setattr(sys, name, os.fdopen(descriptor, "w", errors="replace", closefd=False))
         elif isinstance(stream, io.TextIOWrapper):
-            buffering = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, Unfailing(stream.buffer, stream.encoding, "replace", **buffering))
+            lines, through = stream.line_buffering, stream.write_through
+            setattr(sys, name, Unfailing(stream.buffer, stream.encoding, "replace", None, lines, through))

@@ -70,9 +70,8 @@ def state_bytes(costs: Costs, of: Setting) -> float:
     half = 0.5 if of.half else 1.0
     if of.shards and of.world > 1:
         return own / of.world + 2 * half * costs.largest_block_bytes  # the next block is gathered while one computes
-    return own + (
-        costs.weight_bytes * half if of.half else 0.0
-    )  # autocast keeps a copy of the weights in half precision
+    copied = costs.weight_bytes * half if of.half else 0.0  # autocast keeps a copy of the weights in half precision
+    return own + copied
 
 
 def sample_bytes(costs: Costs, *, half: bool) -> float:

@@ -78,11 +78,8 @@ class Writer(pl.Callback):
                 f"the predictions have {len(rows)} rows for a batch of {len(indices)}. Return one for each."
             )
         rows = [self.first(index) | row for index, row in zip(indices, rows, strict=True)]
-        if problems is not None:
-            rows = [
-                {**(self.first(index) if why else row), parts.ERROR: why}
-                for index, row, why in zip(indices, rows, problems, strict=False)
-            ]
+        for place, why in enumerate((problems or ())[: len(rows)]):
+            rows[place] = {**(self.first(indices[place]) if why else rows[place]), parts.ERROR: why}
         if self.asked.gallery and self.kept < KEPT:
             self.kept += len(rows)
             image_BCHW = restored(batch["input"] if isinstance(batch, dict) else batch[0], self.data.about)

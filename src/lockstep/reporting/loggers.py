@@ -27,18 +27,12 @@ log = logging.getLogger("lockstep")
 class MetricsCsv(Logger):
     """runs/<name>/metrics.csv: a row per logged step, a column per metric."""
 
+    name, version = "csv", ""  # type: ignore[assignment]
+
     def __init__(self, *, run_dir: Path, run: str) -> None:
         super().__init__()
         self.path = run_dir / "metrics.csv"
         self.columns: list[str] = []
-
-    @property
-    def name(self) -> str:
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        return ""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +67,7 @@ class MetricsCsv(Logger):
     def keep(self, is_kept: Callable[[dict[str, str]], bool]) -> None:
         if self.path.exists():
             self.columns, rows = self.rows()
-            files.write_csv(self.path, self.columns, filter(is_kept, rows))
+            files.write_csv(self.path, self.columns, [row for row in rows if is_kept(row)])
 
     @rank_zero_only
     def cut(self, steps: int) -> None:

@@ -32,6 +32,7 @@ PARTS = {
 }  # fmt: skip
 ROWS, LINES, CURVES = 5, 40, 8  # of a failed run: rows of metrics.csv and lines of train.log; curves of unknown figures
 STAGE = re.compile(r"(train|val|valid|validation)[/_](.+)")
+Metrics = Sequence[dict[str, float]]
 Curve = tuple[str, str, tuple[str, ...]]
 
 
@@ -69,7 +70,7 @@ def headline(module: "pl.LightningModule | None", report: dict[str, Any]) -> dic
     }
 
 
-def curves(module: "pl.LightningModule | None", metrics: Sequence[dict[str, float]], unit: str) -> list[Curve]:
+def curves(module: "pl.LightningModule | None", metrics: Metrics, unit: str) -> list[Curve]:
     """The curves of the task, or those that a LightningModule logged; then learning rate, speed and memory."""
     logged = list(dict.fromkeys(name for row in metrics for name in row))
     rates = [
@@ -96,10 +97,7 @@ def highest(module: "pl.LightningModule | None", names: Sequence[str]) -> float:
 
 
 def drawn_curves(
-    module: "pl.LightningModule | None",
-    found: Sequence[Curve],
-    metrics: Sequence[dict[str, float]],
-    report: dict[str, Any],
+    module: "pl.LightningModule | None", found: Sequence[Curve], metrics: Metrics, report: dict[str, Any]
 ) -> list[Any]:
     """Charts over steps done, and numbers where there is one point only."""
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
@@ -132,9 +130,9 @@ def labels(names: Sequence[str]) -> list[str]:
     if not all(figure for _, figure in parts) or len(set(names)) < len(names):
         return list(names)
     stages, figures = ({part[i] for part in parts} for i in (0, 1))
-    return [
-        stage if len(figures) == 1 else figure if len(stages) == 1 else f"{stage}/{figure}" for stage, figure in parts
-    ]
+    if len(figures) == 1:
+        return [stage for stage, _ in parts]
+    return [figure if len(stages) == 1 else f"{stage}/{figure}" for stage, figure in parts]
 
 
 def facts(report: dict[str, Any]) -> list[tuple[str, str]]:

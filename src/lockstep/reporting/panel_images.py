@@ -90,7 +90,6 @@ def sheet(pictures: Sequence[tuple[Image.Image, str]]) -> Image.Image:
     for place, (image, caption) in enumerate(pictures):
         row, column = divmod(place, columns)
         page.paste(image, (column * (width + GAP), row * tall))
-        draw.multiline_text(
-            (column * (width + GAP), row * tall + height), caption, "black", font, spacing=LINE - LETTERS
-        )
+        below = column * (width + GAP), row * tall + height
+        draw.multiline_text(below, caption, "black", font, spacing=LINE - LETTERS)
     return page

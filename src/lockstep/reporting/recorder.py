@@ -35,10 +35,9 @@ if TYPE_CHECKING:
 
 def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
     """Figures that callbacks add to the report by a method `report_figures() -> dict`, called on every rank."""
-    figures: dict[str, Any] = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        figures |= getattr(callback, "report_figures", dict)()
-    return figures
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    offered = [getattr(callback, "report_figures", dict)() for callback in callbacks]
+    return {name: value for figures in offered for name, value in figures.items()}
 
 
 def offered_panels(trainer: "pl.Trainer | None") -> "list[Content]":
@@ -179,13 +178,13 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            self.end(kind, error)
+            self.end(error)
         finally:
             lock.release(self.dir)
 
-    def end(self, kind: type[BaseException] | None, error: BaseException | None) -> None:
-        ended = "interrupted" if kind and not issubclass(kind, Exception) else "failed"
-        self.report["status"] = "done" if kind is None else getattr(kind, "status", ended)
+    def end(self, error: BaseException | None) -> None:
+        ended = "failed" if isinstance(error, Exception) else "interrupted"
+        self.report["status"] = "done" if error is None else getattr(error, "status", ended)
         self.report["wall_s"] = time.perf_counter() - self.began_s
         if self.trained_s is not None:
             self.report["time/test_s"] = time.perf_counter() - self.trained_s

@@ -23,13 +23,8 @@ FILTERS = (percent, interval, seconds, number)
 
 
 def render(template: str, title: str, values: Mapping[str, Any], filters: Sequence[Callable[..., Any]] = ()) -> str:
-    made = Environment(
-        loader=FileSystemLoader(FOLDER),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = FileSystemLoader(FOLDER)
+    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {function.__name__: function for function in (*FILTERS, *filters)}
     made.tests["share"] = lambda value: hasattr(value, "interval")
     made.tests["setting"] = lambda value: hasattr(value, "text") and hasattr(value, "value")

@@ -195,13 +195,8 @@ class StudySweeper(SweeperSteps):
         """Overrides for the callback that reports a trial's validations."""
         if not self.pruner:
             return []
-        values = {
-            "_target_": "lockstep.callbacks.Pruning",
-            "study": self.study_name,
-            "trial": trial.number,
-            "monitor": self.objectives[0],
-            **{f"pruner.{key}": value for key, value in self.pruner.items()},
-        }
+        values = {"study": self.study_name, "trial": trial.number, "monitor": self.objectives[0]}
+        values |= {"_target_": "lockstep.callbacks.Pruning", **{f"pruner.{k}": v for k, v in self.pruner.items()}}
         return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
 
     def record(self, trial: Trial, done: bool) -> None:

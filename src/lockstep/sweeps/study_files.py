@@ -52,9 +52,7 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     """An experiment config with the trial's values and with the overrides that all trials shared."""
     skipped = ("sweep", "error", "resume", "runs_dir", "steps")
     chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
-    chosen = {
-        key: OmegaConf.create(f"it: {value}").it if isinstance(value, str) else value for key, value in chosen.items()
-    }
+    chosen |= {key: OmegaConf.create(f"it: {v}").it for key, v in chosen.items() if isinstance(v, str)}
     body: Any = OmegaConf.create()
     groups: dict[str, Any] = {}
     for recipe_group in RECIPES:  # a config can name one experiment only, so write out the sweep's own
