@@ -119,24 +119,21 @@ def network(folder: Path, target: str, arguments: dict[str, Any]) -> nn.Module:
     """The network that model.json names: of network.py, of a package in source/, or of an installed library."""
     name, _, made = target.rpartition(".")
     if name == "network":
-        net: nn.Module = getattr(module(folder / "network.py"), made)(**arguments)
-        return net
+        return getattr(module(folder / "network.py"), made)(**arguments)
     source, package = folder / "source", name.partition(".")[0]
     if not (source / package).is_dir():
-        net = getattr(importlib.import_module(name), made)(**arguments)
-        return net
+        return getattr(importlib.import_module(name), made)(**arguments)
     loaded = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
     sys.path.insert(0, str(source))
     importlib.invalidate_caches()
     try:
-        net = getattr(importlib.import_module(name), made)(**arguments)
+        return getattr(importlib.import_module(name), made)(**arguments)
     finally:
         if loaded:  # this process has another copy of the package, which it goes on with
             sys.path.remove(str(source))
             for key in [key for key in sys.modules if key.partition(".")[0] == package]:
                 del sys.modules[key]
             sys.modules.update(loaded)
-    return net
 
 
 def load(folder: str | Path = Path(__file__).parent) -> Model:

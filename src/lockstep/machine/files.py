@@ -54,7 +54,7 @@ def take_place(part: Path, path: Path) -> None:
     A file replaces a file atomically. A folder cannot: for an instant only `<path>.old` exists, which checkpoints/finding.py looks
     for.
     """
-    if part.is_file() and not path.is_dir():
+    if not part.is_dir() and not path.is_dir():
         part.replace(path)
         return
     old = path.with_name(f"{path.name}.old")

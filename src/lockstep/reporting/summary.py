@@ -9,6 +9,9 @@ from lockstep.config.project import command
 from lockstep.config.words import number, size
 from lockstep.machine.files import write_json
 from lockstep.machine.world import World
+from lockstep.reporting.console import figures_table, say, speed
+from lockstep.reporting.page import headline_of, write_page
+from lockstep.reporting.wandb_logger import wandb_sync_line
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -20,10 +23,6 @@ def show_run(
     cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModule | None", panels: "list[Content]"
 ) -> None:
     """Writes report.html and prints the table at the end of a run."""
-    from lockstep.reporting.console import figures_table, say, speed
-    from lockstep.reporting.page import headline_of, write_page
-    from lockstep.reporting.wandb_logger import wandb_sync_line
-
     folder, run, where = run_dir(cfg), cfg.run, cfg.runs_dir
     write_page(cfg, report, module, panels)
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if cfg.compile else ""
@@ -52,8 +51,6 @@ def write_result(cfg: DictConfig, world: World, job: str, **figures: Any) -> Non
 
 def show_predictions(cfg: DictConfig, world: World, counted: Any) -> None:
     """Says where the table is, and writes predict.json. `counted`: the rows, and the broken ones."""
-    from lockstep.reporting.console import figures_table
-
     output, count, broken = cfg.predict.output, counted.count, counted.broken
     write_result(cfg, world, "predict", input=cfg.predict.input, output=output, count=count, broken=broken)
     rows = [("predictions", output), ("rows", f"{count:,}")]
@@ -64,8 +61,6 @@ def show_predictions(cfg: DictConfig, world: World, counted: Any) -> None:
 
 def show_evaluation(cfg: DictConfig, world: World, figures: dict[str, Any]) -> None:
     """Prints the figures, and writes eval.json."""
-    from lockstep.reporting.console import figures_table
-
     write_result(cfg, world, "eval", **figures)
     rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in figures.items()]
     figures_table(str(cfg.init_from), rows)

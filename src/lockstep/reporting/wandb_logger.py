@@ -120,7 +120,7 @@ def wandb(
                 log.warning("W&B logs offline: %s", why)
                 mode = "offline"
     settings = client.Settings(console="off", silent=True)
-    if mode == "online" and hasattr(settings, "finish_timeout"):  # not in wandb 0.24
+    if mode == "online":
         # else it waits for ever for a lost server
         settings.finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else LATE_S))
     logger = Wandb(
