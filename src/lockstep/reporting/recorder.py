@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
     """Figures that callbacks add to the report by a method `report_figures() -> dict`, called on every rank."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    offered = [getattr(callback, "report_figures", dict)() for callback in callbacks]
+    offered: list[dict[str, Any]] = [getattr(callback, "report_figures", dict)() for callback in callbacks]
     return {name: value for figures in offered for name, value in figures.items()}
 
 
