@@ -1,7 +1,6 @@
 """Writes digests.csv (`exact.digests=true`), in which two runs are compared step by step."""
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,9 @@ class Digests(pl.Callback):
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             step = str(steps_done(trainer))
-            whole: Iterable[tuple[str, list[tuple[str, str]]]] = (
-                (digests.LOSS, losses),
-                (digests.GRADIENT, self.gradients),
-                (digests.WEIGHT, weights),
-            )
-            digests.append(self.folder, [(step, what, name, value) for what, found in whole for name, value in found])
+            whole = {digests.LOSS: losses, digests.GRADIENT: self.gradients, digests.WEIGHT: weights}
+            rows = [(step, what, name, value) for what, found in whole.items() for name, value in found]
+            digests.append(self.folder, rows)
 
     @staticmethod
     def of_all_ranks(module: TaskModule) -> list[tuple[str, str]]:

@@ -1,7 +1,5 @@
 """An exponential moving average of the weights, which is validated, tested and saved in their place."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,17 +55,10 @@ class EMA(pl.Callback):
             weight.copy_(own)
             own.copy_(kept)
 
-    @contextmanager
-    def in_place(self, pl_module: pl.LightningModule) -> Iterator[None]:
-        self.swap(pl_module)
-        yield
-        self.swap(pl_module)
-
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.swap(pl_module)
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.swap(pl_module)
+    on_validation_epoch_end = on_validation_epoch_start
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.swap(pl_module)
@@ -78,9 +69,10 @@ class EMA(pl.Callback):
     ) -> None:
         if self.average is None:
             return
-        with self.in_place(pl_module):
-            state = trainer.strategy.lightning_module_state_dict()
-            average = {name: None if value is None else value.clone() for name, value in state.items()}
+        self.swap(pl_module)
+        state = trainer.strategy.lightning_module_state_dict()
+        average = {name: None if value is None else value.clone() for name, value in state.items()}
+        self.swap(pl_module)
         checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], average
 
     def on_load_checkpoint(

@@ -54,7 +54,8 @@ class Foreign(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
         if self.own_loaders:
-            seed_epoch(self.cfg.seed, trainer)
+            # the same on every rank, because ranks may share one order; -1 is no rank's
+            seed_generators(step_seed(self.cfg.seed, trainer.current_epoch, -1), trainer.strategy.root_device.type)
             if not self.begun:  # in later epochs Lightning starts them after this hook
                 begin_loaders_anew(trainer)
         self.begun = True
@@ -67,7 +68,14 @@ class Foreign(pl.Callback):
         for key in HPARAMS.intersection(checkpoint):
             values = to_plain(checkpoint[key])
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
-            self.tell_dropped(sorted(values.keys() - checkpoint[key].keys()), key)
+            dropped = sorted(values.keys() - checkpoint[key].keys())
+            if dropped and key not in self.told:
+                self.told.add(key)
+                logging.getLogger("lockstep").warning(
+                    "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
+                    ", ".join(dropped),
+                    key,
+                )
         for name in ("hparams_type", "datamodule_hparams_type"):  # a class
             checkpoint.pop(name, None)
 
@@ -75,15 +83,6 @@ class Foreign(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self.due = checkpoint["plateau"]
-
-    def tell_dropped(self, names: list[str], key: str) -> None:
-        if names and key not in self.told:
-            self.told.add(key)
-            logging.getLogger("lockstep").warning(
-                "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
-                ", ".join(names),
-                key,
-            )
 
 
 def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, float]:
@@ -100,9 +99,3 @@ def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, flo
         if config.reduce_on_plateau and config.interval == "epoch" and (epochs + 1) % config.frequency == 0
         if config.monitor in trainer.callback_metrics
     }
-
-
-def seed_epoch(seed: int, trainer: pl.Trainer) -> None:
-    """The same seed on every rank, because ranks may share one order."""
-    number = step_seed(seed, trainer.current_epoch, rank=-1)  # no rank has it
-    seed_generators(number, trainer.strategy.root_device.type)

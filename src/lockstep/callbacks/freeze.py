@@ -65,9 +65,8 @@ class Freeze(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Modules with statistics evaluate while all their parameters are frozen."""
         net, epoch = self.network(pl_module), trainer.current_epoch
-        self.without_gradient = [
-            p for name, p in net.named_parameters() if p.requires_grad and self.is_frozen(name, epoch)
-        ]
+        named = net.named_parameters()
+        self.without_gradient = [p for name, p in named if p.requires_grad and self.is_frozen(name, epoch)]
         for path, module in net.named_modules():
             own = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
             if own and any(True for _ in module.buffers(recurse=False)):

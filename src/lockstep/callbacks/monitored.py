@@ -43,9 +43,7 @@ class Monitored(pl.Callback):
                 self.save(trainer)
             module, goes_on = trainer.lightning_module, " resume=auto to continue" if self.save else ""
             name = type(module.task if isinstance(module, TaskModule) else module).__name__
-            last = (
-                ", or checkpoint.monitor=null to keep the last checkpoint only" if key == "checkpoint.monitor" else ""
-            )
+            last = ", or checkpoint.monitor=null to keep the last checkpoint only" * (key == "checkpoint.monitor")
             raise TrainingFailed(
                 f"{key}={monitor} is not logged by {name}, which logs {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
                 f"Type {key}=<one of them>{goes_on}{last}."

@@ -38,10 +38,8 @@ class Plan(pl.Callback):
         self.across_processes: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "versions": dict(each.split(" ", 1) for each in versions().split(", ")),
-            "data": self.facts["data/sha256"],
-        }
+        libraries = dict(each.split(" ", 1) for each in versions().split(", "))
+        return {"versions": libraries, "data": self.facts["data/sha256"]}
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -76,12 +74,8 @@ class Plan(pl.Callback):
         device = trainer.strategy.root_device.type
         replicas = f"{world} process{'es' if world > 1 else ''} on {device}"
         if cfg.strategy.traits.splits_batches:
-            gpus = trainer.num_devices if device == "cuda" else 1
-            replicas = (
-                f"1 process on {gpus} GPUs"
-                if gpus > 1
-                else f"ONE device ({device}): there are no two GPUs to split batches over"
-            )
+            gpus, one = trainer.num_devices, f"ONE device ({device}): there are no two GPUs to split batches over"
+            replicas = f"1 process on {gpus} GPUs" if gpus > 1 and device == "cuda" else one
         say(
             f"{cfg.run}: {model_title(cfg)} ({parameters:,} parameters) · {title(cfg.data)} from {self.samples()} · "
             f"{cfg.strategy.name}, {replicas} · {self.batches(trainer)}"
@@ -102,9 +96,8 @@ class Plan(pl.Callback):
 
     def samples(self) -> str:
         known = self.facts
-        counts = ", ".join(
-            f"{known[f'data/{part}']:,} {part}" for part in ("train", "val", "test") if known["data/train"]
-        )
+        parts = ("train", "val", "test") if known["data/train"] else ()
+        counts = ", ".join(f"{known[f'data/{part}']:,} {part}" for part in parts)
         return f"{known['data/source']} ({counts})" if counts else str(known["data/source"])
 
     def batches(self, trainer: pl.Trainer) -> str:

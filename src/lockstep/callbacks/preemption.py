@@ -17,7 +17,7 @@ from lockstep.training.steps import steps_done
 
 looks = itertools.count()  # of this process; all processes look at the same steps
 KEPT = 100  # answers in the store; no process is so far behind
-WARNED = "preemption/warned"
+WARNED, AGAIN = "preemption/warned", "type the command again with resume=auto"
 LOOK_S = 1.0  # seconds between the questions whether any process was warned
 
 
@@ -53,27 +53,17 @@ class Preemption(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signals.install()
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signals.install()
+    on_test_start = on_predict_start = on_validation_start
 
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if signals.received:  # everything is saved already, so processes need not agree
-            raise self.kind()(
-                f"ended by {signals.received[0].name} during the test; type the command again with resume=auto."
-            )
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signals.install()
-
-    def on_predict_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_test_batch_start(self, *_: Any) -> None:
+        """Everything is saved already, so processes need not agree."""
         if signals.received:
-            raise self.kind()(
-                f"ended by {signals.received[0].name} during the prediction; nothing was written. Type the command again."
-            )
+            raise self.kind()(f"ended by {signals.received[0].name} during the test; {AGAIN}.")
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        if signals.received:
+            by = signals.received[0].name
+            raise self.kind()(f"ended by {by} during the prediction; nothing was written. Type the command again.")
 
     def kind(self) -> type[Preempted]:
         return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
@@ -86,7 +76,7 @@ class Preemption(pl.Callback):
                 f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "
                 "with resume=auto they continue. If torchrun itself was ended, type the command again with resume=auto."
             )
-        return ended + ("; type the command again with resume=auto to continue." if self.save else ".")
+        return f"{ended}; {AGAIN} to continue." if self.save else f"{ended}."
 
     def warned(self, trainer: pl.Trainer) -> bool:
         """Whether any process was warned; the answer is the same in all of them."""

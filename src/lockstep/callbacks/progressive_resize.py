@@ -30,11 +30,8 @@ class ProgressiveResize(pl.Callback):
         finetune_fraction: float = 0.2,
         size_increment: int = 4,
     ) -> None:
-        self.initial_scale, self.delay_fraction, self.finetune_fraction = (
-            initial_scale,
-            delay_fraction,
-            finetune_fraction,
-        )
+        self.initial_scale = initial_scale
+        self.delay_fraction, self.finetune_fraction = delay_fraction, finetune_fraction
         self.size_increment, self.steps = size_increment, math.inf
         if not 0 < initial_scale <= 1:
             raise ValueError(f"initial_scale={initial_scale} is not above 0 and at most 1")

@@ -59,11 +59,8 @@ class TaskCollectives(pl.Callback):
         self.own = None
         if not self.counter.count:
             return
-        key = (
-            f"exact.shards={self.exact_shards}"
-            if self.exact_shards
-            else f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
-        )
+        micro_batches = f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        key = f"exact.shards={self.exact_shards}" if self.exact_shards else micro_batches
         raise UserError(
             f"{type(task).__name__} communicates between processes in its loss or outputs, and {key} divides each process's samples: the "
             "result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "

@@ -87,10 +87,10 @@ class Throughput(pl.Callback):
 
     def report_figures(self) -> dict[str, float | None]:
         """Figures of the whole run, for its report."""
-        samples, seconds, waited = (
-            sum(column) for column in zip(*(self.windows[1:] or self.windows or [(0, 0, 0)]), strict=True)
-        )
-        known = seconds and not math.isnan(waited)
-        shares = (samples / seconds if seconds else None, waited / seconds if known else None)
-        names = (f"train/{self.unit}_per_s", "train/data_wait_share", "train/first_step_s")
-        return dict(zip(names, (*shares, self.first_step_s), strict=True))
+        windows = self.windows[1:] or self.windows or [(0, 0, 0)]
+        samples, seconds, waited = (sum(column) for column in zip(*windows, strict=True))
+        return {
+            f"train/{self.unit}_per_s": samples / seconds if seconds else None,
+            "train/data_wait_share": waited / seconds if seconds and not math.isnan(waited) else None,
+            "train/first_step_s": self.first_step_s,
+        }

@@ -22,6 +22,7 @@ from lockstep.checkpoints import content, room, shards
 from lockstep.checkpoints.plain import refused
 from lockstep.checkpoints.trees import leaves
 from lockstep.errors import NotSaved, chain
+from lockstep.machine.files import remove
 
 Write = Callable[[dict[str, Any], Path], None]
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -91,17 +92,6 @@ def snapshot(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool) -> tupl
     return copy.deepcopy(checkpoint, {id(tensor): copies[path].memory for path, tensor in found.items()}), copies
 
 
-def snapshot_or_explain(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool, path: Path) -> Any:
-    """`snapshot`. Raises NotSaved when host memory is too small for it."""
-    try:
-        return snapshot(checkpoint, buffers, in_use=in_use)
-    except (RuntimeError, MemoryError) as e:  # torch's CPU allocator raises RuntimeError
-        raise NotSaved(
-            f"no memory is left for the copy from which the checkpoint {path} is written in the background ({e}). "
-            "Type checkpoint.background=false resume=auto: training then waits for the disk instead."
-        ) from None
-
-
 class SerialQueue:
     """Runs calls one after another in one thread. After an error it skips all calls until `finish` has returned that error."""
 
@@ -156,7 +146,13 @@ class AtomicCheckpointIO(CheckpointIO):
             in_use = step is not None and step == self.step
             if not in_use:
                 self.drain()
-            checkpoint, self.buffers = snapshot_or_explain(checkpoint, self.buffers, in_use, path)
+            try:
+                checkpoint, self.buffers = snapshot(checkpoint, self.buffers, in_use)
+            except (RuntimeError, MemoryError) as e:  # torch's CPU allocator raises RuntimeError
+                raise NotSaved(
+                    f"no memory is left for the copy from which the checkpoint {path} is written in the background ({e}). "
+                    "Type checkpoint.background=false resume=auto: training then waits for the disk instead."
+                ) from None
             self.step = step
             if any(copied.memory.is_pinned() for copied in self.buffers.values()):
                 event = torch.cuda.Event(blocking=True)
@@ -206,7 +202,7 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
 def remove_or_warn(path: Path) -> None:
     """Removes an old checkpoint. A failure is only logged: it is not worth a failed run."""
     try:
-        shards.remove(path)
+        remove(path)
     except OSError as e:
         log.warning("the older checkpoint %s could not be removed: %s", path, e.strerror)
 
@@ -217,7 +213,7 @@ def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> No
         write(checkpoint, path)
     except Exception as e:
         with contextlib.suppress(OSError):
-            shards.remove(shards.part_of(path))  # it takes disk space
+            remove(shards.part_of(path))  # it takes disk space
         full = getattr(os_error(e), "errno", None) in NO_SPACE
         raise NotSaved(
             f"the checkpoint {path} could not be saved: {reason(e)}.{room.missing(checkpoint, path.parent) if full else ''} The earlier ones are complete and still there. "

@@ -6,14 +6,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from omegaconf import DictConfig
 
 from lockstep.checkpoints import room, shards
 from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import save_logged_step, set_logged_step
 from lockstep.errors import Damaged, UserError
-from lockstep.training.steps import accumulated_then, steps_done
+from lockstep.machine.files import remove
+from lockstep.training.steps import steps_done
 
 
 def wait_until_saved(trainer: pl.Trainer) -> None:
@@ -49,9 +49,8 @@ class Position(pl.Callback):
         last = batches["is_last_batch"] and fetched == batches["current"]["processed"]
         ended = between or last or done >= trainer.num_training_batches
         for scope in ("total", "current"):
-            epochs[scope] = dict.fromkeys(epochs[scope], begun) | dict.fromkeys(
-                ("processed", "completed"), begun if ended else begun - 1
-            )
+            finished = dict.fromkeys(("processed", "completed"), begun if ended else begun - 1)
+            epochs[scope] = dict.fromkeys(epochs[scope], begun) | finished
         batches["total"] = dict.fromkeys(batches["total"], batches["total"]["processed"])
         batches["current"] = dict.fromkeys(batches["current"], 0 if ended else done)
         batches["is_last_batch"] = False
@@ -61,7 +60,7 @@ class Position(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""
-        now, then = trainer.accumulate_grad_batches, accumulated_then(checkpoint)
+        now, then = trainer.accumulate_grad_batches, checkpoint["accumulate_grad_batches"]
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
@@ -137,7 +136,9 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
-        room.refuse_small(trainer, pl_module, self.path.parent)
+        # Every process tries the optimizer: the user's own may communicate in its step.
+        if problem := trainer.strategy.broadcast(room.problem(trainer, pl_module, self.path.parent)):
+            raise UserError(problem)
         trainer.ckpt_path = None  # ModelCheckpoint never removes this path, even when it is no longer among the best
 
     def on_train_batch_start(
@@ -166,17 +167,13 @@ class LastCheckpoint(Checkpoint):
         for path in self.path.parent.iterdir():
             name = BEST.fullmatch(path.name)
             if name and path.resolve() not in kept and (kept or int(name[1]) > steps_done(trainer)):
-                shards.remove(path)
+                remove(path)
 
 
 def moved(path: str, folder: Path | None) -> str:
     """The checkpoint of that name in `folder`; empty if the name is none of a best checkpoint, or without a folder."""
     name = Path(path).name
     return str(folder / name) if folder and name.endswith(".ckpt") and not name.startswith("last.") else ""
-
-
-def last_checkpoint(cfg: DictConfig, folder: Path) -> LastCheckpoint:
-    return LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
 
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:

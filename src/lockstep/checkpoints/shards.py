@@ -8,7 +8,6 @@ complete. torch.distributed.checkpoint stores its metadata as a pickle, which ma
 # rows of that tensor from row `first` on.
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.checkpoints.trees import mapped
 from lockstep.errors import Damaged
+from lockstep.machine.files import remove
 
 REST = "rest.pt"
 NOTE = "sharded tensor "  # followed by the tensor's place; no other string in a checkpoint begins like this
@@ -118,14 +118,6 @@ def resharded(shards: list[dict[str, Any]], mesh: DeviceMesh) -> DTensor:
     local = rows_between(shards, *row_range(shape[0], mesh.get_local_rank(), mesh.size()))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local.to(mesh.device_type), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def remove(path: Path) -> None:
-    """Removes a checkpoint, file or folder, if there is one."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def part_of(path: Path) -> Path:

@@ -168,8 +168,8 @@ class Folder(Images):
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        mine = {"class": {"classes": self.names}, "labels": {"labels": self.names}, "number": {"targets": ["target"]}}
-        return {**super().about, **mine[self.kind]}
+        described = {"class": "classes", "labels": "labels", "number": "targets"}[self.kind]
+        return {**super().about, described: self.names or ["target"]}
 
     # --- parts ---
 

@@ -101,9 +101,8 @@ class Torchvision(Datasets):
                 ) from None
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(
-                self.cache / f".{key_of(self.dataset, [], str(self.root.resolve()))}.lock"
-            ):  # two runs share one download
+            key = key_of(self.dataset, [], str(self.root.resolve()))
+            with FileLock(self.cache / f".{key}.lock"):  # two runs share one download
                 made = maker(**given, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(

@@ -129,15 +129,10 @@ class HuggingFace(Foreign):
     def fingerprint(self) -> str:
         """Hash of the Arrow files, which are read once per machine, and of the columns and rows that are used."""
         files = sorted(self.root.rglob("*.arrow"))
-        whole = decoded(
-            self.cache / key_of("huggingface", files), lambda: ({}, {"sha256": [sha256(path) for path in files]})
-        )
-        taken = (
-            whole.extra()["sha256"],
-            self.columns,
-            self.names,
-            {part: rows.tobytes() for part, (_, rows) in self.places.items()},
-        )
+        key = key_of("huggingface", files)
+        whole = decoded(self.cache / key, lambda: ({}, {"sha256": [sha256(path) for path in files]}))
+        rows = {part: rows.tobytes() for part, (_, rows) in self.places.items()}
+        taken = (whole.extra()["sha256"], self.columns, self.names, rows)
         return hashlib.sha256(repr(taken).encode()).hexdigest()
 
 

@@ -67,8 +67,7 @@ class Published(Images):
     def locate(self) -> tuple[str, list[Path]]:
         """The source of the data, and its files."""
         source, root = self.asked, self.root
-        found = self.find() if source in ("auto", "disk") else None
-        if found:
+        if source in ("auto", "disk") and (found := self.find()):
             return "disk", found
         if source == "disk":
             state = "does not contain" if root.is_dir() else "does not exist; it should contain"
@@ -78,9 +77,8 @@ class Published(Images):
 
             try:
                 self.cache.mkdir(parents=True, exist_ok=True)
-                with FileLock(
-                    self.cache / f".{key_of(self.name, [], str(root.resolve()))}.lock"
-                ):  # two runs share one download
+                key = key_of(self.name, [], str(root.resolve()))
+                with FileLock(self.cache / f".{key}.lock"):  # two runs share one download
                     self.fetch()
                 return "download", self.find() or []
             except OSError as e:

@@ -51,19 +51,16 @@ class Arrays:
 
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
-        return {name: place_of(array) if is_whole_file(array) else array for name, array in self.arrays.items()}
+        return {name: place_of(array) for name, array in self.arrays.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
 
 
-def is_whole_file(array: NDArray[Any]) -> bool:
-    """Whether an array is a whole mapped file: a slice does not know its offset in the file."""
-    return isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and bool(array.flags.c_contiguous)
-
-
-def place_of(array: Any) -> dict[str, Any]:
-    """The arguments of np.memmap for the same array."""
+def place_of(array: NDArray[Any]) -> Any:
+    """The arguments of np.memmap for the same array, if it is a whole mapped file: a slice does not know its offset in the file."""
+    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
+        return array
     return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 

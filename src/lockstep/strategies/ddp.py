@@ -1,6 +1,5 @@
 """One process per device, each with the whole network; torch's DistributedDataParallel averages gradients."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -88,7 +87,6 @@ class Replicated(OneFormat, DDPStrategy):
     def rebuild_buckets(self, batch: Any) -> None:
         """Gives DDP the gradient buckets of the interrupted run, by one forward and backward without lasting effect.
 
-
         DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three and more processes
         the last bit of the summed gradients depends on the buckets.
         """
@@ -118,15 +116,8 @@ def communication_hook(name: str | None) -> dict[str, Any]:
         return {}
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    hooks: dict[str, Callable[..., Any]] = {
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "powersgd": powerSGD_hook.powerSGD_hook,
-    }
+    if name != "powersgd":
+        return {"ddp_comm_hook": getattr(default_hooks, f"{name}_compress_hook")}
     # Vogels et al., "PowerSGD" (2019); exact for the first 1,000 steps, as torch's documentation advises
-    state = (
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
-        if name == "powersgd"
-        else None
-    )
-    return {"ddp_comm_hook": hooks[name], "ddp_comm_state": state}
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
+    return {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": state}

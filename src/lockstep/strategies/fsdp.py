@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -149,8 +149,7 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         """Sharded, or whole on rank 0."""
         if self.sharded_checkpoints:
             return state
-        whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
-        return whole
+        return cast(dict[str, Any], gathered(state, keep=self.is_global_zero))
 
     def share_buffers(self) -> None:
         """Gives all processes rank 0's running statistics, before validations and checkpoints.
@@ -175,8 +174,7 @@ class FullySharded(OneFormat, WholeMeshStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
-            loaded: dict[str, Any] = shards.load_sharded(path, self.mesh)
-            return loaded
+            return cast(dict[str, Any], shards.load_sharded(path, self.mesh))
         return self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(

@@ -50,9 +50,8 @@ def own_copy(value: Any, own: Tensor) -> Any:
 class OneFormat(Strategy):
     """A base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
 
-    in_blocks = (
-        False  # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
-    )
+    # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
+    in_blocks = False
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
         """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""

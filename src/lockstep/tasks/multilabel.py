@@ -85,9 +85,6 @@ class Multilabel(Task):
         return {"labels": ByLabel(self.about["labels"], self.metric_inputs, self.threshold)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        def named(there_BL: Tensor) -> list[str]:
-            rows = ([n for n, t in zip(self.about["labels"], row, strict=True) if t] for row in there_BL.tolist())
-            return [", ".join(row) or "none" for row in rows]
-
-        columns = named(batch["target"].bool()), named(output.sigmoid() > self.threshold)
-        return [{"target": target, "prediction": guess} for target, guess in zip(*columns, strict=True)]
+        found = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}
+        rows = zip(*(self.present(there_BL) for there_BL in found.values()), strict=True)
+        return [{name: ", ".join(labels) or "none" for name, labels in zip(found, row, strict=True)} for row in rows]

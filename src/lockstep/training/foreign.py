@@ -63,10 +63,8 @@ def config_problems(cfg: DictConfig) -> Iterator[str]:
 def problems(cfg: DictConfig, module: pl.LightningModule, data: pl.LightningDataModule) -> Iterator[str]:
     """Problems: what the module and the data define but would be ignored."""
     name = type(module).__name__
-    loaders = [
-        hook for hook in ("train_dataloader", "val_dataloader", "test_dataloader") if is_overridden(hook, module)
-    ]
-    if loaders:
+    hooks = ("train_dataloader", "val_dataloader", "test_dataloader")
+    if loaders := [hook for hook in hooks if is_overridden(hook, module)]:
         yield f"{name}.{loaders[0]} would be ignored: data={title(cfg.data)} provides the batches. Move it into a LightningDataModule and name that with data._target_."
     if cfg.checkpoint.monitor and not evaluates(module, data, "validation", "val"):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} has no effect: {name} or the data has no validation. Type task.monitor=null."

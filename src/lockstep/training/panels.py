@@ -79,9 +79,7 @@ class TestPanels:
         failed = torch.tensor([float(name in self.failed) for name in self.panels], device=module.device)
         somewhere: Tensor = module.trainer.strategy.reduce(failed, reduce_op="sum")
         return {
-            name: panel
-            for (name, panel), times in zip(self.panels.items(), somewhere.tolist(), strict=True)
-            if not times
+            name: self.panels[name] for name, times in zip(self.panels, somewhere.tolist(), strict=True) if not times
         }
 
     def again(self, module: "TaskModule", indices: list[int]) -> Iterator[tuple[list[int], Any, Batch, Batch]]:
