@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
 from lockstep.callbacks.step_seed import seed_generators, step_seed
@@ -19,7 +19,7 @@ from lockstep.training.steps import total_steps
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
 
-class Foreign(pl.Callback):
+class Foreign(Callback):
     """Used in training and in evaluation."""
 
     def __init__(self, cfg: DictConfig, parallelize: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ class Foreign(pl.Callback):
         self.due: dict[int, float] = {}  # figures that a scheduler has not seen yet, by its index
         self.told: set[str] = set()
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Synchronises batch norms if asked to; the network is otherwise left as the module made it."""
         if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
@@ -43,7 +43,7 @@ class Foreign(pl.Callback):
                     f"{split.count} samples of an evaluation cannot be shared by {trainer.world_size} processes. Type trainer.devices={split.count}, or evaluate more samples."
                 )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = False
         if self.cfg.trainer.log_every_n_steps == "auto":
             trainer.log_every_n_steps = log_interval(total_steps(trainer))  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ class Foreign(pl.Callback):
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
         self.due = {}
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
         if self.own_loaders:
             # the same on every rank, because ranks may share one order; -1 is no rank's
@@ -60,9 +60,7 @@ class Foreign(pl.Callback):
                 begin_loaders_anew(trainer)
         self.begun = True
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
@@ -79,13 +77,11 @@ class Foreign(pl.Callback):
         for name in ("hparams_type", "datamodule_hparams_type"):  # a class
             checkpoint.pop(name, None)
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.due = checkpoint["plateau"]
 
 
-def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, float]:
+def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:
     """Figures that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
     run would skip that step."""
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]["started"]

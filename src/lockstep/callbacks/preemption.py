@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.errors import Interrupted, Preempted
 from lockstep.machine import signals
@@ -21,19 +21,19 @@ WARNED, AGAIN = "preemption/warned", "type the command again with resume=auto"
 LOOK_S = 1.0  # seconds between the questions whether any process was warned
 
 
-class Preemption(pl.Callback):
+class Preemption(Callback):
     """Saves the last checkpoint at the next step and ends the run, in all processes at the same step.
 
     Once a second they ask their common store: a warned process leaves a word there, and rank 0 says for all whether to end and at
     which step to ask again. Other steps only compare numbers. It needs no collective, and no process group besides nccl's.
     """
 
-    def __init__(self, save: Callable[[pl.Trainer], None] | None) -> None:
+    def __init__(self, save: Callable[[Trainer], None] | None) -> None:
         self.save = save
         self.next_look = 0
         self.looked_at = (0, 0.0)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. A process of a launcher gets
         # each Ctrl-C from the terminal and from its parent.
         alone = trainer.world_size == 1 and not signals.supervised
@@ -41,16 +41,14 @@ class Preemption(pl.Callback):
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches or not self.warned(trainer):
             return
         if self.save:
             self.save(trainer)
         raise self.kind()(self.words(trainer))
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.install()
 
     on_test_start = on_predict_start = on_validation_start
@@ -68,7 +66,7 @@ class Preemption(pl.Callback):
     def kind(self) -> type[Preempted]:
         return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
 
-    def words(self, trainer: pl.Trainer) -> str:
+    def words(self, trainer: Trainer) -> str:
         by = signals.received[0].name if signals.received else rendezvous.store.get(WARNED).decode()
         ended = f"ended by {by} after {steps_done(trainer)} steps"
         if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
@@ -78,7 +76,7 @@ class Preemption(pl.Callback):
             )
         return f"{ended}; {AGAIN} to continue." if self.save else f"{ended}."
 
-    def warned(self, trainer: pl.Trainer) -> bool:
+    def warned(self, trainer: Trainer) -> bool:
         """Whether any process was warned; the answer is the same in all of them."""
         if trainer.world_size == 1:
             return bool(signals.received)

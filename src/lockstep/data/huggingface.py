@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,10 @@ class HuggingFace(Foreign):
         self.fractions = taken_from_train(test=test_fraction, val=val_fraction, folds=folds)
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found = super().problems(data)
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        yield from super().problems(data)
         if importlib.util.find_spec("datasets") is None:
-            found.append(
-                "data=huggingface needs the package datasets, which is not installed. Type uv sync --extra huggingface, or pip install datasets."
-            )
-        return found
+            yield "data=huggingface needs the package datasets, which is not installed. Type uv sync --extra huggingface, or pip install datasets."
 
     @cached_property
     def tables(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Published data sets: found on disk, downloaded, or taken from a package; decoded once per machine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,13 +43,10 @@ class Published(Images):
         raise NotImplementedError
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found = super().problems(data)
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        yield from super().problems(data)
         if data.get("source") == "embedded" and not cls.embedded:
-            found.append(
-                f"data.source=embedded: no package contains {cls.name}. Type data.root=<folder>, or data.source=download."
-            )
-        return found
+            yield f"data.source=embedded: no package contains {cls.name}. Type data.root=<folder>, or data.source=download."
 
     def prepare(self) -> None:
         if self.cached and self.source == "embedded" and self.asked == "auto":

@@ -172,9 +172,7 @@ class TaskModule(QuickHookNames):
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
-        part = (
-            batch_idx * self.trainer.world_size + self.trainer.global_rank
-        )  # of the global batches, one after the other
+        part = batch_idx * self.trainer.world_size + self.trainer.global_rank  # of all global batches
         rank = part % self.logical_ranks.count if self.logical_ranks else 0
         self.mean_loss.update(loss_B, self.task.weight(batch), rank)
         for metric in self.figures.values():
