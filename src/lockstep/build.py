@@ -75,8 +75,7 @@ def seed(cfg: DictConfig) -> None:
 def data(cfg: DictConfig) -> pl.LightningDataModule:
     if has_own_loaders(cfg):
         warn_of_small_shared_memory()
-        own: pl.LightningDataModule = create(cfg.data, "data")
-        return own
+        return create(cfg.data, "data")
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
@@ -101,8 +100,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
         if "foreach" in takes:  # the first step, which is not fused, computes element by element
             made["optimizer"] = partial(made["optimizer"], foreach=False)
     own = set(ENGINE["optim"]) - takes.keys()
-    asked = {key: value for key, value in node.items() if key in own and value is not None and value is not False}
-    if asked:
+    if asked := {key: value for key, value in node.items() if key in own and value is not None and value is not False}:
         raise_problems(
             f"optim.{key}={shown(value)} has no effect: {node['_target_']} groups the parameters itself. Leave it out."
             for key, value in asked.items()

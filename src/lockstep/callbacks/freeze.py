@@ -52,8 +52,7 @@ class Freeze(Callback):
 
     @staticmethod
     def network(pl_module: LightningModule) -> nn.Module:
-        net: nn.Module = getattr(pl_module, "net", pl_module)
-        return net
+        return getattr(pl_module, "net", pl_module)
 
     def is_frozen(self, name: str, epoch: int) -> bool:
         thaws = self.thaws.get(name, 0)

@@ -34,8 +34,7 @@ LOOP = (
 
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint on the CPU; the shards of a folder are joined."""
-    loaded: dict[str, Any] = shards.load(path) if path.is_dir() else shards.open_file(path)
-    return loaded
+    return shards.load(path) if path.is_dir() else shards.open_file(path)
 
 
 def refuse_without_position(path: Path, own: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,24 +98,16 @@ class SerialQueue:
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, "checkpoints")  # Python waits for it at exit
         self.begun: list[Future[None]] = []
-        self.error: Exception | None = None
 
     def add(self, call: Callable[[], None]) -> None:
-        self.begun.append(self.thread.submit(self.run, call))
+        before = tuple(self.begun)  # done when this call begins
+        self.begun.append(self.thread.submit(lambda: None if any(each.exception() for each in before) else call()))
 
-    def run(self, call: Callable[[], None]) -> None:
-        try:
-            if self.error is None:
-                call()
-        except Exception as e:
-            self.error = e
-
-    def finish(self) -> Exception | None:
+    def finish(self) -> BaseException | None:
         """Waits for all calls; returns the first error, once."""
-        wait(self.begun)
+        errors = [each.exception() for each in self.begun]
         self.begun.clear()
-        error, self.error = self.error, None
-        return error
+        return next(filter(None, errors), None)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -169,8 +161,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def drain(self) -> None:
         """Waits until everything is on disk. Raises NotSaved."""
-        error = self.queue.finish() if self.queue else None
-        if error:
+        if error := self.queue.finish() if self.queue else None:
             raise error
 
     def load_checkpoint(

@@ -219,8 +219,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         run_dir = checkpoint.resolve().parents[1]
     saved = load_config(run_dir / "config.yaml") if has_config(run_dir) else config_inside(checkpoint)
     own = [o for o in overrides if key_of(o) not in (*EVAL_OWN, *(PREDICT if job == "predict" else ()))]
-    idle = [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]
-    if idle:
+    if idle := [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]:
         raise UserError(
             f"{idle[0]} has no effect in {'a prediction' if job == 'predict' else 'an evaluation'}. Leave it out."
         )

@@ -38,8 +38,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         why = str(e)
     if why:
         raise UserError(f"{path} is damaged: {why}. Remove the file: the run continues without it.")
-    report: dict[str, Any] = found
-    return report
+    return found
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

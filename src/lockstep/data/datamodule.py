@@ -24,6 +24,8 @@ ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto ma
 class DataModule(pl.LightningDataModule):
     """Training, validation and test batches of a data set, the same for every number of processes and workers."""
 
+    trainer: pl.Trainer  # set before a hook or a dataloader is asked for
+
     def __init__(
         self,
         dataset: DataSet,
@@ -68,7 +70,6 @@ class DataModule(pl.LightningDataModule):
 
     @property
     def device(self) -> torch.device:
-        assert self.trainer is not None
         return self.trainer.strategy.root_device
 
     @property
@@ -109,7 +110,6 @@ class DataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> MemoryLoader | WorkerLoader:
         trainer = self.trainer
-        assert trainer is not None
         sampler = self.sampler(
             rank=trainer.global_rank,
             world=trainer.world_size,
@@ -121,7 +121,6 @@ class DataModule(pl.LightningDataModule):
         return self.loader("train", sampler, place=self.place)
 
     def eval_loader(self, part: str, split: Split) -> MemoryLoader | WorkerLoader:
-        assert self.trainer is not None
         place = {"batch": self.eval_batch_size, "rank": self.trainer.global_rank, "world": self.trainer.world_size}
         sampler = EvalBatches(split, **place, shards=self.shards) if self.module_of_task else EvalShares(split, **place)
         return self.loader(part, sampler)
@@ -143,7 +142,6 @@ class DataModule(pl.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         trainer, began_s = self.trainer, time.perf_counter()
-        assert trainer is not None
         self.problems = batch.pop("problem", None)
         batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch, repeats=self.repeats)
         # half and double precision: Lightning converts batches before this hook

@@ -184,6 +184,5 @@ class Folder(Images):
             raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")
         if self.in_cache:
             return Arrays(**self.cached.arrays(part))
-        return Files(
-            self.listing.base, self.paths(part), self.targets[places], channels=self.channels, size=self.image_size
-        )
+        size = {"channels": self.channels, "size": self.image_size}
+        return Files(self.listing.base, self.paths(part), self.targets[places], **size)

@@ -29,8 +29,7 @@ class Foreign(Images):
 
     @cached_property
     def first(self) -> NDArray[Any]:
-        sample: NDArray[Any] = np.asarray(self.train[np.array([0])]["input"])[0]
-        return sample
+        return np.asarray(self.train[np.array([0])]["input"])[0]
 
     def prepare(self) -> None:
         """Raises UserError for image options if the samples are not images."""

@@ -95,8 +95,7 @@ class HuggingFace(Foreign):
         classes, column = self.names.get("classes"), self.columns["target"]
         for part, table in self.tables.items() if classes else ():
             places = {name: place for place, name in enumerate(classes or ())}
-            wrong = [value for value in table.unique(column) if places.get(value, value) not in places.values()]
-            if wrong:
+            if wrong := [value for value in table.unique(column) if places.get(value, value) not in places.values()]:
                 raise UserError(
                     f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(places)} classes of train. "
                     "Remove these rows; or remove the part, which is then taken from train."

@@ -63,9 +63,8 @@ class ImageFiles(Images):
                 f"input: files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their "
                 f"data; {', '.join(missing)} is not there. Type input=test, or val or train: a part of the run's own data."
             )
-        super().__init__(
-            image_size=about["image_size"], mean=about["mean"], std=about["std"], channels_last=channels_last
-        )
+        known = {key: about[key] for key in ("image_size", "mean", "std")}
+        super().__init__(**known, channels_last=channels_last)
         self.given_about, self.given_network = dict(about), dict(network)
         self.train = self.val = self.test = Readable(inputs, channels=self.channels, size=self.image_size)
 

@@ -82,9 +82,8 @@ class Images(DataSet):
     def preprocessing(self) -> "Preprocess":
         from lockstep.data.transforms import Preprocess
 
-        return Preprocess(
-            image_size=self.image_size, mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last
-        )
+        numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
+        return Preprocess(image_size=self.image_size, channels_last=self.channels_last, **numbers)
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]

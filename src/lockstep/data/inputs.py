@@ -20,10 +20,6 @@ class Inputs:
     targets: list[str] | None = None  # the cells of a CSV
 
 
-def is_part(given: str) -> bool:
-    return given in PARTS
-
-
 def find_inputs(given: str) -> Inputs:
     """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one image file.
 

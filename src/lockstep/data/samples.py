@@ -79,8 +79,7 @@ class Items:
     def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
         from torch.utils.data import default_collate
 
-        samples: Mapping[str, Any] = default_collate([self.sample(self.dataset[int(place)]) for place in indices])
-        return samples
+        return default_collate([self.sample(self.dataset[int(place)]) for place in indices])
 
     def sample(self, given: Any) -> dict[str, Any]:
         found = dict(given) if isinstance(given, Mapping) else dict(zip(("input", "target"), given, strict=True))
@@ -95,8 +94,7 @@ def samples_of(part: Any) -> Samples:
     """A part of a data set, read several samples at a time."""
     # A torch Dataset gives one at a time; this asks without importing torch.
     is_torch = any(base.__module__.startswith("torch.utils.data") for base in type(part).__mro__)
-    samples: Samples = Items(part) if is_torch else part
-    return samples
+    return Items(part) if is_torch else part
 
 
 def classes_of(part: Any) -> NDArray[np.int64] | None:
@@ -107,9 +105,9 @@ def classes_of(part: Any) -> NDArray[np.int64] | None:
     else:
         holder = samples.dataset if isinstance(samples, Items) else samples
         found = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
-    array = None if found is None else np.asarray(found)
-    good = array is not None and array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
-    return array.astype(np.int64) if array is not None and good else None
+    array = np.asarray(found)  # that of None has no dimension
+    good = array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
+    return array.astype(np.int64) if good else None
 
 
 def content_of(part: Any) -> bytes:

@@ -59,12 +59,10 @@ class Replicated(OneFormat, DDPStrategy):
         if not self.in_blocks:
             super().configure_ddp()
             return
-        assert self.lightning_module is not None
         for tensor in self.lightning_module.state_dict(keep_vars=True).values():
             torch.distributed.broadcast(tensor.detach(), 0)
 
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
         known = isinstance(self.lightning_module, TaskModule)  # a user's LightningModule calls its own network
         self.resumed = known and not self.in_blocks and self.lightning_module.trainer.global_step > 0
 
@@ -91,7 +89,6 @@ class Replicated(OneFormat, DDPStrategy):
         the last bit of the summed gradients depends on the buckets.
         """
         assert self.model is not None
-        assert self.lightning_module is not None
         buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
         gpus = [self.root_device] if self.root_device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), dropout.paused(), self.precision_plugin.train_step_context():

@@ -13,7 +13,7 @@ from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 from lockstep.errors import UserError
 from lockstep.tasks.class_panels import ByLabel
 from lockstep.tasks.panel import Panel
-from lockstep.tasks.task import Task, class_weight, refuse_outputs
+from lockstep.tasks.task import Task, class_weight, refuse_count, refuse_outputs
 
 
 class Multilabel(Task):
@@ -35,10 +35,7 @@ class Multilabel(Task):
 
     def bind(self, about: Mapping[str, Any]) -> None:
         super().bind(about)
-        if self.pos_weight_L is not None and len(self.pos_weight_L) != len(about["labels"]):
-            raise UserError(
-                f"task.pos_weight has {len(self.pos_weight_L)} numbers; the data has {len(about['labels'])} labels. Give one per label."
-            )
+        refuse_count("pos_weight", self.pos_weight_L, about, "labels")
 
     def network_arguments(self) -> dict[str, Any]:
         return {"num_classes": len(self.about["labels"])}

@@ -35,8 +35,7 @@ class Task(nn.Module):
 
     def bind(self, about: Mapping[str, Any]) -> None:
         """Raises UserError if `about` lacks a key that the task needs."""
-        missing = [name for name in self.needs if not about.get(name)]
-        if missing:
+        if missing := [name for name in self.needs if not about.get(name)]:
             raise UserError(
                 f"task={type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
                 "Choose another task or data, or add it to the `about` of your data set."
@@ -135,3 +134,11 @@ def refuse_outputs(output: Tensor, *shape: int) -> None:
 
 def class_weight(given: Sequence[float] | None) -> Tensor | None:
     return None if given is None else torch.tensor(given, dtype=torch.float32)
+
+
+def refuse_count(name: str, weight: Tensor | None, about: Mapping[str, Any], of: str) -> None:
+    """Raises UserError if the factors of a loss are not one for each class or label."""
+    if weight is not None and len(weight) != len(about[of]):
+        raise UserError(
+            f"task.{name} has {len(weight)} numbers; the data has {len(about[of])} {of}. Give one for each."
+        )

@@ -36,8 +36,7 @@ def create_module(cfg: DictConfig) -> pl.LightningModule:
     task = to_plain(cfg.task)
     partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
     made = {name: picklable(create(node, f"task.{name}")) for name, node in partials.items()}
-    module: pl.LightningModule = create({k: v for k, v in task.items() if k not in made}, "task", **made)
-    return module
+    return create({k: v for k, v in task.items() if k not in made}, "task", **made)
 
 
 def config_problems(cfg: DictConfig) -> Iterator[str]:

@@ -68,6 +68,5 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if grads:
+    if grads := [p.grad for p in parameters if p.grad is not None]:
         torch._foreach_mul_(local_parts(grads), factor.to(grads[0].dtype))

@@ -41,10 +41,8 @@ class MeanLoss(Metric):
         self.count += len(loss_B)
 
     def compute(self) -> dict[str, Tensor]:
-        return {
-            "loss": (tree_sum(self.loss_sum) / tree_sum(self.weight_sum)).float(),
-            "count": self.count.to(self.exact),
-        }
+        loss = tree_sum(self.loss_sum) / tree_sum(self.weight_sum)
+        return {"loss": loss.float(), "count": self.count.to(self.exact)}
 
 
 def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
