@@ -71,11 +71,6 @@ def has_config(run_dir: Path) -> bool:
     return (run_dir / "config.yaml").is_file()
 
 
-def is_first_process(cfg: DictConfig) -> bool:
-    """Only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made."""
-    return world_of(cfg).rank == 0
-
-
 def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     """Resolves `resume` and `init_from` to checkpoint paths; a resumed run gets its own config back.
 
@@ -99,7 +94,8 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         cfg.resume = "auto"  # the system restarted this command: continue in the same directory
     if cfg.resume:
         return resumed(cfg, overrides)
-    if is_first_process(cfg) and cfg.run and has_config(Path(cfg.runs_dir) / str(cfg.run)):
+    # only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made
+    if world_of(cfg).rank == 0 and cfg.run and has_config(Path(cfg.runs_dir) / str(cfg.run)):
         raise UserError(
             f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
         )
@@ -157,7 +153,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     set_aside(result, own)
-    if is_first_process(result) and result.run != own_name and has_config(runs_dir / result.run):
+    if world_of(result).rank == 0 and result.run != own_name and has_config(runs_dir / result.run):
         raise UserError(
             f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
         )

@@ -8,10 +8,10 @@ images of 28 pixels and by 3e-5 for 16 of 168 (7e-8 in the other format), so one
 """
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 
 from lockstep.compat.sync_batch_norm import without_masks
@@ -21,8 +21,22 @@ AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
 
 
 def sum_over_processes(x: Tensor) -> Tensor:
+    x = x.clone()
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(x)
+    return x
+
+
+class SumOverProcesses(torch.autograd.Function):
     """The sum is linear: the gradient of each process's addend is the sum of all processes' gradients."""
-    return all_reduce(x) if torch.distributed.is_initialized() else x
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return sum_over_processes(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return sum_over_processes(grads[0])
 
 
 class GlobalBatchNorm(nn.BatchNorm2d):
@@ -37,11 +51,11 @@ class GlobalBatchNorm(nn.BatchNorm2d):
         axes = [0, *range(2, x.dim())]
         shape = [1, -1, *([1] * (x.dim() - 2))]
         count = torch.full((1,), float(x.numel() // x.shape[1]), device=x.device)
-        sums = sum_over_processes(torch.cat([x.sum(axes), count]))
+        sums = SumOverProcesses.apply(torch.cat([x.sum(axes), count]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = x - mean.view(shape)
-        var = sum_over_processes(centred.square().sum(axes)) / count
+        var = SumOverProcesses.apply(centred.square().sum(axes)) / count
         self.update_running(mean.detach(), var.detach() * count / (count - 1).clamp(min=1))
         y = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.weight is not None:
