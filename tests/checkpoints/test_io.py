@@ -34,8 +34,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.open, self.done = threading.Event(), threading.Event(), []
-        for name in ("write", "take_place", "remove"):
-            monkeypatch.setattr(shards, name, self.noted(name, getattr(shards, name)))
+        for owner, name in ((shards, "write"), (shards, "take_place"), (shards, "remove"), (checkpoint_io, "remove")):
+            monkeypatch.setattr(owner, name, self.noted(name, getattr(owner, name)))
 
     def noted(self, name, original):
         def noted(*args):

@@ -30,7 +30,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.losses = dict(state_dict["losses"])
+        self.losses = dict(state_dict.get("losses", {}))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Saves the checkpoint if it is among the best `save_top_k`, and removes those that no longer are."""

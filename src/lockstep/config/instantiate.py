@@ -149,10 +149,10 @@ def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
 
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
-    for place, each in (key, node), *admitted.nodes(node, key):  # once more, because it may have no `_target_`
-        if wrong := list(target_problems(each, place)):
-            yield from wrong
-            return
+    places = {key: node, **dict(admitted.nodes(node, key))}  # it may have no `_target_` itself
+    if wrong := [problem for place, each in places.items() for problem in target_problems(each, place)]:
+        yield from wrong
+        return
     target: str = node["_target_"]
     named = parameters(target)
     if named is None:
