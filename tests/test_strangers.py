@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.checkpoints.finding import is_checkpoint
-from lockstep.checkpoints.saving import last_checkpoint
+from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.errors import UserError
 from lockstep.export.folder import export
 from lockstep.launch.exits import exit_code
@@ -106,7 +106,7 @@ def test_a_checkpoint_names_no_file_to_remove_but_a_checkpoint(name, run_a):
 
     for path in ("best-step-12.ckpt", "last.ckpt"):
         changed(f"runs/a/checkpoints/{path}", point)
-    callback = last_checkpoint(OmegaConf.load("runs/a/config.yaml"), Path("runs/a/checkpoints"))
+    callback = LastCheckpoint(Path("runs/a/checkpoints/last.ckpt"), None, OmegaConf.load("runs/a/config.yaml").resume)
     content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
     for resumed, place in (
         (Path("runs/a/checkpoints/last.ckpt").resolve(), str(Path("runs/a/checkpoints").resolve())),

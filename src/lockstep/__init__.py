@@ -69,14 +69,14 @@ def load_model(what: str | Path) -> "nn.Module":
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
     """
-    from lockstep.checkpoints.content import holds_module, load_network
+    from lockstep.checkpoints.content import load_network
     from lockstep.checkpoints.finding import tested_checkpoint
     from lockstep.machine import process
 
     with process.restored():
         path = tested_checkpoint(str(what), "load_model")
-        if not holds_module(path):
-            return load_network(path)
+        if (net := load_network(path)) is not None:
+            return net
         from lockstep import build
 
         return build.load_module(path)

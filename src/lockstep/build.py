@@ -20,7 +20,7 @@ from lockstep import strategies
 from lockstep.augment.augmentation import Augmentation
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_module_weights, load_weights, raw_weights, read
+from lockstep.checkpoints.content import load_module_weights, network_of, read
 from lockstep.checkpoints.plain import plain
 from lockstep.checkpoints.weights import load_into
 from lockstep.config.augmentation import operations
@@ -75,8 +75,7 @@ def seed(cfg: DictConfig) -> None:
 def data(cfg: DictConfig) -> pl.LightningDataModule:
     if has_own_loaders(cfg):
         warn_of_small_shared_memory()
-        own: pl.LightningDataModule = create(cfg.data, "data")
-        return own
+        return create(cfg.data, "data")
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
@@ -101,8 +100,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
         if "foreach" in takes:  # the first step, which is not fused, computes element by element
             made["optimizer"] = partial(made["optimizer"], foreach=False)
     own = set(ENGINE["optim"]) - takes.keys()
-    asked = {key: value for key, value in node.items() if key in own and value is not None and value is not False}
-    if asked:
+    if asked := {key: value for key, value in node.items() if key in own and value is not None and value is not False}:
         raise_problems(
             f"optim.{key}={shown(value)} has no effect: {node['_target_']} groups the parameters itself. Leave it out."
             for key, value in asked.items()
@@ -142,7 +140,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     offered = plain({**data.dataset.network_arguments(), **goal.network_arguments()}, "network_arguments()")
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
-        load_weights(net, Path(weights))
+        load_into(net.state_dict(), network_of(read(Path(weights))), weights)
     made = TaskModule(
         net,
         goal,
@@ -159,8 +157,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         network_arguments=offered,
         shards=cfg.exact.shards,
     )
-    figures = made.figure_names()
-    raise_problems(monitor_problems(cfg, figures))
+    raise_problems(monitor_problems(cfg, made.figure_names()))
     return made
 
 
@@ -231,10 +228,10 @@ def evaluate(
     if panels is not None and isinstance(subject, TaskModule):
         subject.test_panels = TestPanels(subject.task, panels, compiled=bool(cfg.compile))
     figures = figures_of(cfg, world, data, subject, run)
-    raw = raw_weights(Path(tested)) if isinstance(tested, str) else None
-    if raw is not None:
+    raw = read(Path(tested)).get("current_model_state") if isinstance(tested, str) else None
+    if raw is not None:  # the run averaged its weights: training goes on with these
         subject = module(cfg, data, weights=str(tested))
-        load_into(subject.state_dict(), raw, Path(str(tested)))
+        load_into(subject.state_dict(), raw, tested)
         of_raw = figures_of(cfg, world, data, subject, run)
         figures |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
     return figures

@@ -42,16 +42,12 @@ def loggers(cfg: DictConfig) -> list[Logger]:
     """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
     place = {"run_dir": run_dir(cfg), "run": cfg.run}
     offered = {**place, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
-    nodes = {str(name): node for name, node in cfg.logger.items() if name != "csv"}
-    return [
-        MetricsCsv(**place),
-        *(
-            in_background(
-                create(node, f"logger.{name}", **accepted(node["_target_"], offered), **labels(cfg, node)), name
-            )
-            for name, node in nodes.items()
-        ),
-    ]
+    made: list[Logger] = [MetricsCsv(**place)]
+    for name, node in cfg.logger.items():
+        if name != "csv":
+            given = accepted(node["_target_"], offered) | labels(cfg, node)
+            made.append(in_background(create(node, f"logger.{name}", **given), str(name)))
+    return made
 
 
 def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
@@ -98,8 +94,9 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
-            own.append(best.best_checkpoints(cfg, folder))
-        own.append(last := saving.last_checkpoint(cfg, folder))
+            named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
+            own.append(best.ModelCheckpoint(dirpath=folder, **named))
+        own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
     if cfg.trainer.max_time:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import thin_project
 import torch
-from omegaconf import OmegaConf
 from your_own import forget
 
 from lockstep import CONFIGS, ROOT
@@ -18,7 +17,6 @@ from lockstep.config.checks import check
 from lockstep.config.classes import data_problems, operation_problems
 from lockstep.config.compose import beyond_schema, compose_config, tried_alone
 from lockstep.config.length import batches_of
-from lockstep.config.run_files import load_config
 from lockstep.machine.world import World
 from lockstep.training import foreign
 from lockstep.training.micro_batches import accumulations
@@ -112,19 +110,6 @@ def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples():
     assert list(foreign.config_problems(config(*module, "augment=standard"))) == []
     (told,) = foreign.config_problems(config(*module, "augment=strong"))
     assert told.startswith("augment.mixup_cutmix mixes the losses of two targets, which a task computes")
-
-
-def test_a_run_from_before_the_groups_augment_and_exact_has_its_operations(tmp_path):
-    old = compose_config("train", ["run=a", "augment=none"])
-    OmegaConf.set_struct(old, False)
-    del old.augment, old.exact
-    old.data.random_shift, old.data.random_flip = 2, True
-    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(old))
-    cfg = load_config(tmp_path / "config.yaml")
-    assert check(cfg) == []
-    shift, flip = operations(cfg).values()
-    assert (shift.pixels, flip.horizontal) == (2, 0.5)
-    assert cfg.exact.shards is None
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])

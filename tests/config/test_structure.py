@@ -29,7 +29,6 @@ BROKEN = {
     "trainer.devices=[5] trainer.accelerator=cpu": "a CPU has none",
     "optim=sgd optim.momentum=0": "needs a momentum above 0",
     "augment=[shift] augment.shift.pixels=28": "augment.shift.pixels=28 would move whole images",
-    "data.random_shift=2": "Type augment=[shift] augment.shift.pixels=<n>",
     "augment.shift=5": "augment.shift",
     "augment=[crop] augment.crop.scale=[1,0.5]": "the lower number comes first",
     "augment=[mixup] data.batch_size=33": "cannot be divided among 1 processes x 1 accumulated micro-batches of a multiple of 2 samples",

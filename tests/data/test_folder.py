@@ -209,7 +209,7 @@ def test_a_csv_that_is_not_there_is_looked_for_in_the_root(root):
     ({"channels": 1, "mean": [0.5], "std": [0.2]}, None),
 ])  # fmt: skip
 def test_keys_that_do_not_fit_are_told_before_anything_is_read(changes, told):
-    problems = Folder.problems({"target": "class", "csv": None, "channels": 3, "mean": "model", **changes})
+    problems = list(Folder.problems({"target": "class", "csv": None, "channels": 3, "mean": "model", **changes}))
     assert problems == [] if told is None else told in problems[0]
 
 

@@ -140,9 +140,9 @@ def test_random_transforms_are_noticed(tmp_path):
 ])  # fmt: skip
 def test_a_node_that_is_wrong_is_told(nodes, told):
     good = {"_target_": "torchvision.datasets.ImageFolder", "root": "x"}
-    problems = TorchDataset.problems({"train": good, "test": good, **nodes})
+    problems = list(TorchDataset.problems({"train": good, "test": good, **nodes}))
     assert told in problems[0]
-    assert TorchDataset.problems({"train": good, "test": good, "val": None}) == []
+    assert [*TorchDataset.problems({"train": good, "test": good, "val": None})] == []
 
 
 # --- torchvision -----------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_what_is_not_there_says_what_to_type(tmp_path, monkeypatch, dataset, cha
 ])  # fmt: skip
 def test_a_name_is_checked_without_importing_torchvision(data, told, monkeypatch):
     monkeypatch.delattr(torchvision.datasets, "__all__")
-    problems = Torchvision.problems(data)
+    problems = list(Torchvision.problems(data))
     assert problems == [] if told is None else told in problems[0]
 
 
@@ -304,6 +304,6 @@ def test_other_folders_are_refused(tmp_path):
 
 
 def test_without_the_package_it_is_told_what_to_install(monkeypatch):
-    assert HuggingFace.problems({}) == []
+    assert list(HuggingFace.problems({})) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert "Type uv sync --extra huggingface, or pip install datasets" in HuggingFace.problems({})[0]
+    assert "Type uv sync --extra huggingface, or pip install datasets" in next(iter(HuggingFace.problems({})))

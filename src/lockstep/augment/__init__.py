@@ -4,13 +4,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.augment.draws import Draws
-    from lockstep.augment.erasing import RandomErasing
-    from lockstep.augment.geometry import Flip, RandomResizedCrop, Rotate, Shift
-    from lockstep.augment.jitter import ColorJitter
-    from lockstep.augment.mixing import Cutmix, Mixup, MixupOrCutmix
-    from lockstep.augment.operation import GeometricOperation, Operation, PixelOperation
-    from lockstep.augment.policies import RandAugment, TrivialAugment
+    from lockstep.augment.draws import Draws as Draws
+    from lockstep.augment.erasing import RandomErasing as RandomErasing
+    from lockstep.augment.geometry import Flip as Flip
+    from lockstep.augment.geometry import RandomResizedCrop as RandomResizedCrop
+    from lockstep.augment.geometry import Rotate as Rotate
+    from lockstep.augment.geometry import Shift as Shift
+    from lockstep.augment.jitter import ColorJitter as ColorJitter
+    from lockstep.augment.mixing import Cutmix as Cutmix
+    from lockstep.augment.mixing import Mixup as Mixup
+    from lockstep.augment.mixing import MixupOrCutmix as MixupOrCutmix
+    from lockstep.augment.operation import GeometricOperation as GeometricOperation
+    from lockstep.augment.operation import Operation as Operation
+    from lockstep.augment.operation import PixelOperation as PixelOperation
+    from lockstep.augment.policies import RandAugment as RandAugment
+    from lockstep.augment.policies import TrivialAugment as TrivialAugment
 
 # The module of each name, imported when the name is first used.
 MODULES = {
@@ -30,24 +38,6 @@ MODULES = {
     "Shift": "geometry",
     "TrivialAugment": "policies",
 }
-
-__all__ = [
-    "ColorJitter",
-    "Cutmix",
-    "Draws",
-    "Flip",
-    "GeometricOperation",
-    "Mixup",
-    "MixupOrCutmix",
-    "Operation",
-    "PixelOperation",
-    "RandAugment",
-    "RandomErasing",
-    "RandomResizedCrop",
-    "Rotate",
-    "Shift",
-    "TrivialAugment",
-]
 
 
 def __getattr__(name: str) -> Any:

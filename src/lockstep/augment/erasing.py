@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from lockstep.augment.operation import PixelOperation, check
+from lockstep.augment.operation import PixelOperation, check, check_rising
 from lockstep.config.kinds import Kind, number, numbers
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class RandomErasing(PixelOperation):
             ratio=numbers(number(0, 1, above=True), "[0.3,3.3]", 2),
             fill=FILL,
         )
-        for name in ("scale", "ratio"):
-            if getattr(self, name) != sorted(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: the lower number comes first")
+        check_rising(self, "scale", "ratio")
 
     def boxes(self, height: int, width: int, draws: "Draws") -> "Box":
         """A box of 0 x 0 erases nothing."""

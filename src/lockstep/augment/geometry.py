@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.augment.operation import GeometricOperation, check
+from lockstep.augment.operation import GeometricOperation, check, check_rising
 from lockstep.config.kinds import number, numbers, whole
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ class RandomResizedCrop(GeometricOperation):
             ratio=numbers(number(0, 1, above=True), "[0.75,1.33]", 2),
             image_size=whole(1, 224, "a whole number of pixels").or_null(),
         )
-        for name in ("scale", "ratio"):
-            if getattr(self, name) != sorted(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)} is not possible: the lower number comes first")
+        check_rising(self, "scale", "ratio")
 
     def plan(self, height: int, width: int, draws: "Draws") -> "Box":
         from lockstep.augment.boxes import first_that_fits, random_sides

@@ -150,9 +150,8 @@ class MixupOrCutmix(Mix):
     def __init__(
         self, *, mixup_alpha: float = 0.8, cutmix_alpha: float = 1.0, switch: float = 0.5, probability: float = 1.0
     ) -> None:
-        self.mixup_alpha, self.cutmix_alpha, self.switch, self.probability = (
-            mixup_alpha, cutmix_alpha, switch, probability,
-        )  # fmt: skip
+        self.mixup_alpha, self.cutmix_alpha = mixup_alpha, cutmix_alpha
+        self.switch, self.probability = switch, probability
         check(self, mixup_alpha=ALPHA, cutmix_alpha=ALPHA, switch=PROBABILITY, probability=PROBABILITY)
         self.mixup = Mixup(alpha=mixup_alpha, probability=probability)
         self.cutmix = Cutmix(alpha=cutmix_alpha, probability=probability)

@@ -107,3 +107,9 @@ def check(operation: Operation, **kinds: Kind) -> None:
     ]
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def check_rising(operation: Operation, *names: str) -> None:
+    for name in names:
+        if (value := getattr(operation, name)) != sorted(value):
+            raise ValueError(f"{name}={value} is not possible: the lower number comes first")

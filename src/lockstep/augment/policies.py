@@ -61,12 +61,7 @@ class Policy(GeometricOperation):
     default: ClassVar[tuple[str, ...]] = KNOWN[:-1]  # as torchvision: without invert
 
     def __init__(
-        self,
-        *,
-        operations: Sequence[str] | None,
-        interpolation: str,
-        fill: int,
-        mask_fill: int | None,
+        self, *, operations: Sequence[str] | None, interpolation: str, fill: int, mask_fill: int | None
     ) -> None:
         self.operations = list(self.default if operations is None else operations)
         self.interpolation, self.fill, self.mask_fill = interpolation, fill, mask_fill
@@ -89,10 +84,8 @@ class Policy(GeometricOperation):
         chosen_B = draws.below(len(self.operations))
         sign_B = 1.0 - 2.0 * draws.below(2)
         magnitude_B = table.to(chosen_B.device, non_blocking=True)[chosen_B, self.bin_B(draws)]
-        return {
-            name: of_operation(name, magnitude_B, sign_B, chosen_B == place)
-            for place, name in enumerate(self.operations)
-        }
+        names = enumerate(self.operations)
+        return {name: of_operation(name, magnitude_B, sign_B, chosen_B == place) for place, name in names}
 
     def bin_B(self, draws: "Draws") -> "Tensor":
         """The magnitude of each sample's operation, of 0 to 30."""

@@ -4,28 +4,28 @@ import math
 import time
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.callbacks.throughput import waited_s
 
 
-class Clock(pl.Callback):
+class Clock(Callback):
     """Seconds of this process: waiting for data, validation, saving, and steps, which are the rest of training."""
 
     def __init__(self) -> None:
         self.trained_s = self.validated_s = self.began_s = self.validation_began_s = 0.0
-        self.trainer: pl.Trainer | None = None
+        self.trainer: Trainer | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trainer, self.began_s, self.validated_s = trainer, time.perf_counter(), 0.0
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validation_began_s = time.perf_counter()
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.validated_s += time.perf_counter() - self.validation_began_s
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trained_s = time.perf_counter() - self.began_s
 
     def report_figures(self) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Writes digests.csv (`exact.digests=true`), in which two runs are compared step by step."""
 
 import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -23,25 +22,23 @@ def digest(tensor: Tensor) -> str:
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-class Digests(pl.Callback):
+class Digests(Callback):
     """Digests of each step: losses of the logical ranks, summed gradients before clipping, weights and statistics after the step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.gradients: list[tuple[str, str]] = []
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             digests.begin(self.folder)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         named = pl_module.named_parameters()
         self.gradients = [(name, digest(p.grad)) for name, p in named if p.grad is not None]
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if not completes_step(trainer, batch_idx):
             return
@@ -50,12 +47,9 @@ class Digests(pl.Callback):
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             step = str(steps_done(trainer))
-            whole: Iterable[tuple[str, list[tuple[str, str]]]] = (
-                (digests.LOSS, losses),
-                (digests.GRADIENT, self.gradients),
-                (digests.WEIGHT, weights),
-            )
-            digests.append(self.folder, [(step, what, name, value) for what, found in whole for name, value in found])
+            whole = {digests.LOSS: losses, digests.GRADIENT: self.gradients, digests.WEIGHT: weights}
+            rows = [(step, what, name, value) for what, found in whole.items() for name, value in found]
+            digests.append(self.folder, rows)
 
     @staticmethod
     def of_all_ranks(module: TaskModule) -> list[tuple[str, str]]:

@@ -17,10 +17,8 @@ class EarlyStopping(callbacks.EarlyStopping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
         # by a threshold or a NaN. Patience is checked again, because it may be longer now
-        self.stopped = state_dict["stopping_reason"] not in (
-            EarlyStoppingReason.NOT_STOPPED.value,
-            EarlyStoppingReason.PATIENCE_EXHAUSTED.value,
-        )
+        again = (EarlyStoppingReason.NOT_STOPPED.value, EarlyStoppingReason.PATIENCE_EXHAUSTED.value)
+        self.stopped = state_dict["stopping_reason"] not in again
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience

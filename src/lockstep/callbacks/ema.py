@@ -1,18 +1,16 @@
 """An exponential moving average of the weights, which is validated, tested and saved in their place."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.training.steps import completes_step, steps_done
 
 
-class EMA(pl.Callback):
+class EMA(Callback):
     """average = decay * average + (1 - decay) * weights, after every `update_every_n_steps`-th step from the first on.
 
     With `warmup`, update t (from 0) uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with `num_updates`. Without,
@@ -32,7 +30,7 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = steps_done(trainer)
         if not completes_step(trainer, batch_idx) or (step - 1) % self.update_every_n_steps:
@@ -50,42 +48,32 @@ class EMA(pl.Callback):
                 old.copy_(new)
 
     @torch.no_grad()
-    def swap(self, pl_module: pl.LightningModule) -> None:
+    def swap(self, pl_module: LightningModule) -> None:
         """Swaps the values of average and weights in place: the optimizer keeps its tensors."""
         for own, weight in zip(self.average or (), tensors(pl_module) if self.average else (), strict=True):
             kept = weight.clone()
             weight.copy_(own)
             own.copy_(kept)
 
-    @contextmanager
-    def in_place(self, pl_module: pl.LightningModule) -> Iterator[None]:
-        self.swap(pl_module)
-        yield
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swap(pl_module)
 
-    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.swap(pl_module)
+    on_validation_epoch_end = on_validation_epoch_start
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.swap(pl_module)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.swap(pl_module)
         self.average = None
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.average is None:
             return
-        with self.in_place(pl_module):
-            state = trainer.strategy.lightning_module_state_dict()
-            average = {name: None if value is None else value.clone() for name, value in state.items()}
+        self.swap(pl_module)
+        state = trainer.strategy.lightning_module_state_dict()
+        average = {name: None if value is None else value.clone() for name, value in state.items()}
+        self.swap(pl_module)
         checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], average
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """By now the strategy has loaded the average into the network, in the form that it uses."""
         if "current_model_state" in checkpoint:
             self.average = [tensor.clone() for tensor in tensors(pl_module)]
@@ -93,7 +81,7 @@ class EMA(pl.Callback):
 
 
 @torch.no_grad()
-def tensors(pl_module: pl.LightningModule) -> list[Tensor]:
+def tensors(pl_module: LightningModule) -> list[Tensor]:
     """Weights and buffers themselves, or this process's shards of them. A tied weight is one tensor under several names."""
     once = dict.fromkeys(pl_module.state_dict(keep_vars=True).values())
     return [(t.to_local() if isinstance(t, DTensor) else t).detach() for t in once]

@@ -5,8 +5,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, step_of
@@ -16,7 +16,7 @@ from lockstep.training.steps import completes_step, has_row, steps_done
 KEPT, SHOWN = 1000, 16  # losses since the last log row; samples in the message
 
 
-class FiniteLoss(pl.Callback):
+class FiniteLoss(Callback):
     """Checks the loss whenever it is logged, and at the end, so it adds no synchronisation to the other steps.
 
     All processes decide alike: one that ended alone would leave the others waiting in their next all-reduce.
@@ -26,7 +26,7 @@ class FiniteLoss(pl.Callback):
         self.seen: deque[tuple[int, Tensor, Any]] = deque(maxlen=KEPT)  # step, loss, indices of the samples
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else None  # manual optimization may return anything
         complete = completes_step(trainer, batch_idx)
@@ -36,10 +36,10 @@ class FiniteLoss(pl.Callback):
         if complete and has_row(trainer, steps_done(trainer)):
             self.look(trainer)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.look(trainer)
 
-    def look(self, trainer: pl.Trainer) -> None:
+    def look(self, trainer: Trainer) -> None:
         bad = bool(self.seen) and not math.isfinite(self.seen[-1][1].item())  # SYNC: once every log_every_n_steps
         if trainer.strategy.reduce_boolean_decision(bad, all=False):
             raise LossNotFinite(self.words(trainer))
@@ -53,7 +53,7 @@ class FiniteLoss(pl.Callback):
                 return step, value, [index for index in found if index >= 0]  # without fillers
         return None
 
-    def words(self, trainer: pl.Trainer) -> str:
+    def words(self, trainer: Trainer) -> str:
         """Every process must call it."""
         everyone: list[Any] = [self.first()] * trainer.world_size
         if trainer.world_size > 1:

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
 from lockstep.callbacks.step_seed import seed_generators, step_seed
@@ -19,7 +19,7 @@ from lockstep.training.steps import total_steps
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
 
-class Foreign(pl.Callback):
+class Foreign(Callback):
     """Used in training and in evaluation."""
 
     def __init__(self, cfg: DictConfig, parallelize: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ class Foreign(pl.Callback):
         self.due: dict[int, float] = {}  # figures that a scheduler has not seen yet, by its index
         self.told: set[str] = set()
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Synchronises batch norms if asked to; the network is otherwise left as the module made it."""
         if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
@@ -43,7 +43,7 @@ class Foreign(pl.Callback):
                     f"{split.count} samples of an evaluation cannot be shared by {trainer.world_size} processes. Type trainer.devices={split.count}, or evaluate more samples."
                 )
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = False
         if self.cfg.trainer.log_every_n_steps == "auto":
             trainer.log_every_n_steps = log_interval(total_steps(trainer))  # type: ignore[attr-defined]
@@ -51,42 +51,37 @@ class Foreign(pl.Callback):
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
         self.due = {}
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
         if self.own_loaders:
-            seed_epoch(self.cfg.seed, trainer)
+            # the same on every rank, because ranks may share one order; -1 is no rank's
+            seed_generators(step_seed(self.cfg.seed, trainer.current_epoch, -1), trainer.strategy.root_device.type)
             if not self.begun:  # in later epochs Lightning starts them after this hook
                 begin_loaders_anew(trainer)
         self.begun = True
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
             values = to_plain(checkpoint[key])
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
-            self.tell_dropped(sorted(values.keys() - checkpoint[key].keys()), key)
+            dropped = sorted(values.keys() - checkpoint[key].keys())
+            if dropped and key not in self.told:
+                self.told.add(key)
+                logging.getLogger("lockstep").warning(
+                    "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
+                    ", ".join(dropped),
+                    key,
+                )
         for name in ("hparams_type", "datamodule_hparams_type"):  # a class
             checkpoint.pop(name, None)
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.due = checkpoint["plateau"]
 
-    def tell_dropped(self, names: list[str], key: str) -> None:
-        if names and key not in self.told:
-            self.told.add(key)
-            logging.getLogger("lockstep").warning(
-                "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
-                ", ".join(names),
-                key,
-            )
 
-
-def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, float]:
+def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:
     """Figures that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
     run would skip that step."""
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]["started"]
@@ -100,9 +95,3 @@ def due_at_epoch_end(trainer: pl.Trainer, loop: dict[str, Any]) -> dict[int, flo
         if config.reduce_on_plateau and config.interval == "epoch" and (epochs + 1) % config.frequency == 0
         if config.monitor in trainer.callback_metrics
     }
-
-
-def seed_epoch(seed: int, trainer: pl.Trainer) -> None:
-    """The same seed on every rank, because ranks may share one order."""
-    number = step_seed(seed, trainer.current_epoch, rank=-1)  # no rank has it
-    seed_generators(number, trainer.strategy.root_device.type)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,7 +14,7 @@ BODY = "body"  # everything except the head
 Patterns = str | Sequence[str]
 
 
-class Freeze(pl.Callback):
+class Freeze(Callback):
     """`parameters`: `body`, or patterns of their names such as `layer1.*`. `unfreeze`: pairs of a pattern and the epoch from which on
     it is trained.
 
@@ -28,7 +28,7 @@ class Freeze(pl.Callback):
         self.thaws: dict[str, int | None] = {}  # frozen parameters: the epoch from which each is trained
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.freeze(self.network(pl_module))
 
     def freeze(self, net: nn.Module) -> None:
@@ -51,30 +51,26 @@ class Freeze(pl.Callback):
                 p.requires_grad_(False)
 
     @staticmethod
-    def network(pl_module: pl.LightningModule) -> nn.Module:
-        net: nn.Module = getattr(pl_module, "net", pl_module)
-        return net
+    def network(pl_module: LightningModule) -> nn.Module:
+        return getattr(pl_module, "net", pl_module)
 
     def is_frozen(self, name: str, epoch: int) -> bool:
         thaws = self.thaws.get(name, 0)
         return thaws is None or epoch < thaws
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_train_epoch_start(trainer, pl_module)  # not called for an epoch that is resumed
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Modules with statistics evaluate while all their parameters are frozen."""
         net, epoch = self.network(pl_module), trainer.current_epoch
-        self.without_gradient = [
-            p for name, p in net.named_parameters() if p.requires_grad and self.is_frozen(name, epoch)
-        ]
+        named = net.named_parameters()
+        self.without_gradient = [p for name, p in named if p.requires_grad and self.is_frozen(name, epoch)]
         for path, module in net.named_modules():
             own = [f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters(recurse=False)]
             if own and any(True for _ in module.buffers(recurse=False)):
                 module.train(not all(self.is_frozen(name, epoch) for name in own))
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         for p in self.without_gradient:
             p.grad = None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoints.changes import values
@@ -29,23 +29,19 @@ COMPARED = ("model", "task", "data.mean", "data.std")
 FILES = "all nodes must see the same files. Check runs_dir and data.root."
 
 
-class Plan(pl.Callback):
+class Plan(Callback):
     """Prints model, data, strategy, batches, precision and steps, and checks that all processes agree on them."""
 
-    def __init__(self, cfg: DictConfig, data: pl.LightningDataModule, facts: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: DictConfig, data: LightningDataModule, facts: Mapping[str, Any]) -> None:
         self.cfg, self.data, self.facts = cfg, data, facts
         self.changes: list[str] = []  # since the checkpoint
         self.across_processes: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "versions": dict(each.split(" ", 1) for each in versions().split(", ")),
-            "data": self.facts["data/sha256"],
-        }
+        libraries = dict(each.split(" ", 1) for each in versions().split(", "))
+        return {"versions": libraries, "data": self.facts["data/sha256"]}
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         saved = OmegaConf.create(checkpoint["config"])
         for key in COMPARED:
             self.changes += differences(values(saved, key), values(self.cfg, key))
@@ -56,32 +52,28 @@ class Plan(pl.Callback):
             self.changes += differences(before["versions"], here["versions"])
             self.changes += differences({"data": before["data"]}, {"data": here["data"]}, "the SHA-256 of the ")
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.agree(trainer, "is the run", self.cfg.run)
         words = "the nodes have different hardware. Type trainer.precision=32-true, or bf16-mixed."
         self.agree(trainer, "computes in precision", self.cfg.trainer.precision, words)
         self.agree(trainer, "starts from", self.cfg.resume or self.cfg.init_from or "new weights")
         self.agree(trainer, "has data with SHA-256", self.facts["data/sha256"])
 
-    def agree(self, trainer: pl.Trainer, what: str, own: object, words: str = FILES) -> None:
+    def agree(self, trainer: Trainer, what: str, own: object, words: str = FILES) -> None:
         """Raises TrainingFailed if this process found another value than rank 0."""
         first = trainer.strategy.broadcast(own)
         if own != first:
             raise TrainingFailed(f"rank {trainer.global_rank} {what} {own}, but rank 0 {first}: {words}")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.agree(trainer, "continues after step", steps_done(trainer))
         cfg, world = self.cfg, trainer.world_size
         parameters = sum(p.numel() for p in pl_module.parameters())
         device = trainer.strategy.root_device.type
         replicas = f"{world} process{'es' if world > 1 else ''} on {device}"
         if cfg.strategy.traits.splits_batches:
-            gpus = trainer.num_devices if device == "cuda" else 1
-            replicas = (
-                f"1 process on {gpus} GPUs"
-                if gpus > 1
-                else f"ONE device ({device}): there are no two GPUs to split batches over"
-            )
+            gpus, one = trainer.num_devices, f"ONE device ({device}): there are no two GPUs to split batches over"
+            replicas = f"1 process on {gpus} GPUs" if gpus > 1 and device == "cuda" else one
         say(
             f"{cfg.run}: {model_title(cfg)} ({parameters:,} parameters) · {title(cfg.data)} from {self.samples()} · "
             f"{cfg.strategy.name}, {replicas} · {self.batches(trainer)}"
@@ -102,12 +94,11 @@ class Plan(pl.Callback):
 
     def samples(self) -> str:
         known = self.facts
-        counts = ", ".join(
-            f"{known[f'data/{part}']:,} {part}" for part in ("train", "val", "test") if known["data/train"]
-        )
+        parts = ("train", "val", "test") if known["data/train"] else ()
+        counts = ", ".join(f"{known[f'data/{part}']:,} {part}" for part in parts)
         return f"{known['data/source']} ({counts})" if counts else str(known["data/source"])
 
-    def batches(self, trainer: pl.Trainer) -> str:
+    def batches(self, trainer: Trainer) -> str:
         world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
         accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
         if has_own_loaders(self.cfg):
@@ -117,7 +108,7 @@ class Plan(pl.Callback):
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{copies}"
 
 
-def across_processes(module: pl.LightningModule, data: pl.LightningDataModule) -> str:
+def across_processes(module: LightningModule, data: LightningDataModule) -> str:
     """How the result depends on the number of processes."""
     if not isinstance(data, DataModule):
         return DIFFERS.format("the dataloaders are your own, so each process has its own batches")

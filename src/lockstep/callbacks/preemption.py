@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.errors import Interrupted, Preempted
 from lockstep.machine import process, signals
@@ -16,23 +16,23 @@ from lockstep.training.steps import steps_done
 
 looks = itertools.count()  # of this process; all processes look at the same steps
 KEPT = 100  # answers in the store; no process is so far behind
-WARNED = "preemption/warned"
+WARNED, AGAIN = "preemption/warned", "type the command again with resume=auto"
 LOOK_S = 1.0  # seconds between the questions whether any process was warned
 
 
-class Preemption(pl.Callback):
+class Preemption(Callback):
     """Saves the last checkpoint at the next step and ends the run, in all processes at the same step.
 
     Once a second they ask their common store: a warned process leaves a word there, and rank 0 says for all whether to end and at
     which step to ask again. Other steps only compare numbers. It needs no collective, and no process group besides nccl's.
     """
 
-    def __init__(self, save: Callable[[pl.Trainer], None] | None) -> None:
+    def __init__(self, save: Callable[[Trainer], None] | None) -> None:
         self.save = save
         self.next_look = 0
         self.looked_at = (0, 0.0)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. A process of a launcher gets
         # each Ctrl-C from the terminal and from its parent.
         alone = trainer.world_size == 1 and not signals.supervised
@@ -40,44 +40,32 @@ class Preemption(pl.Callback):
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches or not self.warned(trainer):
             return
         if self.save:
             self.save(trainer)
         raise self.kind()(self.words(trainer))
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.install()
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signals.install()
+    on_test_start = on_predict_start = on_validation_start
 
-    def on_test_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        if signals.received:  # everything is saved already, so processes need not agree
-            raise self.kind()(
-                f"ended by {signals.received[0].name} during the test; type the command again with resume=auto."
-            )
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signals.install()
-
-    def on_predict_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_test_batch_start(self, *_: Any) -> None:
+        """Everything is saved already, so processes need not agree."""
         if signals.received:
-            raise self.kind()(
-                f"ended by {signals.received[0].name} during the prediction; nothing was written. Type the command again."
-            )
+            raise self.kind()(f"ended by {signals.received[0].name} during the test; {AGAIN}.")
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        if signals.received:
+            by = signals.received[0].name
+            raise self.kind()(f"ended by {by} during the prediction; nothing was written. Type the command again.")
 
     def kind(self) -> type[Preempted]:
         return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
 
-    def words(self, trainer: pl.Trainer) -> str:
+    def words(self, trainer: Trainer) -> str:
         by = signals.received[0].name if signals.received else process.store.get(WARNED).decode()
         ended = f"ended by {by} after {steps_done(trainer)} steps"
         if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
@@ -85,9 +73,9 @@ class Preemption(pl.Callback):
                 f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "
                 "with resume=auto they continue. If torchrun itself was ended, type the command again with resume=auto."
             )
-        return ended + ("; type the command again with resume=auto to continue." if self.save else ".")
+        return f"{ended}; {AGAIN} to continue." if self.save else f"{ended}."
 
-    def warned(self, trainer: pl.Trainer) -> bool:
+    def warned(self, trainer: Trainer) -> bool:
         """Whether any process was warned; the answer is the same in all of them."""
         if trainer.world_size == 1:
             return bool(signals.received)

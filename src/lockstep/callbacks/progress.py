@@ -4,22 +4,22 @@ import math
 import time
 from typing import Any, cast
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.callbacks.throughput import size_of, waited_s
 from lockstep.reporting.progress import Line, clock
 from lockstep.training.steps import completes_step, has_row, steps_done, total_steps
 
 
-def unit_of(trainer: pl.Trainer) -> str:
+def unit_of(trainer: Trainer) -> str:
     return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
 
 
-def fn_of(trainer: pl.Trainer) -> str:
+def fn_of(trainer: Trainer) -> str:
     return trainer.state.fn.value if trainer.state.fn else ""
 
 
-class WithLine(pl.Callback):
+class WithLine(Callback):
     """Ends its line with what it follows. Only rank 0 has one."""
 
     line: Line | None = None
@@ -40,7 +40,7 @@ class Progress(WithLine):
         self.row, self.row_s, self.waited_s = "", 0.0, 0.0
         self.saved_s: float | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.row_s, self.waited_s = time.monotonic(), waited_s(trainer)
         if trainer.is_global_zero:
             self.line = Line("step", total_steps(trainer), steps_done(trainer))
@@ -48,7 +48,7 @@ class Progress(WithLine):
     def on_save_checkpoint(self, *_: Any) -> None:
         self.saved_s = time.monotonic()
 
-    def figures(self, trainer: pl.Trainer) -> str:
+    def figures(self, trainer: Trainer) -> str:
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
         rate = f"train/{unit_of(trainer)}_per_s"
         now_s, waited = time.monotonic(), waited_s(trainer)
@@ -61,7 +61,7 @@ class Progress(WithLine):
         shown += [f"{n} {float(metrics[n]):.4f}" for n in others if n in metrics and n not in ("train/loss", rate)]
         return " · ".join(shown)
 
-    def show(self, trainer: pl.Trainer, more: str = "") -> None:
+    def show(self, trainer: Trainer, more: str = "") -> None:
         assert self.line is not None
         if not self.line.due(steps_done(trainer)):
             return
@@ -69,7 +69,7 @@ class Progress(WithLine):
         self.line.show(f"epoch {trainer.current_epoch + 1}", steps_done(trainer), more, self.row, saved)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.line is not None and completes_step(trainer, batch_idx):
             if has_row(trainer, steps_done(trainer)):
@@ -77,7 +77,7 @@ class Progress(WithLine):
             self.show(trainer)
 
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
     ) -> None:
         if self.line is not None:
             self.show(trainer, f"validation batch {batch_idx + 1:,}")
@@ -92,14 +92,14 @@ class PassProgress(WithLine):
         self.done = self.samples = 0
         self.began_s = 0.0
 
-    def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         counts = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
         self.began_s = time.monotonic()
         if trainer.is_global_zero:
             self.line = Line("batch", sum(counts.get(fn_of(trainer), trainer.num_val_batches)))
 
     def step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
     ) -> None:
         if self.line is not None:
             self.done += 1

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional as F
 
 from lockstep.data.dataset import Batch
@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.training.steps import steps_done, total_steps
 
 
-class ProgressiveResize(pl.Callback):
+class ProgressiveResize(Callback):
     """Training images have `initial_scale` of their side for `delay_fraction` of the run, then grow, and are whole for the last
     `finetune_fraction`. Evaluation always sees whole images.
 
@@ -30,11 +30,8 @@ class ProgressiveResize(pl.Callback):
         finetune_fraction: float = 0.2,
         size_increment: int = 4,
     ) -> None:
-        self.initial_scale, self.delay_fraction, self.finetune_fraction = (
-            initial_scale,
-            delay_fraction,
-            finetune_fraction,
-        )
+        self.initial_scale = initial_scale
+        self.delay_fraction, self.finetune_fraction = delay_fraction, finetune_fraction
         self.size_increment, self.steps = size_increment, math.inf
         if not 0 < initial_scale <= 1:
             raise ValueError(f"initial_scale={initial_scale} is not above 0 and at most 1")
@@ -73,7 +70,7 @@ class ProgressiveResize(pl.Callback):
             raise UserError("it needs the run's number of steps. Type trainer.max_epochs=<n> or trainer.max_steps=<n>")
         return self.resized(batch, 0.0)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises UserError: the module is not one of a task."""
         if stage != "fit":
             return
@@ -83,10 +80,8 @@ class ProgressiveResize(pl.Callback):
             )
         vars(pl_module)["flops_per_sample"] = None  # those of a whole image
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = total_steps(trainer)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         batch.update(self.resized(batch, steps_done(trainer) / self.steps))

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.errors import Pruned
@@ -11,7 +11,7 @@ from lockstep.sweeps.trials import STORAGE, trial_id
 from lockstep.training.steps import steps_done
 
 
-class Pruning(pl.Callback):
+class Pruning(Callback):
     """Reports each validation and its optimizer step to the study, and ends the run when the study's pruner says so.
 
     Only rank 0 talks to the storage. A resumed run reports from its checkpoint on; Optuna keeps the first report of a step.
@@ -23,7 +23,7 @@ class Pruning(pl.Callback):
         self.storage: Any = None
         self.trial: Any = None
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and STORAGE in os.environ:  # unset when a trial is resumed by hand, outside its sweep
             import optuna
 
@@ -34,7 +34,7 @@ class Pruning(pl.Callback):
             if not self.storage.get_trial(self.id).state.is_finished():
                 self.trial = optuna.trial.Trial(study, self.id)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.stage is not RunningStage.VALIDATING or trainer.state.fn != "fit":
             return
         prune = False

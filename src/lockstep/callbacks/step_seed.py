@@ -8,9 +8,9 @@ import hashlib
 import random
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.data.datamodule import DataModule
 from lockstep.training import dropout
@@ -34,24 +34,22 @@ def seed_generators(seed: int, device_type: str) -> None:
         torch.mps.manual_seed(seed)
 
 
-class StepSeed(pl.Callback):
+class StepSeed(Callback):
     """Seeds the generators before each training batch, and tells the dropout layers which samples follow."""
 
     def __init__(self, seed: int, *, by_logical_rank: bool = False, masks_by_row: bool = True) -> None:
         self.seed, self.by_logical_rank, self.masks_by_row = seed, by_logical_rank, masks_by_row
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.masks_by_row:
             dropout.by_row(pl_module)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Layers that a LightningModule built in its own `setup` or `configure_model`."""
         if self.masks_by_row:
             dropout.by_row(pl_module)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         when, who, accumulate = steps_done(trainer), trainer.global_rank, trainer.accumulate_grad_batches
         if self.masks_by_row:
             dropout.begin(self.rows(trainer, batch_idx))
@@ -61,7 +59,7 @@ class StepSeed(pl.Callback):
             when = when * accumulate + batch_idx % accumulate
         seed_generators(step_seed(self.seed, when, who), trainer.strategy.root_device.type)
 
-    def rows(self, trainer: pl.Trainer, batch_idx: int) -> dropout.MicroBatch | None:
+    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
         """None for dataloaders of the user's own, whose samples have no place in a global batch."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, DataModule):

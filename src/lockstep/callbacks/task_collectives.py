@@ -4,14 +4,14 @@ is divided, which nothing else tells."""
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.compat.collectives import CollectiveCounter
 from lockstep.errors import UserError
 from lockstep.training.module import TaskModule
 
 
-class TaskCollectives(pl.Callback):
+class TaskCollectives(Callback):
     """Watches the first micro-batch of a process. One process alone is not watched: tasks communicate if there are several."""
 
     def __init__(self, exact_shards: int | None) -> None:
@@ -19,7 +19,7 @@ class TaskCollectives(pl.Callback):
         # The task's own attributes named `loss` and `outputs`, to put back; None: it is not watched.
         self.own: dict[str, Any] | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         divided = self.exact_shards or trainer.accumulate_grad_batches > 1
         if isinstance(pl_module, TaskModule) and trainer.world_size > 1 and divided:
             task = pl_module.task
@@ -50,7 +50,7 @@ class TaskCollectives(pl.Callback):
 
         return call
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.own is None:
             return
         task: Any = pl_module.task
@@ -59,11 +59,8 @@ class TaskCollectives(pl.Callback):
         self.own = None
         if not self.counter.count:
             return
-        key = (
-            f"exact.shards={self.exact_shards}"
-            if self.exact_shards
-            else f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
-        )
+        micro_batches = f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        key = f"exact.shards={self.exact_shards}" if self.exact_shards else micro_batches
         raise UserError(
             f"{type(task).__name__} communicates between processes in its loss or outputs, and {key} divides each process's samples: the "
             "result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "

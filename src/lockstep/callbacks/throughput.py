@@ -5,21 +5,21 @@ import math
 import time
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 
 from lockstep.reporting.provenance import peak_bytes
 from lockstep.training.steps import completes_step, has_row, steps_done
 
 
-def waited_s(trainer: pl.Trainer) -> float:
+def waited_s(trainer: Trainer) -> float:
     """NaN if the user's own dataloaders do not measure it."""
     return float(getattr(trainer.datamodule, "waited_s", math.nan))  # type: ignore[attr-defined]
 
 
-def finish(trainer: pl.Trainer) -> None:
+def finish(trainer: Trainer) -> None:
     """Waits for what the GPU has yet to compute: the clock is the CPU's."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()
@@ -35,7 +35,7 @@ def size_of(batch: Any) -> int:
         return 0
 
 
-class Throughput(pl.Callback):
+class Throughput(Callback):
     """Measures windows of `log_every_n_steps` steps. The first window includes warm-up and compiling; it counts only if there
     is no other."""
 
@@ -47,17 +47,15 @@ class Throughput(pl.Callback):
         self.samples = 0
         self.began_s: float | None = None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.unit = getattr(trainer.datamodule, "unit", self.unit)  # type: ignore[attr-defined]
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.began_s is None:
             self.began_s, self.waited_s = time.perf_counter(), waited_s(trainer)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.samples += size_of(batch) * trainer.world_size
         if self.first_step_s is None and self.began_s is not None:
@@ -71,7 +69,7 @@ class Throughput(pl.Callback):
                 if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
                     pl_module.log("train/peak_memory_gib", peak / 2**30)
 
-    def close(self, trainer: pl.Trainer) -> None:
+    def close(self, trainer: Trainer) -> None:
         if self.began_s is not None and self.samples:
             finish(trainer)  # SYNC: once every log_every_n_steps
             waited = waited_s(trainer)
@@ -79,18 +77,18 @@ class Throughput(pl.Callback):
             self.waited_s = waited
         self.samples, self.began_s = 0, None
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close(trainer)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close(trainer)
 
     def report_figures(self) -> dict[str, float | None]:
         """Figures of the whole run, for its report."""
-        samples, seconds, waited = (
-            sum(column) for column in zip(*(self.windows[1:] or self.windows or [(0, 0, 0)]), strict=True)
-        )
-        known = seconds and not math.isnan(waited)
-        shares = (samples / seconds if seconds else None, waited / seconds if known else None)
-        names = (f"train/{self.unit}_per_s", "train/data_wait_share", "train/first_step_s")
-        return dict(zip(names, (*shares, self.first_step_s), strict=True))
+        windows = self.windows[1:] or self.windows or [(0, 0, 0)]
+        samples, seconds, waited = (sum(column) for column in zip(*windows, strict=True))
+        return {
+            f"train/{self.unit}_per_s": samples / seconds if seconds else None,
+            "train/data_wait_share": waited / seconds if seconds and not math.isnan(waited) else None,
+            "train/first_step_s": self.first_step_s,
+        }

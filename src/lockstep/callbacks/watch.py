@@ -56,9 +56,8 @@ def hanging(signs: dict[int, Sign], silent: Sequence[int], limit_s: float) -> li
     if any(sign.quiet_s < limit_s for sign in answers.values()):
         return []
     places = {rank: (tuple(sign.place), sign.waits) for rank, sign in answers.items()}
-    return list(silent) or [
-        rank for rank, place in places.items() if min(places.values()) == place < max(places.values())
-    ]
+    least, most = min(places.values(), default=None), max(places.values(), default=None)
+    return list(silent) or [rank for rank, place in places.items() if place == least != most]
 
 
 class Watcher:
@@ -181,10 +180,8 @@ class Watch(pl.Callback):
         if trainer.world_size == 1 or process.store is None:
             return
         watched += 1
-        place = trainer.global_rank, trainer.world_size
-        self.watcher = Watcher(
-            process.store.clone(), f"watch/{watched}", *place, self.timeout_s, Path(trainer.default_root_dir)
-        )
+        place, folder = (trainer.global_rank, trainer.world_size), Path(trainer.default_root_dir)
+        self.watcher = Watcher(process.store.clone(), f"watch/{watched}", *place, self.timeout_s, folder)
         self.watcher.start()
 
     def moved(self, *_: Any, **__: Any) -> None:
@@ -200,15 +197,11 @@ class Watch(pl.Callback):
         if self.watcher is not None:
             self.watcher.place = self.watcher.place[0] + 1, 0
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.leave()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.leave()
-
-    def leave(self) -> None:
+    def leave(self, *_: Any, **__: Any) -> None:
         if self.watcher is not None:
             self.watcher.over.set()
             with suppress(RuntimeError):  # rank 0 is gone, and the store with it
                 process.store.set(self.watcher.key("left"), "")
             self.watcher = None
+
+    teardown = on_exception = leave

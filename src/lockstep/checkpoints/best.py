@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import callbacks
-from omegaconf import DictConfig
 
 from lockstep.checkpoints.finding import BEST
 from lockstep.training.steps import steps_done
@@ -21,7 +20,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        # after each validation: max_steps may end an epoch before its own
+        super().__init__(**options, save_on_train_epoch_end=False)
         self.losses: dict[str, float] = {}  # by file name, since a run's folder may be moved
         self.saved_at = 0
 
@@ -63,14 +63,3 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             logger.after_save_checkpoint(self)
         for path in ranked[len(kept) :]:
             trainer.strategy.remove_checkpoint(path)
-
-
-def best_checkpoints(cfg: DictConfig, folder: Path) -> ModelCheckpoint:
-    """Saves the best checkpoints by validation."""
-    return ModelCheckpoint(
-        dirpath=folder,
-        monitor=cfg.checkpoint.monitor,
-        mode=cfg.checkpoint.mode,
-        save_top_k=cfg.checkpoint.save_top_k,
-        save_on_train_epoch_end=False,  # after each validation: max_steps may end an epoch before its own
-    )

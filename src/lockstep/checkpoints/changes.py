@@ -6,7 +6,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.keys import dotted
-from lockstep.errors import raise_problems
 
 # Another network does not fit the checkpoint. Another split would validate on images that were trained on. Other batches would
 # repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
@@ -37,7 +36,8 @@ def values(cfg: DictConfig, key: str) -> dict[str, Any]:
     return dotted(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value, key)
 
 
-def changed_values(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
+def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
+    """Where the resumed run `cfg` differs from `saved` in what must stay."""
     for fixed in FIXED:
         now, then = values(cfg, fixed), values(saved, fixed)
         for key in {**now, **then}:
@@ -46,18 +46,10 @@ def changed_values(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
                     f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
                     "Type init_from=<run> for a new run."
                 )
-
-
-def changed_counts(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
-    now, then = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
-    for key in COUNTS_MICRO_BATCHES if now != then else ():
+    parts, before = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
+    for key in COUNTS_MICRO_BATCHES if parts != before else ():
         if isinstance(cfg.trainer[key], int):
             yield (
-                f"trainer.accumulate_grad_batches={now} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which "
-                f"counts micro-batches; there it is {then}. Type trainer.accumulate_grad_batches={then}."
+                f"trainer.accumulate_grad_batches={parts} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which "
+                f"counts micro-batches; there it is {before}. Type trainer.accumulate_grad_batches={before}."
             )
-
-
-def refuse_changes(cfg: DictConfig, saved: DictConfig) -> None:
-    """Raises UserError when the resumed run `cfg` differs from `saved` in what must stay."""
-    raise_problems([*changed_values(cfg, saved), *changed_counts(cfg, saved)])

@@ -12,7 +12,17 @@ from lockstep.models.network import network
 
 DATA = "DataModule"  # Lightning's key for the datamodule's state
 # What every checkpoint of a run has, at its top and in its loop.
-POSITION = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops", "epoch", "global_step", "config")
+POSITION = (
+    "state_dict",
+    "optimizer_states",
+    "lr_schedulers",
+    "callbacks",
+    "loops",
+    "epoch",
+    "global_step",
+    "accumulate_grad_batches",
+    "config",
+)
 LOOP = (
     "state_dict",
     "epoch_progress",
@@ -24,8 +34,7 @@ LOOP = (
 
 def read(path: Path) -> dict[str, Any]:
     """A checkpoint on the CPU; the shards of a folder are joined."""
-    loaded: dict[str, Any] = shards.load(path) if path.is_dir() else shards.open_file(path)
-    return loaded
+    return shards.load(path) if path.is_dir() else shards.open_file(path)
 
 
 def refuse_without_position(path: Path, own: tuple[str, ...]) -> None:
@@ -49,14 +58,11 @@ def network_of(content: dict[str, Any]) -> dict[str, Tensor]:
     return {key.removeprefix("net."): value for key, value in state.items() if key.startswith("net.")}
 
 
-def load_weights(net: nn.Module, path: Path) -> None:
-    """Raises UserError when the checkpoint does not fit the network."""
-    load_into(net.state_dict(), network_of(read(path)), path)
-
-
-def load_network(path: Path) -> nn.Module:
-    """The network of a checkpoint with its weights, in evaluation mode."""
+def load_network(path: Path) -> nn.Module | None:
+    """The network of a checkpoint with its weights, in evaluation mode; None if a user's LightningModule defines its own."""
     content = read(path)
+    if "network" not in content:
+        return None
     net = network(content["config"]["model"], content["network"], with_weights=False)
     load_into(net.state_dict(), network_of(content), path)
     return net.eval()
@@ -67,13 +73,3 @@ def load_module_weights(module: Any, path: Path) -> None:
     content = read(path)
     module.on_load_checkpoint(content)
     load_into(module.state_dict(), content["state_dict"], path)
-
-
-def raw_weights(path: Path) -> dict[str, Tensor] | None:
-    """The weights that training goes on with, if the run averaged its weights and `state_dict` holds the average."""
-    return read(path).get("current_model_state")
-
-
-def holds_module(path: Path) -> bool:
-    """Whether it is a checkpoint of a user's LightningModule, which defines its own network."""
-    return "network" not in read(path)

@@ -43,9 +43,8 @@ def step_of(path: Path) -> int:
     file = path / "rest.pt" if path.is_dir() else path
     with zipfile.ZipFile(file) as archive:
         pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        values = (
-            arg for op, arg, _ in pickletools.genops(archive.read(pickle)) if "PUT" not in op.name and arg is not None
-        )
+        operations = pickletools.genops(archive.read(pickle))
+        values = (arg for op, arg, _ in operations if "PUT" not in op.name and arg is not None)
         return next((int(next(values, -1)) for value in values if value == "global_step"), -1)
 
 

@@ -30,12 +30,6 @@ def longer(cfg: DictConfig, steps: int, per_epoch: int | None) -> Iterator[str]:
         yield f"trainer.max_steps={2 * steps}"
 
 
-def ended_early(cfg: DictConfig) -> Iterator[str]:
-    if cfg.trainer.max_time:
-        yield "trainer.max_time=<longer>"
-    yield from (f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node)
-
-
 def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
     """What to tell if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
 
@@ -55,7 +49,9 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
     reached = limits if per_epoch else []
     if not reached and training(cfg) != training(load_config(folder / "config.yaml")):
         return None
-    keys = " ".join(reached or list(ended_early(cfg)) or limits)
+    early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
+    early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
+    keys = " ".join(reached or early or limits)
     return (
         f"{report['run']} is already finished: {steps:,}{f' of {steps:,}' if reached else ''} steps"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,41 +92,22 @@ def snapshot(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool) -> tupl
     return copy.deepcopy(checkpoint, {id(tensor): copies[path].memory for path, tensor in found.items()}), copies
 
 
-def snapshot_or_explain(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool, path: Path) -> Any:
-    """`snapshot`. Raises NotSaved when host memory is too small for it."""
-    try:
-        return snapshot(checkpoint, buffers, in_use=in_use)
-    except (RuntimeError, MemoryError) as e:  # torch's CPU allocator raises RuntimeError
-        raise NotSaved(
-            f"no memory is left for the copy from which the checkpoint {path} is written in the background ({e}). "
-            "Type checkpoint.background=false resume=auto: training then waits for the disk instead."
-        ) from None
-
-
 class SerialQueue:
     """Runs calls one after another in one thread. After an error it skips all calls until `finish` has returned that error."""
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, "checkpoints")  # Python waits for it at exit
         self.begun: list[Future[None]] = []
-        self.error: Exception | None = None
 
     def add(self, call: Callable[[], None]) -> None:
-        self.begun.append(self.thread.submit(self.run, call))
+        before = tuple(self.begun)  # done when this call begins
+        self.begun.append(self.thread.submit(lambda: None if any(each.exception() for each in before) else call()))
 
-    def run(self, call: Callable[[], None]) -> None:
-        try:
-            if self.error is None:
-                call()
-        except Exception as e:
-            self.error = e
-
-    def finish(self) -> Exception | None:
+    def finish(self) -> BaseException | None:
         """Waits for all calls; returns the first error, once."""
-        wait(self.begun)
+        errors = [each.exception() for each in self.begun]
         self.begun.clear()
-        error, self.error = self.error, None
-        return error
+        return next(filter(None, errors), None)
 
 
 class AtomicCheckpointIO(CheckpointIO):
@@ -157,7 +138,13 @@ class AtomicCheckpointIO(CheckpointIO):
             in_use = step is not None and step == self.step
             if not in_use:
                 self.drain()
-            checkpoint, self.buffers = snapshot_or_explain(checkpoint, self.buffers, in_use, path)
+            try:
+                checkpoint, self.buffers = snapshot(checkpoint, self.buffers, in_use)
+            except (RuntimeError, MemoryError) as e:  # torch's CPU allocator raises RuntimeError
+                raise NotSaved(
+                    f"no memory is left for the copy from which the checkpoint {path} is written in the background ({e}). "
+                    "Type checkpoint.background=false resume=auto: training then waits for the disk instead."
+                ) from None
             self.step = step
             if any(copied.memory.is_pinned() for copied in self.buffers.values()):
                 event = torch.cuda.Event(blocking=True)
@@ -174,8 +161,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def drain(self) -> None:
         """Waits until everything is on disk. Raises NotSaved."""
-        error = self.queue.finish() if self.queue else None
-        if error:
+        if error := self.queue.finish() if self.queue else None:
             raise error
 
     def load_checkpoint(

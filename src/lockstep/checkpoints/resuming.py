@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.checkpoints.changes import refuse_changes
+from lockstep.checkpoints.changes import changes
 from lockstep.checkpoints.finding import (
     checkpoint_if_any,
     checkpoint_of_report,
@@ -18,10 +18,10 @@ from lockstep.config.checks import without_effect
 from lockstep.config.compose import is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
-from lockstep.config.run_files import load_config, refuse_damage, with_later_groups
+from lockstep.config.run_files import load_config, refuse_damage
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import shown
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
@@ -57,8 +57,7 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     """The run's own config with the changes of this command line."""
     cfg = saved.copy()
     keys = [key_of(override) for override in overrides]
-    recipes = [key for key in keys if key in RECIPES]
-    if recipes:
+    if recipes := [key for key in keys if key in RECIPES]:
         raise UserError(f"{recipes[0]}= cannot be changed for an existing run. Set the individual keys instead.")
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
@@ -70,11 +69,6 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
 
 def has_config(run_dir: Path) -> bool:
     return (run_dir / "config.yaml").is_file()
-
-
-def is_first_process(cfg: DictConfig) -> bool:
-    """Only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made."""
-    return world_of(cfg).rank == 0
 
 
 def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
@@ -100,7 +94,8 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         cfg.resume = "auto"  # the system restarted this command: continue in the same directory
     if cfg.resume:
         return resumed(cfg, overrides)
-    if is_first_process(cfg) and cfg.run and has_config(Path(cfg.runs_dir) / str(cfg.run)):
+    # only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made
+    if world_of(cfg).rank == 0 and cfg.run and has_config(Path(cfg.runs_dir) / str(cfg.run)):
         raise UserError(
             f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
         )
@@ -158,23 +153,26 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     set_aside(result, own)
-    if is_first_process(result) and result.run != own_name and has_config(runs_dir / result.run):
+    if world_of(result).rank == 0 and result.run != own_name and has_config(runs_dir / result.run):
         raise UserError(
             f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
         )
-    refuse_changes(result, saved)
+    raise_problems(changes(result, saved))
     return same_identity(result, run_dir / "config.yaml") if result.run == own_name else result
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
     """Makes recalled values that do nothing under the new strategy or device neutral, and says so. Typed ones stay an error."""
     world, typed = world_of(cfg), [key_of(override) for override in overrides]
-    for key, neutral, _ in without_effect(cfg, world):
+    for key in without_effect(cfg, world):
         if key not in typed:
+            given = OmegaConf.select(cfg, key)
             if world.rank == 0:
-                given = shown(OmegaConf.select(cfg, key))
-                print(f"WARNING: {key}={given} of the resumed run has no effect here and is set aside", file=sys.stderr)
-            OmegaConf.update(cfg, key, neutral, force_add=True)
+                print(
+                    f"WARNING: {key}={shown(given)} of the resumed run has no effect here and is set aside",
+                    file=sys.stderr,
+                )
+            OmegaConf.update(cfg, key, False if given is True else None, force_add=True)
 
 
 def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
@@ -197,7 +195,7 @@ def config_inside(checkpoint: Path) -> DictConfig:
     file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
     cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["config"])
     assert isinstance(cfg, DictConfig)
-    return with_later_groups(cfg)
+    return cfg
 
 
 def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval") -> DictConfig:
@@ -217,8 +215,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         run_dir = checkpoint.resolve().parents[1]
     saved = load_config(run_dir / "config.yaml") if has_config(run_dir) else config_inside(checkpoint)
     own = [o for o in overrides if key_of(o) not in (*EVAL_OWN, *(PREDICT if job == "predict" else ()))]
-    idle = [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]
-    if idle:
+    if idle := [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]:
         raise UserError(
             f"{idle[0]} has no effect in {'a prediction' if job == 'predict' else 'an evaluation'}. Leave it out."
         )

@@ -3,7 +3,6 @@
 import copy
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints.trees import leaves
 from lockstep.config.words import size
-from lockstep.errors import UserError
 from lockstep.machine.files import nearest
 
 STATES = 8  # no optimizer keeps so many values per parameter
@@ -53,17 +51,13 @@ def state_bytes(optimizer: Optimizer) -> int:
     return tensor_bytes(list(trial.state.values()))
 
 
-def files_kept(callbacks: Iterable[Any]) -> int:
-    """The most checkpoints on disk at a time: the best, the last, and the one that is being written."""
-    return 2 + sum(max(0, callback.save_top_k) for callback in callbacks if isinstance(callback, ModelCheckpoint))
-
-
 def problem(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> str | None:
     """Why the checkpoints of a run do not fit into `folder`. Those of an earlier part of the run are replaced."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     weights = tensor_bytes(module.state_dict(keep_vars=True))  # tied weights are one tensor
     copies = 1 + sum(getattr(callback, "saved_weights", 0) for callback in callbacks)
-    files = files_kept(callbacks)
+    # the most at a time: the best, the last, and the one that is being written
+    files = 2 + sum(max(0, callback.save_top_k) for callback in callbacks if isinstance(callback, ModelCheckpoint))
     there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     room = there + shutil.disk_usage(nearest(folder)).free
     if room >= files * (copies + STATES) * weights:  # the trial takes 0.3 s for AdamW and resnet50d
@@ -78,16 +72,8 @@ def problem(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> st
     )
 
 
-def refuse_small(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> None:
-    """Raises UserError in all processes if the checkpoints will not fit."""
-    # Every process tries the optimizer: the user's own may communicate in its step.
-    if found := trainer.strategy.broadcast(problem(trainer, module, folder)):
-        raise UserError(found)
-
-
 def missing(content: Any, folder: Path) -> str:
     """How much room a checkpoint that could not be written lacks."""
     needed, free = tensor_bytes(content), shutil.disk_usage(nearest(folder)).free
-    return f" It needs {size(needed)}, and {size(free)} are free" + (
-        f": {size(needed - free)} are missing." if needed > free else "."
-    )
+    lacking = f": {size(needed - free)} are missing." if needed > free else "."
+    return f" It needs {size(needed)}, and {size(free)} are free{lacking}"

@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from omegaconf import DictConfig
 
 from lockstep.checkpoints import room
 from lockstep.checkpoints.finding import BEST, is_checkpoint
@@ -14,10 +13,10 @@ from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import save_logged_step, set_logged_step
 from lockstep.errors import Damaged, UserError
 from lockstep.machine import files
-from lockstep.training.steps import accumulated_then, steps_done
+from lockstep.training.steps import steps_done
 
 
-def wait_until_saved(trainer: pl.Trainer) -> None:
+def wait_until_saved(trainer: Trainer) -> None:
     """Returns when every process sees the saved checkpoints on disk. Raises NotSaved."""
     io = trainer.strategy.checkpoint_io
     if isinstance(io, AtomicCheckpointIO):
@@ -25,7 +24,7 @@ def wait_until_saved(trainer: pl.Trainer) -> None:
     trainer.strategy.barrier()
 
 
-class Position(pl.Callback):
+class Position(Callback):
     """Makes every checkpoint say: this many steps are complete, and the next one has not begun.
 
     The counters that Lightning's loops save depend on the hook that saves, and resuming from some of them loses a validation or
@@ -35,9 +34,7 @@ class Position(pl.Callback):
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config  # plain values, kept in every checkpoint
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = self.config
         checkpoint["global_step"] = steps_done(trainer)  # Lightning's counts every optimizer's; it loads `loops`
         checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches  # exact.shards changes the config's
@@ -50,24 +47,21 @@ class Position(pl.Callback):
         last = batches["is_last_batch"] and fetched == batches["current"]["processed"]
         ended = between or last or done >= trainer.num_training_batches
         for scope in ("total", "current"):
-            epochs[scope] = dict.fromkeys(epochs[scope], begun) | dict.fromkeys(
-                ("processed", "completed"), begun if ended else begun - 1
-            )
+            finished = dict.fromkeys(("processed", "completed"), begun if ended else begun - 1)
+            epochs[scope] = dict.fromkeys(epochs[scope], begun) | finished
         batches["total"] = dict.fromkeys(batches["total"], batches["total"]["processed"])
         batches["current"] = dict.fromkeys(batches["current"], 0 if ended else done)
         batches["is_last_batch"] = False
         save_logged_step(loop, steps_done(trainer))
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Converts micro-batch counters: this run may accumulate more or fewer micro-batches to the same global batch."""
-        now, then = trainer.accumulate_grad_batches, accumulated_then(checkpoint)
+        now, then = trainer.accumulate_grad_batches, checkpoint["accumulate_grad_batches"]
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for scope in ("total", "current"):
             batches[scope] = {key: count * now // then for key, count in batches[scope].items()}
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         every, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches
         if every is not None and every != float("inf") and every % accumulate:
             raise UserError(
@@ -75,9 +69,7 @@ class Position(pl.Callback):
                 f"step of {accumulate}. Type a multiple: trainer.val_check_interval={accumulate * max(1, int(every) // accumulate)}."
             )
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         set_logged_step(trainer, steps_done(trainer) + 1)
 
 
@@ -99,16 +91,16 @@ class LastCheckpoint(Checkpoint):
         """Whether the checkpoint that the run was resumed from lies in this run's own folder."""
         return self.resumed is not None and self.resumed.resolve().parent == self.path.parent.resolve()
 
-    def save(self, trainer: pl.Trainer) -> None:
+    def save(self, trainer: Trainer) -> None:
         if self.saved_at != steps_done(trainer):
             trainer.save_checkpoint(self.path, weights_only=False)
             self.saved_at = steps_done(trainer)
 
-    def save_and_wait(self, trainer: pl.Trainer) -> None:
+    def save_and_wait(self, trainer: Trainer) -> None:
         self.save(trainer)
         wait_until_saved(trainer)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Makes the checkpoint that the run was resumed from its last one.
 
         Otherwise the next resume would take a newer one, of a past that was given up; and a run with nothing left to train would
@@ -119,9 +111,7 @@ class LastCheckpoint(Checkpoint):
             with files.replacing(self.path) as part:
                 (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Updates the absolute paths that ModelCheckpoint saves: the run's folder may have been moved.
 
         ModelCheckpoint removes these files later, so only checkpoints in that folder are kept; none of another run.
@@ -135,27 +125,27 @@ class LastCheckpoint(Checkpoint):
                     state[key] = moved(state[key], here)
                 state["dirpath"] = str(here or "")
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
-        room.refuse_small(trainer, pl_module, self.path.parent)
+        # Every process tries the optimizer: the user's own may communicate in its step.
+        if problem := trainer.strategy.broadcast(room.problem(trainer, pl_module, self.path.parent)):
+            raise UserError(problem)
         trainer.ckpt_path = None  # ModelCheckpoint never removes this path, even when it is no longer among the best
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         begins_step = batch_idx % trainer.accumulate_grad_batches == 0
         if begins_step and self.every_n_steps and steps_done(trainer) % self.every_n_steps == 0:
             self.save(trainer)
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.save(trainer)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         wait_until_saved(trainer)
         self.tidy(trainer)  # for a run with nothing left to train
 
-    def tidy(self, trainer: pl.Trainer) -> None:
+    def tidy(self, trainer: Trainer) -> None:
         """Once: removes best checkpoints of a past that was given up, and those whose removal a kill prevented."""
         if self.tidied or not self.continues_here or not trainer.is_global_zero:
             return
@@ -176,11 +166,7 @@ def moved(path: str, folder: Path | None) -> str:
     return str(folder / name) if folder and name.endswith(".ckpt") and not name.startswith("last.") else ""
 
 
-def last_checkpoint(cfg: DictConfig, folder: Path) -> LastCheckpoint:
-    return LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
-
-
-def best_checkpoint(trainer: pl.Trainer) -> str | None:
+def best_checkpoint(trainer: Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated. Raises Damaged."""
     paths = [c.best_model_path or "absent" for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     paths += [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]

@@ -37,8 +37,7 @@ def load_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: ob
     Raises:
         UserError: names or shapes differ. The message calls the checkpoint `source`.
     """
-    found = list(differences(own, saved))
-    if found:
+    if found := list(differences(own, saved)):
         raise UserError(
             f"{source} does not fit the network: {'; '.join(found)}. Use the model and data that it was trained with."
         )

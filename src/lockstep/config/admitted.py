@@ -133,19 +133,13 @@ def refusal(target: Any, path: str, key: str) -> str | None:
     )
 
 
-def nested(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The nodes with a `_target_` within a value, which Hydra makes too, with their keys."""
+def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A node with a `_target_` and those within it, which Hydra makes too, with their keys."""
     if isinstance(value, Mapping):
-        if value.get("_recursive_") is False:
-            return
-        for name, item in value.items():
-            yield from node_and_nested(item, f"{key}.{name}")
+        if "_target_" in value:
+            yield key, value
+        value = {} if value.get("_recursive_") is False else value
     elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from node_and_nested(item, f"{key}.{place}")
-
-
-def node_and_nested(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if isinstance(value, Mapping) and "_target_" in value:
-        yield key, value
-    yield from nested(value, key)
+        value = dict(enumerate(value))
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from nodes(item, f"{key}.{name}")

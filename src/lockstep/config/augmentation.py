@@ -34,7 +34,7 @@ def mixing(cfg: DictConfig, *, shipped_only: bool = False) -> list[str]:
     return [name for name in known if operation(cfg, name).mixes]
 
 
-def operation_problems(cfg: DictConfig, *, shipped: bool) -> Iterator[str]:
+def operation_problems(cfg: DictConfig, _: object = None, *, shipped: bool = True) -> Iterator[str]:
     if names(cfg, shipped=shipped) and has_own_loaders(cfg):
         yield f"augment.{names(cfg, shipped=shipped)[0]} has no effect: {cfg.data._target_} makes its own batches. Type augment=none."
         return
@@ -43,7 +43,3 @@ def operation_problems(cfg: DictConfig, *, shipped: bool) -> Iterator[str]:
             operation(cfg, name)
         except UserError as e:
             yield from e.problems
-
-
-def shipped_problems(cfg: DictConfig, _: object) -> Iterator[str]:
-    yield from operation_problems(cfg, shipped=True)

@@ -3,12 +3,11 @@
 import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
-from lockstep.config.augmentation import shipped_problems
+from lockstep.config.augmentation import operation_problems
 from lockstep.config.batches import accumulated, auto_problems, batch_problems, fold_problems
 from lockstep.config.components import is_shipped, task_problems
 from lockstep.config.devices import device_problems
@@ -48,12 +47,10 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
         known = [key for key in KEYS if key.startswith(f"{group}.")]
         for name in cfg[group] if isinstance(cfg.get(group), DictConfig) else ():
             key = f"{group}.{name}"
-            if key not in known:
-                yield (
-                    f"{key} cannot be set: {OWNED[key]}."
-                    if key in OWNED
-                    else f"{key} is not a key of this project{nearest(key, known)}."
-                )
+            if key in OWNED:
+                yield f"{key} cannot be set: {OWNED[key]}."
+            elif key not in known:
+                yield f"{key} is not a key of this project{nearest(key, known)}."
 
 
 def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator[str]:
@@ -120,49 +117,24 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"strategy={name} does not support trainer.precision={precision}; it takes one of {', '.join(traits.precisions)}. Type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
-    yield from (problem for _, _, problem in without_effect(cfg, world))
+    yield from without_effect(cfg, world).values()
 
 
-def without_effect(cfg: DictConfig, world: World) -> Iterator[tuple[str, Any, str]]:
-    """Keys that do nothing under the strategy or on the device: each with its neutral value and what to say."""
-    name, traits = world.strategy, cfg.strategy.traits
+def without_effect(cfg: DictConfig, world: World) -> dict[str, str]:
+    """Keys that do nothing under the strategy or on the device, each with what to say. Flags, or names that null takes away."""
+    traits, under, found = cfg.strategy.traits, f"has no effect under strategy={world.strategy}", dict[str, str]()
     if cfg.tf32 and world.accelerator != "cuda":
-        yield (
-            "tf32",
-            False,
-            f"tf32=true has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false.",
-        )
+        found["tf32"] = f"has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
     if cfg.trainer.sync_batchnorm and traits.splits_batches:
-        yield (
-            "trainer.sync_batchnorm",
-            False,
-            f"trainer.sync_batchnorm=true has no effect under strategy={name}: each replica normalises its own part. Type strategy=ddp.",
-        )
+        found["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Type strategy=ddp."
     if cfg.compile and traits.splits_batches:
-        yield (
-            "compile",
-            False,
-            f"compile=true has no effect under strategy={name}: all replicas would run on the first device. Type strategy=ddp.",
-        )
+        found["compile"] = f"{under}: all replicas would run on the first device. Type strategy=ddp."
     if cfg.checkpoint.sharded and not traits.shards:
-        yield (
-            "checkpoint.sharded",
-            False,
-            f"checkpoint.sharded=true has no effect under strategy={name}: nothing is sharded there. Type strategy=fsdp, or checkpoint.sharded=false.",
-        )
+        choice = "Type strategy=fsdp, or checkpoint.sharded=false."
+        found["checkpoint.sharded"] = f"{under}: nothing is sharded there. {choice}"
     if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
-        yield (
-            "strategy.comm_hook",
-            None,
-            f"strategy.comm_hook={cfg.strategy.comm_hook} has no effect without GPUs. Type strategy.comm_hook=null.",
-        )
-
-
-def wrong_mode(cfg: DictConfig) -> str | None:
-    """The checkpoint.mode that a known figure needs, if another one is given."""
-    known = {cfg.task.monitor: str(cfg.task.mode), "val/loss": "min", None: str(cfg.checkpoint.mode)}
-    good = known.get(cfg.checkpoint.monitor, str(cfg.checkpoint.mode))
-    return None if good == cfg.checkpoint.mode else good
+        found["strategy.comm_hook"] = "has no effect without GPUs. Type strategy.comm_hook=null."
+    return {key: f"{key}={shown(OmegaConf.select(cfg, key))} {why}" for key, why in found.items()}
 
 
 def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
@@ -173,19 +145,17 @@ def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
     if cfg.optim.get("no_decay") is True and is_shipped(cfg.optim) and not cfg.optim.get("weight_decay"):
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Leave it out, or type optim.weight_decay=0.05."
     trainer = cfg.trainer
-    limit, accumulate = trainer.limit_train_batches, accumulated(cfg)
-    if limit is not None and accumulate > 1 and (isinstance(limit, float) or limit % accumulate):
-        yield (
-            f"trainer.limit_train_batches={limit} counts micro-batches and must be whole steps of {accumulate}. "
-            f"Type trainer.limit_train_batches={accumulate * max(1, int(limit) // accumulate)}."
-        )
-    every = trainer.val_check_interval
-    if isinstance(every, int) and every % accumulate:
-        yield (
-            f"trainer.val_check_interval={every} counts micro-batches and must be whole steps of {accumulate}. "
-            f"Type trainer.val_check_interval={accumulate * max(1, every // accumulate)}."
-        )
-    if good := wrong_mode(cfg):
+    accumulate = accumulated(cfg)
+    for key in ("limit_train_batches", "val_check_interval"):
+        count = trainer[key]
+        share = isinstance(count, float) and accumulate > 1 and key == "limit_train_batches"
+        if share or (isinstance(count, int) and count % accumulate):
+            yield (
+                f"trainer.{key}={count} counts micro-batches and must be whole steps of {accumulate}. "
+                f"Type trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
+            )
+    modes = {cfg.task.monitor: cfg.task.mode, "val/loss": "min", None: cfg.checkpoint.mode}
+    if (good := modes.get(cfg.checkpoint.monitor, cfg.checkpoint.mode)) != cfg.checkpoint.mode:
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst checkpoint. Type checkpoint.mode={good}."
     watching = {k: node for k, node in cfg.callbacks.items() if "monitor" in node and is_shipped(node)}
     for name, node in watching.items():
@@ -222,7 +192,7 @@ EVALUATION = (*BOTH, process_problems)
 TRAINING = (
     *BOTH,
     exact_problems,
-    shipped_problems,
+    operation_problems,
     batch_problems,
     auto_problems,
     task_problems,

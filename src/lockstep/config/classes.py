@@ -54,9 +54,8 @@ def component_problems(cfg: DictConfig, *, everything: bool) -> Iterator[str]:
             yield from problems(node, key)
     if not is_shipped(cfg.task) and not list(target_problems(to_plain(cfg.task), "task")):
         # build.py asks the object again, which may have set it itself
-        yield from (
-            division_of_whole_batch(cfg) if getattr(target_of(cfg.task._target_, "task"), "between_samples", 0) else ()
-        )
+        whole = getattr(target_of(cfg.task._target_, "task"), "between_samples", False)
+        yield from division_of_whole_batch(cfg) if whole else ()
 
 
 def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterator[str]:
@@ -86,8 +85,7 @@ def operation_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     """Checks the user's own operations; config/checks.py has checked those of Lockstep, and the batch with them."""
     if not augmentation.names(cfg, shipped=False):
         return
-    wrong = list(augmentation.operation_problems(cfg, shipped=False))
-    yield from wrong
+    yield from (wrong := list(augmentation.operation_problems(cfg, shipped=False)))
     if not wrong and is_shipped(cfg.data):
         yield from division_problems(cfg, world)
 

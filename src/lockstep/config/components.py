@@ -60,11 +60,7 @@ def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
     traits = cfg.task.get("traits") if is_shipped(cfg.task) else None
     if traits is None:
         return
-    there = [
-        name
-        for name, value in about.items()
-        if value is not None and not (isinstance(value, Sized) and len(value) == 0)
-    ]
+    there = [k for k, v in about.items() if v is not None and not (isinstance(v, Sized) and len(v) == 0)]
     if missing := [name for name in traits.needs if name not in there]:
         yield (
             f"task={title(cfg.task)} needs {', '.join(missing)} in the `about` of the data; data={title(cfg.data)} has "

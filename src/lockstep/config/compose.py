@@ -23,10 +23,6 @@ from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import nearest
 from lockstep.errors import UserError
 
-MOVED = {  # keys of earlier versions
-    "data.random_shift": "augment=[shift] augment.shift.pixels=<n>; several operations: augment=[shift,flip]",
-    "data.random_flip": "augment=[flip]; several operations: augment=[shift,flip]",
-}
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
 
 
@@ -161,12 +157,8 @@ def message(error: BaseException, override: str) -> str:
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
-    if key in MOVED:
-        return f"{key} is not a key any more. Type {MOVED[key]}."
     if key in GROUPS and override.startswith("~"):
-        return (
-            f"{override}: {key} is not in the config then, and the engine reads it. Choose an option with {key}=<name>."
-        )
+        return f"{override}: {key} is not in the config then, and the engine reads it. Choose an option, {key}=<name>."
     if "@" in override.partition("=")[0] and key in GROUPS:
         return f"{override}: the options of {key} have one place in the config. Type {key}={override.partition('=')[2] or '<name>'}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:

@@ -82,5 +82,5 @@ def identify(cfg: DictConfig, data_source: str | None, experiment: str | None = 
 
 def evaluation_file(cfg: DictConfig, job: str = "eval") -> Path:
     """Where eval.py and predict.py write: the run's <job>.json, or a file beside a checkpoint that is not in a run directory."""
-    run_dir = Path(cfg.runs_dir) / str(cfg.run)
-    return run_dir / f"{job}.json" if run_dir.is_dir() else Path(cfg.init_from).with_suffix(f".{job}.json")
+    file = run_dir(cfg) / f"{job}.json"
+    return file if file.parent.is_dir() else Path(cfg.init_from).with_suffix(f".{job}.json")

@@ -149,10 +149,8 @@ def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
 
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
-    if wrong := list(target_problems(node, key)):
-        yield from wrong
-        return
-    if wrong := [problem for place, inner in admitted.nested(node, key) for problem in target_problems(inner, place)]:
+    places = {key: node, **dict(admitted.nodes(node, key))}  # it may have no `_target_` itself
+    if wrong := [problem for place, each in places.items() for problem in target_problems(each, place)]:
         yield from wrong
         return
     target: str = node["_target_"]

@@ -61,18 +61,15 @@ def read(root: Path) -> Project | None:
     if table is None:
         return None
     packages = table.get("packages", []) if isinstance(table, dict) else None
-    unknown = sorted(table.keys() - {"packages"}) if isinstance(table, dict) else []
-    if unknown:
+    if isinstance(table, dict) and (unknown := sorted(table.keys() - {"packages"})):
         raise UserError(f"{file}: tool.lockstep has no key {unknown[0]}; its only key is packages.")
-    if not isinstance(packages, list) or not all(map(is_package, packages)):
+    if not isinstance(packages, list) or not all(
+        isinstance(name, str) and all(map(str.isidentifier, name.split("."))) for name in packages
+    ):
         raise UserError(
             f'{file}: tool.lockstep.packages takes a list of package names. Type for example packages = ["monai"].'
         )
     return Project(root, tuple(packages))
-
-
-def is_package(name: Any) -> bool:
-    return isinstance(name, str) and all(part.isidentifier() for part in name.split("."))
 
 
 def find(folder: Path) -> Project:

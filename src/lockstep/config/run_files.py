@@ -5,7 +5,6 @@ All functions raise UserError, which names the file, if it is damaged.
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,18 @@ from yaml import YAMLError
 
 from lockstep.errors import UserError, raise_problems
 
-PARTS = ("run", "seed", "data", "strategy", "trainer", "checkpoint")  # every config has these
+PARTS = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")  # every config has these
 
 
 def load_config(path: Path) -> DictConfig:
     try:
         found = OmegaConf.load(path)
         if isinstance(found, DictConfig) and all(part in found for part in PARTS):
-            return with_later_groups(found)
+            return found
         why = "it is not the whole config of a run"
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as e:
         why = str(e).split("\n")[0]
     raise UserError(f"{path} is damaged: {why}. Put the file back, or type run=<another name> to start over.")
-
-
-def with_later_groups(cfg: DictConfig) -> DictConfig:
-    """A config from before there were the groups `exact` and `augment`. Of the latter, two operations were keys of `data`; their
-    draws are others now."""
-    if "exact" not in cfg:
-        cfg.exact = {"shards": None, "threads": 1, "digests": False}
-    if "augment" not in cfg:
-        shift, flip = (cfg.data.pop(f"random_{name}", None) for name in ("shift", "flip"))
-        nodes = {"shift": {"_target_": "lockstep.augment.Shift", "pixels": shift}} if shift else {}
-        cfg.augment = nodes | ({"flip": {"_target_": "lockstep.augment.Flip"}} if flip else {})
-    return cfg
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -51,8 +38,7 @@ def read_report(folder: Path) -> dict[str, Any]:
         why = str(e)
     if why:
         raise UserError(f"{path} is damaged: {why}. Remove the file: the run continues without it.")
-    report: dict[str, Any] = found
-    return report
+    return found
 
 
 def whole_rows(path: Path) -> "csv.DictReader[str]":
@@ -75,18 +61,13 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     )
 
 
-def damage(folder: Path) -> Iterator[str]:
-    """What is wrong with the files that continuing a run reads."""
-    for read, what in (
-        (load_config, folder / "config.yaml"),
-        (read_report, folder),
-        (read_metrics, folder / "metrics.csv"),
-    ):
-        try:
-            read(what)
-        except UserError as e:
-            yield from e.problems
-
-
 def refuse_damage(folder: Path) -> None:
-    raise_problems(damage(folder))
+    """Raises UserError for all that is wrong with the files that continuing a run reads."""
+    problems: list[str] = []
+    files = ((load_config, "config.yaml"), (read_report, ""), (read_metrics, "metrics.csv"))
+    for read, name in files:
+        try:
+            read(folder / name)
+        except UserError as e:
+            problems.extend(e.problems)
+    raise_problems(problems)

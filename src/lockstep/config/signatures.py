@@ -50,9 +50,8 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
         found = dict(inspect.signature(target).parameters)
         while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
             _, *inherited = inspect.signature(base).parameters.values()  # without `self`
-            found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | {
-                k: p for k, p in found.items() if k not in rest
-            }
+            own = {k: p for k, p in found.items() if k not in rest}
+            found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | own
     except (LookupError, TypeError, ValueError):
         return None
     return found
@@ -84,9 +83,8 @@ def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any
 
     try:
         annotation = hints(target).get(parameter.name, parameter.annotation)
-        adapter: TypeAdapter[Any] = TypeAdapter(
-            annotation, config=None if is_model(annotation) else {"arbitrary_types_allowed": True}
-        )
+        config: Any = None if is_model(annotation) else {"arbitrary_types_allowed": True}
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)
     except Exception:  # annotations that only a type checker understands
         return
     try:
@@ -103,9 +101,8 @@ def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any
 
 def is_model(annotation: Any) -> bool:
     """Types with their own pydantic settings accept no others."""
-    return isinstance(annotation, type) and (
-        hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
-    )
+    known = hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
+    return isinstance(annotation, type) and known
 
 
 def has_target(value: Any) -> bool:

@@ -78,11 +78,9 @@ def node_problems(nodes: Any, key: str) -> Iterator[str]:
 
 def trait_problems(traits: Any) -> Iterator[str]:
     """Problems of the facts about a strategy: flags, and a list of precisions or null."""
-    good = isinstance(traits, Mapping) and set(traits) == set(TRAITS)
-    good = good and all(
-        isinstance(value, list | None if name == "precisions" else bool) for name, value in traits.items()
-    )
-    if not good:
+    kinds = {name: list | None if name == "precisions" else bool for name in TRAITS}
+    known = isinstance(traits, Mapping) and set(traits) == set(kinds)
+    if not known or not all(isinstance(value, kinds[name]) for name, value in traits.items()):
         yield (
             f"strategy.traits={shown(traits)} is not possible; it has {', '.join(TRAITS[:-1])} (true or false) and {TRAITS[-1]} (a list or null). "
             "They are facts about the strategy: choose one with strategy=<name>."

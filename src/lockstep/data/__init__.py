@@ -4,15 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.data.cifar10 import Cifar10
-    from lockstep.data.dataset import Batch, DataSet
-    from lockstep.data.folder import Folder
-    from lockstep.data.from_torch import TorchDataset
-    from lockstep.data.from_torchvision import Torchvision
-    from lockstep.data.huggingface import HuggingFace
-    from lockstep.data.images import Images
-    from lockstep.data.mnist import Mnist
-    from lockstep.data.samples import Arrays
+    from lockstep.data.cifar10 import Cifar10 as Cifar10
+    from lockstep.data.dataset import Batch as Batch
+    from lockstep.data.dataset import DataSet as DataSet
+    from lockstep.data.folder import Folder as Folder
+    from lockstep.data.from_torch import TorchDataset as TorchDataset
+    from lockstep.data.from_torchvision import Torchvision as Torchvision
+    from lockstep.data.huggingface import HuggingFace as HuggingFace
+    from lockstep.data.images import Images as Images
+    from lockstep.data.mnist import Mnist as Mnist
+    from lockstep.data.samples import Arrays as Arrays
 
 # The module of each name, imported when the name is first used: a run on MNIST needs no other data set.
 MODULES = {
@@ -27,19 +28,6 @@ MODULES = {
     "TorchDataset": "from_torch",
     "Torchvision": "from_torchvision",
 }
-
-__all__ = [
-    "Arrays",
-    "Batch",
-    "Cifar10",
-    "DataSet",
-    "Folder",
-    "HuggingFace",
-    "Images",
-    "Mnist",
-    "TorchDataset",
-    "Torchvision",
-]
 
 
 def __getattr__(name: str) -> Any:

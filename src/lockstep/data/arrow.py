@@ -40,10 +40,8 @@ class Rows:
             target = class_numbers(target, self.names["classes"])
         elif "targets" in self.names:
             target = target.astype(np.float32).reshape(len(rows), 1)
-        return {
-            "input": self.decoded(found["input"]) if isinstance(found["input"], list) else found["input"],
-            "target": target,
-        }
+        given = found["input"]
+        return {"input": self.decoded(given) if isinstance(given, list) else given, "target": target}
 
     def decoded(self, files: list[Mapping[str, Any]]) -> NDArray[np.uint8]:
         """image_BCHW of encoded images, or of files that the table names."""

@@ -62,8 +62,7 @@ class Cached:
 
     def extra(self) -> dict[str, Any]:
         """The plain values stored beside the arrays."""
-        content: dict[str, Any] = json.loads((self.folder / "about.json").read_text())["extra"]
-        return content
+        return json.loads((self.folder / "about.json").read_text())["extra"]
 
 
 def default_cache() -> Path:

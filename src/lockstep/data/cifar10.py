@@ -62,8 +62,7 @@ def read_cifar10(files: list[Path]) -> Parts:
     """Its files are pickles, which can run code: none is opened unless its MD5 is the published one."""
     import numpy as np
 
-    wrong = [path for path in files if md5(path) != CIFAR10_MD5[path.name]]
-    if wrong:
+    if wrong := [path for path in files if md5(path) != CIFAR10_MD5[path.name]]:
         names = ", ".join(path.name for path in wrong)
         raise UserError(
             f"{wrong[0].parent}: {names} cut off, damaged or changed (MD5 differs from the published one). Replace the folder, or type data.source=download."

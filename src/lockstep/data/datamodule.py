@@ -24,6 +24,8 @@ ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto ma
 class DataModule(pl.LightningDataModule):
     """Training, validation and test batches of a data set, the same for every number of processes and workers."""
 
+    trainer: pl.Trainer  # set before a hook or a dataloader is asked for
+
     def __init__(
         self,
         dataset: DataSet,
@@ -53,17 +55,10 @@ class DataModule(pl.LightningDataModule):
         self.in_memory: dict[str, InMemory] = {}
         self.place = Place(lambda: 0)
         self.predicted = "test"  # the part that predict_dataloader has
-        self.problems: list[str] | None = (
-            None  # why samples of the current batch could not be read, if the data says so
-        )
-        self.train_split, self.val_split, self.test_split = splits(
-            dataset,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            folds=folds,
-            fold=fold,
-            limit_train=limit_train,
-        )
+        # why samples of the current batch could not be read, if the data says so
+        self.problems: list[str] | None = None
+        parts: dict[str, Any] = {"val_fraction": val_fraction, "folds": folds, "fold": fold, "limit_train": limit_train}
+        self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
         self.about = {**dataset.about, **class_counts(dataset, self.train_split)}
         if balance:
             self.train_split = balanced(self.train_split, dataset.train, dataset.unit)
@@ -75,7 +70,6 @@ class DataModule(pl.LightningDataModule):
 
     @property
     def device(self) -> torch.device:
-        assert self.trainer is not None
         return self.trainer.strategy.root_device
 
     @property
@@ -116,7 +110,6 @@ class DataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> MemoryLoader | WorkerLoader:
         trainer = self.trainer
-        assert trainer is not None
         sampler = self.sampler(
             rank=trainer.global_rank,
             world=trainer.world_size,
@@ -128,7 +121,6 @@ class DataModule(pl.LightningDataModule):
         return self.loader("train", sampler, place=self.place)
 
     def eval_loader(self, part: str, split: Split) -> MemoryLoader | WorkerLoader:
-        assert self.trainer is not None
         place = {"batch": self.eval_batch_size, "rank": self.trainer.global_rank, "world": self.trainer.world_size}
         sampler = EvalBatches(split, **place, shards=self.shards) if self.module_of_task else EvalShares(split, **place)
         return self.loader(part, sampler)
@@ -142,30 +134,23 @@ class DataModule(pl.LightningDataModule):
     @property
     def predicted_split(self) -> tuple[str, Split]:
         """The part of the data set and the split of it that are predicted."""
-        return {
-            "train": ("train", self.train_split),
-            "val": (self.val_part, self.val_split),
-            "test": ("test", self.test_split),
-        }[self.predicted]
+        split = {"train": self.train_split, "val": self.val_split, "test": self.test_split}[self.predicted]
+        return self.val_part if self.predicted == "val" else self.predicted, split
 
     def predict_dataloader(self) -> Unchanged:
         return Unchanged(self.eval_loader(*self.predicted_split))
 
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         trainer, began_s = self.trainer, time.perf_counter()
-        assert trainer is not None
         self.problems = batch.pop("problem", None)
         batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch, repeats=self.repeats)
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
             self.place.waited_s += time.perf_counter() - began_s
-        return batch if self.module_of_task else self.for_module(batch, dataloader_idx)
-
-    def for_module(self, batch: Batch, dataloader_idx: int) -> Any:
-        """Converts a batch for a user's LightningModule, then calls its own on_after_batch_transfer."""
-        assert self.trainer is not None
-        module = self.trainer.lightning_module
+        if self.module_of_task:
+            return batch
+        module = trainer.lightning_module  # of the user's, with a hook of its own
         named = getattr(module, "named_batches", False)
         taken = batch if named else tuple(v for name, v in batch.items() if name not in ("index", "count"))
         return module.on_after_batch_transfer(taken, dataloader_idx)

@@ -6,7 +6,7 @@ which come first).
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -43,9 +43,9 @@ class DataSet:
         return self.open_part("test")
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         """Mistakes in a `data` node, found before anything is read."""
-        return []
+        return ()
 
     def prepare(self) -> None:
         """Called once per machine before the processes start: download, decode, check. Cheap when called again."""

@@ -34,25 +34,40 @@ def check(image: "Image") -> None:
     image.load()
 
 
-def decoded_all(files: Sequence[Any], *, channels: int, size: int) -> NDArray[np.uint8]:
-    """image_BCHW of files, by their paths or opened."""
+def decoded_all(
+    files: Sequence[Any], *, channels: int, size: int, problems: list[str] | None = None
+) -> NDArray[np.uint8]:
+    """image_BCHW of files, by their paths or opened. `problems` gets why a file cannot be read: its image is then black."""
     from PIL import Image
 
-    image_BCHW = np.empty((len(files), channels, size, size), np.uint8)
+    image_BCHW = np.zeros((len(files), channels, size, size), np.uint8)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
         for place, file in enumerate(files):
-            with Image.open(file) as image:
-                image_BCHW[place] = to_array(image, channels=channels, size=size)
+            try:
+                with Image.open(file) as image:
+                    image_BCHW[place] = to_array(image, channels=channels, size=size)
+            except Exception as e:  # Pillow raises nearly anything for a broken file
+                if problems is None:
+                    raise
+                problems[place] = reason(e)
     return image_BCHW
+
+
+def reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def as_bytes(texts: Iterable[str]) -> NDArray[np.bytes_]:
+    """One array of bytes, because reference counts make workers copy a list of strings page by page."""
+    return np.array([os.fsencode(text) for text in texts], dtype=np.bytes_)
 
 
 class Files:
     """Image files and their targets, decoded on access, by workers."""
 
     def __init__(self, base: Path, paths: list[str], target_N: NDArray[Any], *, channels: int, size: int) -> None:
-        # One array of bytes, because reference counts make workers copy a list of strings page by page.
-        self.base, self.paths = base, np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
+        self.base, self.paths = base, as_bytes(paths)
         self.target_N, self.channels, self.size = target_N, channels, size
 
     def __len__(self) -> int:
@@ -84,7 +99,7 @@ def read_all(
                 else:
                     image_NCHW[place] = to_array(image, channels=channels, size=size)
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            return digest, " ".join(str(e).split()) or type(e).__name__
+            return digest, reason(e)
         return digest, None
 
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:

@@ -3,7 +3,7 @@
 # N file
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,17 +52,12 @@ class Folder(Images):
         self.fractions = taken_from_train(test=test_fraction, val=val_fraction, folds=folds)
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found, kind = super().problems(data), data.get("target")
-        if kind not in KINDS:
-            found.append(
-                f"data.target={kind} is unknown; use one of {', '.join(KINDS)}{nearest(str(kind), list(KINDS))}."
-            )
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        yield from super().problems(data)
+        if (kind := data.get("target")) not in KINDS:
+            yield f"data.target={kind} is unknown; use one of {', '.join(KINDS)}{nearest(str(kind), list(KINDS))}."
         elif kind != "class" and data.get("csv") is None:
-            found.append(
-                f"data.target={kind} needs a list of files and targets. Type data.csv=<file> as well, or data.target=class."
-            )
-        return found
+            yield f"data.target={kind} needs a list of files and targets. Type data.csv=<file> as well, or data.target=class."
 
     # --- files, targets and splits ---
 
@@ -168,8 +163,8 @@ class Folder(Images):
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        mine = {"class": {"classes": self.names}, "labels": {"labels": self.names}, "number": {"targets": ["target"]}}
-        return {**super().about, **mine[self.kind]}
+        described = {"class": "classes", "labels": "labels", "number": "targets"}[self.kind]
+        return {**super().about, described: self.names or ["target"]}
 
     # --- parts ---
 
@@ -189,6 +184,5 @@ class Folder(Images):
             raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")
         if self.in_cache:
             return Arrays(**self.cached.arrays(part))
-        return Files(
-            self.listing.base, self.paths(part), self.targets[places], channels=self.channels, size=self.image_size
-        )
+        size = {"channels": self.channels, "size": self.image_size}
+        return Files(self.listing.base, self.paths(part), self.targets[places], **size)

@@ -29,15 +29,13 @@ class Foreign(Images):
 
     @cached_property
     def first(self) -> NDArray[Any]:
-        sample: NDArray[Any] = np.asarray(self.train[np.array([0])]["input"])[0]
-        return sample
+        return np.asarray(self.train[np.array([0])]["input"])[0]
 
     def prepare(self) -> None:
         """Raises UserError for image options if the samples are not images."""
         usual = {"image_size": IMAGE_SIZE, "channels": 3}
-        given = [
-            f"data.{name}={shown(getattr(self, name))}" for name, value in usual.items() if getattr(self, name) != value
-        ]
+        own = {name: getattr(self, name) for name in usual}
+        given = [f"data.{name}={shown(value)}" for name, value in own.items() if value != usual[name]]
         if given and not self.holds_images:
             raise UserError(
                 f"{' and '.join(given)} without effect: `input` is {self.first.dtype} of shape {self.first.shape}, no image of bytes (uint8, CHW). Leave it out."

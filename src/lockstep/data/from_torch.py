@@ -1,6 +1,6 @@
 """Any map-style torch Dataset. Free of torch until samples are read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -52,16 +52,13 @@ class TorchDataset(Datasets):
         self.given, self.chosen_classes = {"train": train, "val": val, "test": test}, classes
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found = super().problems(data)
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        yield from super().problems(data)
         for part in PARTS:
             if isinstance(node := data.get(part), Mapping):
-                found.extend(problems(node, f"data.{part}", given={}))
+                yield from problems(node, f"data.{part}", given={})
             elif part != "val":
-                found.append(
-                    f"data.{part} is missing; it names a Dataset, for example data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
-                )
-        return found
+                yield f"data.{part} is missing; it names a Dataset, for example data.{part}={{_target_: my_package.data.Flowers, part: {part}}}."
 
 
 def classes_of(dataset: Any) -> list[str]:

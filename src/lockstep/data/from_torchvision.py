@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,19 +40,14 @@ class Torchvision(Datasets):
         self.asked, self.arguments, self.cache = source, dict(arguments or {}), cache_folder(cache_dir)
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found, name = super().problems(data), str(data.get("dataset"))
-        if name == "???":
-            found.append(
-                "data.dataset is missing; type data.dataset=<name>, one of torchvision.datasets, such as Flowers102."
-            )
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        yield from super().problems(data)
+        if (name := str(data.get("dataset"))) == "???":
+            yield "data.dataset is missing; type data.dataset=<name>, one of torchvision.datasets, such as Flowers102."
         elif name not in (known := torchvision_names()):
-            found.append(
-                f"data.dataset={name} is not in torchvision.datasets{nearest(name, known)}. For another class, see data._target_=lockstep.data.TorchDataset."
-            )
+            yield f"data.dataset={name} is not in torchvision.datasets{nearest(name, known)}. For another class, see data._target_=lockstep.data.TorchDataset."
         if data.get("source") == "embedded":
-            found.append("data.source=embedded: no package contains torchvision's data sets. Type data.source=auto.")
-        return found
+            yield "data.source=embedded: no package contains torchvision's data sets. Type data.source=auto."
 
     @cached_property
     def given(self) -> dict[str, Any]:  # type: ignore[override]
@@ -101,9 +96,8 @@ class Torchvision(Datasets):
                 ) from None
         try:
             self.cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(
-                self.cache / f".{key_of(self.dataset, [], str(self.root.resolve()))}.lock"
-            ):  # two runs share one download
+            key = key_of(self.dataset, [], str(self.root.resolve()))
+            with FileLock(self.cache / f".{key}.lock"):  # two runs share one download
                 made = maker(**given, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
@@ -122,8 +116,7 @@ def torchvision_names() -> list[str]:
     """What torchvision.datasets exports, parsed from its source, because importing it takes seconds."""
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "datasets" / "__init__.py").read_text())
-    for node in tree.body:
+    for node in ast.parse((Path(spec.origin).parent / "datasets" / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return list(ast.literal_eval(node.value))
     return []

@@ -2,7 +2,7 @@
 
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,10 @@ class HuggingFace(Foreign):
         self.fractions = taken_from_train(test=test_fraction, val=val_fraction, folds=folds)
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found = super().problems(data)
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        yield from super().problems(data)
         if importlib.util.find_spec("datasets") is None:
-            found.append(
-                "data=huggingface needs the package datasets, which is not installed. Type uv sync --extra huggingface, or pip install datasets."
-            )
-        return found
+            yield "data=huggingface needs the package datasets, which is not installed. Type uv sync --extra huggingface, or pip install datasets."
 
     @cached_property
     def tables(self) -> dict[str, Any]:
@@ -98,8 +95,7 @@ class HuggingFace(Foreign):
         classes, column = self.names.get("classes"), self.columns["target"]
         for part, table in self.tables.items() if classes else ():
             places = {name: place for place, name in enumerate(classes or ())}
-            wrong = [value for value in table.unique(column) if places.get(value, value) not in places.values()]
-            if wrong:
+            if wrong := [value for value in table.unique(column) if places.get(value, value) not in places.values()]:
                 raise UserError(
                     f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(places)} classes of train. "
                     "Remove these rows; or remove the part, which is then taken from train."
@@ -129,15 +125,10 @@ class HuggingFace(Foreign):
     def fingerprint(self) -> str:
         """Hash of the Arrow files, which are read once per machine, and of the columns and rows that are used."""
         files = sorted(self.root.rglob("*.arrow"))
-        whole = decoded(
-            self.cache / key_of("huggingface", files), lambda: ({}, {"sha256": [sha256(path) for path in files]})
-        )
-        taken = (
-            whole.extra()["sha256"],
-            self.columns,
-            self.names,
-            {part: rows.tobytes() for part, (_, rows) in self.places.items()},
-        )
+        key = key_of("huggingface", files)
+        whole = decoded(self.cache / key, lambda: ({}, {"sha256": [sha256(path) for path in files]}))
+        rows = {part: rows.tobytes() for part, (_, rows) in self.places.items()}
+        taken = (whole.extra()["sha256"], self.columns, self.names, rows)
         return hashlib.sha256(repr(taken).encode()).hexdigest()
 
 

@@ -4,15 +4,14 @@
 
 import hashlib
 import os
-import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
+from lockstep.data.decoding import as_bytes, decoded_all
 from lockstep.data.images import Images
 from lockstep.data.inputs import Inputs
+from lockstep.data.pixels import original_size
 from lockstep.data.samples import Indices
 from lockstep.errors import UserError
 
@@ -23,7 +22,6 @@ class Readable:
     """Image files, decoded when they are read. `problem` says why a file could not be read: its image is then black."""
 
     def __init__(self, inputs: Inputs, *, channels: int, size: int) -> None:
-        # Arrays of bytes, because reference counts make workers copy a list of strings page by page.
         self.base, self.names_N = inputs.base, as_bytes(inputs.names)
         self.targets_N = None if inputs.targets is None else as_bytes(inputs.targets)
         self.channels, self.size = channels, size
@@ -32,27 +30,13 @@ class Readable:
         return len(self.names_N)
 
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        from PIL import Image
-
-        from lockstep.data.pixels import to_array
-
-        image_BCHW = np.zeros((len(indices), self.channels, self.size, self.size), np.uint8)
-        problems = [""] * len(indices)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-            for place, index in enumerate(indices):
-                try:
-                    with Image.open(self.base / self.name(index)) as image:
-                        image_BCHW[place] = to_array(image, channels=self.channels, size=self.size)
-                except Exception as e:  # Pillow raises nearly anything for a broken file
-                    problems[place] = " ".join(str(e).split()) or type(e).__name__
+        files, problems = [self.base / self.name(index) for index in indices], [""] * len(indices)
+        image_BCHW = decoded_all(files, channels=self.channels, size=self.size, problems=problems)
         return {"input": image_BCHW, "problem": problems}
 
     def original_size(self, index: int) -> tuple[int, int]:
         """Width and height of a file, from its header."""
         from PIL import Image
-
-        from lockstep.data.pixels import original_size
 
         with Image.open(self.base / self.name(index)) as image:
             return original_size(image)
@@ -62,10 +46,6 @@ class Readable:
 
     def target(self, index: int) -> str | None:
         return None if self.targets_N is None else os.fsdecode(self.targets_N[index])
-
-
-def as_bytes(texts: list[str]) -> Any:
-    return np.array([os.fsencode(text) for text in texts], dtype=np.bytes_)
 
 
 class ImageFiles(Images):
@@ -83,9 +63,8 @@ class ImageFiles(Images):
                 f"input: files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their "
                 f"data; {', '.join(missing)} is not there. Type input=test, or val or train: a part of the run's own data."
             )
-        super().__init__(
-            image_size=about["image_size"], mean=about["mean"], std=about["std"], channels_last=channels_last
-        )
+        known = {key: about[key] for key in ("image_size", "mean", "std")}
+        super().__init__(**known, channels_last=channels_last)
         self.given_about, self.given_network = dict(about), dict(network)
         self.train = self.val = self.test = Readable(inputs, channels=self.channels, size=self.image_size)
 

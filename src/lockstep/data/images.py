@@ -2,7 +2,7 @@
 
 # B batch · C channel · H W pixel
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,20 +50,16 @@ class Images(DataSet):
         return (GREY_MEAN, GREY_STD) if grey else (cls.mean, cls.std)
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        channels, found = len(cls.normalisation(data)[0]), []
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        channels, std = len(cls.normalisation(data)[0]), data.get("std")
         if data.get("channels") not in (None, channels):
-            found.append(f"data.channels={data['channels']} has no effect: these images have {channels}. Leave it out.")
+            yield f"data.channels={data['channels']} has no effect: these images have {channels}. Leave it out."
         for key in ("mean", "std"):
             value = data.get(key)
             if isinstance(value, list) and len(value) != channels:
-                found.append(
-                    f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
-                )
-        std = data.get("std")
+                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
         if isinstance(std, list) and not all(s > 0 for s in std):
-            found.append(f"data.std={std} must be above 0.")
-        return found
+            yield f"data.std={std} must be above 0."
 
     @property
     def channels(self) -> int:
@@ -86,9 +82,8 @@ class Images(DataSet):
     def preprocessing(self) -> "Preprocess":
         from lockstep.data.transforms import Preprocess
 
-        return Preprocess(
-            image_size=self.image_size, mean=self.pixel_mean, std=self.pixel_std, channels_last=self.channels_last
-        )
+        numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
+        return Preprocess(image_size=self.image_size, channels_last=self.channels_last, **numbers)
 
     def preprocess(self, batch: Batch) -> Batch:
         image_BCHW = batch["input"]

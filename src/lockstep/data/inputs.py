@@ -1,13 +1,10 @@
 """Lists the image files that `input=` of predict.py names. Free of torch and NumPy."""
 
-import csv
 import glob
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.data.listing import ENDINGS, PART_NAMES
+from lockstep.data.listing import ENDINGS, PART_NAMES, images_below, table
 from lockstep.errors import UserError
 
 PARTS = tuple(dict.fromkeys(PART_NAMES.values()))
@@ -21,10 +18,6 @@ class Inputs:
     base: Path
     names: list[str]
     targets: list[str] | None = None  # the cells of a CSV
-
-
-def is_part(given: str) -> bool:
-    return given in PARTS
 
 
 def find_inputs(given: str) -> Inputs:
@@ -52,31 +45,8 @@ def find_inputs(given: str) -> Inputs:
     return found
 
 
-def images_below(folder: Path) -> Iterator[str]:
-    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are left out."""
-    for place, below, names in os.walk(folder, followlinks=True):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        for name in sorted(names):
-            if name.lower().endswith(ENDINGS) and not name.startswith("."):
-                yield f"{place}{os.sep}{name}"
-
-
 def from_csv(path: Path) -> Inputs:
     """The column `path`, relative to the CSV's folder, and the column `target` if there is one."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            columns = reader.fieldnames or []
-            if "path" not in columns:
-                raise UserError(
-                    f"input={path} has no column path; it has {', '.join(columns) or 'none'}. Its first line must name the columns: path or path,target."
-                )
-            names, targets = [], []
-            for row in reader:
-                names.append(row["path"] or "")
-                targets.append((row.get("target") or "").strip())
-    except (csv.Error, UnicodeDecodeError, OSError) as e:
-        raise UserError(f"input={path} is not a CSV file in UTF-8 ({e}). Type another file.") from None
-    if not names:
-        raise UserError(f"input={path} lists no images below its first line.")
-    return Inputs(path.parent, names, targets if "target" in columns else None)
+    columns, rows = table(path, ("path",), "path,target", f"input={path}")
+    targets = [(row["target"] or "").strip() for row in rows] if "target" in columns else None
+    return Inputs(path.parent, [row["path"] or "" for row in rows], targets)

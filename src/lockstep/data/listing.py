@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +42,9 @@ def class_folders(root: Path) -> Listing:
     for part, name in sorted(given.items(), key=lambda item: item[0] != "train") or [("train", "")]:
         top = root / name
         found = list(folders(top))
-        raise_problems(part_problems(top, [folder.name for folder in found], classes))
-        classes = classes or [folder.name for folder in found]
+        names = [folder.name for folder in found]
+        raise_problems(part_problems(top, names, classes))
+        classes = classes or names
         for folder in found:
             add_images(listing, folder, part, optional=part != "train")
     return listing
@@ -81,19 +82,41 @@ def folders(root: Path) -> Iterator[Path]:
 
 def add_images(listing: Listing, folder: Path, part: str, *, optional: bool) -> None:
     """Adds all image files below `folder`, the folder of a class."""
-    before, base = len(listing.paths), len(str(listing.base)) + 1
+    found = [path[len(str(listing.base)) + 1 :] for path in images_below(folder)]
+    if not found and not optional:
+        raise UserError(
+            f"{folder} holds no images (files that end in {', '.join(ENDINGS)}). Remove it, or type data.root=<the folder that contains the class folders>."
+        )
+    listing.paths.extend(found)
+    listing.targets.extend([folder.name] * len(found))
+    listing.parts.extend([part] * len(found))
+
+
+def images_below(folder: Path) -> Iterator[str]:
+    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are left out."""
     for place, below, names in os.walk(folder, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(names):
             if name.lower().endswith(ENDINGS) and not name.startswith("."):
-                listing.paths.append(f"{place}{os.sep}{name}"[base:])
-    count = len(listing.paths) - before
-    if not count and not optional:
+                yield f"{place}{os.sep}{name}"
+
+
+def table(path: Path, needed: Sequence[str], others: str, where: str) -> tuple[Sequence[str], list[dict[str, str]]]:
+    """The columns and rows of a CSV (a TSV has tabs). Raises UserError: it is none, it lacks a column, or it has no rows."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            columns, rows = reader.fieldnames or [], list(reader)
+    except (csv.Error, UnicodeDecodeError, OSError) as e:
+        raise UserError(f"{where} is not a CSV file in UTF-8 ({e}). Replace it, or type another file.") from None
+    if missing := [name for name in needed if name not in columns]:
         raise UserError(
-            f"{folder} holds no images (files that end in {', '.join(ENDINGS)}). Remove it, or type data.root=<the folder that contains the class folders>."
+            f"{where} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. "
+            f"Its first line must name the columns: {','.join(needed)} or {others}."
         )
-    listing.targets.extend([folder.name] * count)
-    listing.parts.extend([part] * count)
+    if not rows:
+        raise UserError(f"{where} lists no images below its first line.")
+    return columns, rows
 
 
 def from_csv(path: Path) -> Listing:
@@ -106,21 +129,7 @@ def from_csv(path: Path) -> Listing:
         raise UserError(
             f"{path} does not exist. data.csv is a file in data.root: type data.root=<folder> data.csv=<file>."
         )
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            columns, rows = reader.fieldnames or [], list(reader)
-    except (csv.Error, UnicodeDecodeError, OSError) as e:
-        raise UserError(
-            f"{path} is not a CSV file in UTF-8 ({e}). Replace it, or type data.csv=<another file>."
-        ) from None
-    missing = [name for name in ("path", "target") if name not in columns]
-    if missing:
-        raise UserError(
-            f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. Its first line must name the columns: path,target or path,target,split."
-        )
-    if not rows:
-        raise UserError(f"{path} lists no images below its first line.")
+    _, rows = table(path, ("path", "target"), "path,target,split", str(path))
     empty = [line for line, row in enumerate(rows, 2) if not (row["path"] or "").strip("\0 ") or "\0" in row["path"]]
     if empty:
         raise UserError(f"{path}, line {empty[0]}: a row needs a path. Add it, or remove the line.")

@@ -203,18 +203,15 @@ class WorkerLoader(Placed, DataLoader[Batch]):  # type: ignore[misc]  # torch de
             ) from None
         for batch in loaded:
             if self.num_workers and isinstance(batch["index"], np.ndarray):
-                self.warn()
+                if not self.warned:
+                    self.warned = True
+                    log.warning(
+                        "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Make it larger "
+                        "(docker run --shm-size=8g), or type fewer data.num_workers.",
+                        self.num_workers,
+                    )
                 batch = {name: as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in batch.items()}
             yield batch
-
-    def warn(self) -> None:
-        if not self.warned:
-            self.warned = True
-            log.warning(
-                "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Make it larger "
-                "(docker run --shm-size=8g), or type fewer data.num_workers.",
-                self.num_workers,
-            )
 
 
 class Unchanged:

@@ -57,11 +57,8 @@ def read_idx(path: Path) -> "NDArray[np.uint8]":
             f"{path} cannot be read ({e.strerror}). Make it readable, or type data.root=<folder>."
         ) from None
     if not possible or len(content) != expected:
-        found = (
-            f"{'more' if len(content) > expected else 'fewer'} bytes than the {expected:,} of its header"
-            if shape
-            else "no idx header"
-        )
+        found = f"{'more' if len(content) > expected else 'fewer'} bytes than the {expected:,} of its header"
+        found = found if shape else "no idx header"
         raise UserError(f"{path} is cut off or not an idx file: {found}. Replace it, or type data.source=download.")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
@@ -69,12 +66,10 @@ def read_idx(path: Path) -> "NDArray[np.uint8]":
 def mnist_files(root: Path) -> list[Path] | None:
     """The four files below `root`, compressed or not, in torchvision's layout (MNIST/raw) or another; None if one is missing."""
     for folder in (root / "MNIST" / "raw", root / "raw", root):
-        found = [
-            next((p for p in (folder / name, folder / name.removesuffix(".gz")) if p.is_file()), None)
-            for name in MNIST_MD5
-        ]
-        if all(found):
-            return [path for path in found if path is not None]
+        either = [(folder / name, folder / name.removesuffix(".gz")) for name in MNIST_MD5]
+        found = [next(path for path in paths if path.is_file()) for paths in either if any(p.is_file() for p in paths)]
+        if len(found) == len(either):
+            return found
     return None
 
 

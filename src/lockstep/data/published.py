@@ -1,6 +1,6 @@
 """Published data sets: found on disk, downloaded, or taken from a package; decoded once per machine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,13 +43,10 @@ class Published(Images):
         raise NotImplementedError
 
     @classmethod
-    def problems(cls, data: Mapping[str, Any]) -> list[str]:
-        found = super().problems(data)
+    def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
+        yield from super().problems(data)
         if data.get("source") == "embedded" and not cls.embedded:
-            found.append(
-                f"data.source=embedded: no package contains {cls.name}. Type data.root=<folder>, or data.source=download."
-            )
-        return found
+            yield f"data.source=embedded: no package contains {cls.name}. Type data.root=<folder>, or data.source=download."
 
     def prepare(self) -> None:
         if self.cached and self.source == "embedded" and self.asked == "auto":
@@ -67,8 +64,7 @@ class Published(Images):
     def locate(self) -> tuple[str, list[Path]]:
         """The source of the data, and its files."""
         source, root = self.asked, self.root
-        found = self.find() if source in ("auto", "disk") else None
-        if found:
+        if source in ("auto", "disk") and (found := self.find()):
             return "disk", found
         if source == "disk":
             state = "does not contain" if root.is_dir() else "does not exist; it should contain"
@@ -78,9 +74,8 @@ class Published(Images):
 
             try:
                 self.cache.mkdir(parents=True, exist_ok=True)
-                with FileLock(
-                    self.cache / f".{key_of(self.name, [], str(root.resolve()))}.lock"
-                ):  # two runs share one download
+                key = key_of(self.name, [], str(root.resolve()))
+                with FileLock(self.cache / f".{key}.lock"):  # two runs share one download
                     self.fetch()
                 return "download", self.find() or []
             except OSError as e:

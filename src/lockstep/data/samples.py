@@ -51,19 +51,16 @@ class Arrays:
 
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
-        return {name: place_of(array) if is_whole_file(array) else array for name, array in self.arrays.items()}
+        return {name: place_of(array) for name, array in self.arrays.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
 
 
-def is_whole_file(array: NDArray[Any]) -> bool:
-    """Whether an array is a whole mapped file: a slice does not know its offset in the file."""
-    return isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and bool(array.flags.c_contiguous)
-
-
-def place_of(array: Any) -> dict[str, Any]:
-    """The arguments of np.memmap for the same array."""
+def place_of(array: NDArray[Any]) -> Any:
+    """The arguments of np.memmap for the same array, if it is a whole mapped file: a slice does not know its offset in the file."""
+    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
+        return array
     return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
@@ -82,8 +79,7 @@ class Items:
     def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
         from torch.utils.data import default_collate
 
-        samples: Mapping[str, Any] = default_collate([self.sample(self.dataset[int(place)]) for place in indices])
-        return samples
+        return default_collate([self.sample(self.dataset[int(place)]) for place in indices])
 
     def sample(self, given: Any) -> dict[str, Any]:
         found = dict(given) if isinstance(given, Mapping) else dict(zip(("input", "target"), given, strict=True))
@@ -98,8 +94,7 @@ def samples_of(part: Any) -> Samples:
     """A part of a data set, read several samples at a time."""
     # A torch Dataset gives one at a time; this asks without importing torch.
     is_torch = any(base.__module__.startswith("torch.utils.data") for base in type(part).__mro__)
-    samples: Samples = Items(part) if is_torch else part
-    return samples
+    return Items(part) if is_torch else part
 
 
 def classes_of(part: Any) -> NDArray[np.int64] | None:
@@ -110,9 +105,9 @@ def classes_of(part: Any) -> NDArray[np.int64] | None:
     else:
         holder = samples.dataset if isinstance(samples, Items) else samples
         found = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
-    array = None if found is None else np.asarray(found)
-    good = array is not None and array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
-    return array.astype(np.int64) if array is not None and good else None
+    array = np.asarray(found)  # that of None has no dimension
+    good = array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
+    return array.astype(np.int64) if good else None
 
 
 def content_of(part: Any) -> bytes:

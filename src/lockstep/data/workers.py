@@ -25,12 +25,7 @@ def lost(error: BaseException) -> str | None:
     if not found:
         return None
     pids, by, code = max((match.groups() for match in found), key=lambda groups: sum(map(bool, groups)))
-    number = SIGNALS.get(by)
-    how = (
-        f"was ended by {signal.Signals(number).name}{WHY.get(number, '')}"
-        if number
-        else f"ended with exit code {code}"
-        if code
-        else "ended"
-    )
+    how = f"ended with exit code {code}" if code else "ended"
+    if number := SIGNALS.get(by):
+        how = f"was ended by {signal.Signals(number).name}{WHY.get(number, '')}"
     return f"a process that loads data (pid {pids}) {how}. {ADVICE}"

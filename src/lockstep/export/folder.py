@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoints.content import DATA, network_of, read
 from lockstep.checkpoints.weights import load_into
-from lockstep.config.admitted import nested
+from lockstep.config.admitted import nodes
 from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
 from lockstep.config.signatures import accepted, parameters
 from lockstep.data import pixels, transforms
@@ -167,7 +167,7 @@ def write_network(folder: Path, content: dict[str, Any], net: nn.Module) -> dict
         if vars(net)["pretrained_cfg"].get("fixed_input_size"):
             arguments.setdefault("img_size", offered["image_size"])
         return {"timm": name, "target": None, "arguments": arguments}
-    if list(nested(model, "model")):
+    if any(place != "model" for place, _ in nodes(model, "model")):
         raise UserError(
             "the `model` of this run has objects within its keys; only plain values can be exported. Make them in the class."
         )

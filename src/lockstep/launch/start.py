@@ -104,13 +104,15 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         cfg[key] = cfg[key]
     again = not evaluating and (cfg.resume == "auto" or restarted())
     cfg = cfg if evaluating else without_replaced_defaults(cfg, overrides)
-    if not evaluating and not cfg.resume:  # otherwise the run's own config is loaded first
+    fresh = not evaluating and not cfg.resume  # otherwise the run's own config is loaded first
+    if fresh:
         raise_problems(check(cfg))
     if not evaluating and rank_of() == 0:
         refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
     asked = cfg
     cfg = resuming.for_evaluation(cfg, overrides, job.name) if evaluating else resuming.for_training(cfg, overrides)
-    raise_problems(check(cfg, evaluating=evaluating))
+    # a fresh run has got no more than its name and the path of its weights
+    raise_problems(wrong_values(cfg, FIRST) if fresh and not cfg.resume else check(cfg, evaluating=evaluating))
     if predicting:
         cfg = with_request(cfg, asked, overrides)
     world = world_of(cfg)

@@ -34,8 +34,7 @@ class AirbenchNet(nn.Module):
         self.logit_scale = logit_scale
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        logits_BK: Tensor = self.head(self.features(image_BCHW))
-        return logits_BK * self.logit_scale
+        return self.head(self.features(image_BCHW)) * self.logit_scale
 
 
 def group(before: int, after: int) -> nn.Sequential:

@@ -63,5 +63,4 @@ class BasicNet(nn.Module):
         )
 
     def forward(self, image_BCHW: Tensor) -> Tensor:
-        logits_BK: Tensor = self.classifier(self.features(image_BCHW))
-        return logits_BK
+        return self.classifier(self.features(image_BCHW))

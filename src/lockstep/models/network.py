@@ -28,5 +28,4 @@ def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weight
         for name, value in given.items()
         if name in model and model[name] != value
     )
-    net: nn.Module = create({**model, **skipped}, "model", **given)
-    return net
+    return create({**model, **skipped}, "model", **given)

@@ -13,7 +13,7 @@ from lockstep.config.compose import key_of
 from lockstep.config.identity import run_dir
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import nearest
-from lockstep.data.inputs import find_inputs, is_part
+from lockstep.data.inputs import PARTS, find_inputs
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.world import world_of
@@ -37,7 +37,7 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     found: dict[str, Any] = {key: asked[key] for key in PREDICT}
     folder = run_dir(cfg) if run_dir(cfg).is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
     output = Path(found["output"] or folder / "predictions.csv").expanduser()
-    part = found["input"] if is_part(found["input"]) else None
+    part = found["input"] if found["input"] in PARTS else None
     problems, files = [*output_problems(output, found["overwrite"], found["gallery"])], 0
     try:
         files = 0 if part else len(find_inputs(found["input"]).names)

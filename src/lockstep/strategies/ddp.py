@@ -1,6 +1,5 @@
 """One process per device, each with the whole network; torch's DistributedDataParallel averages gradients."""
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -60,12 +59,10 @@ class Replicated(OneFormat, DDPStrategy):
         if not self.in_blocks:
             super().configure_ddp()
             return
-        assert self.lightning_module is not None
         for tensor in self.lightning_module.state_dict(keep_vars=True).values():
             torch.distributed.broadcast(tensor.detach(), 0)
 
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
         known = isinstance(self.lightning_module, TaskModule)  # a user's LightningModule calls its own network
         self.resumed = known and not self.in_blocks and self.lightning_module.trainer.global_step > 0
 
@@ -88,12 +85,10 @@ class Replicated(OneFormat, DDPStrategy):
     def rebuild_buckets(self, batch: Any) -> None:
         """Gives DDP the gradient buckets of the interrupted run, by one forward and backward without lasting effect.
 
-
         DDP rebuilds its buckets after its first backward, in the order in which gradients arrived. With three and more processes
         the last bit of the summed gradients depends on the buckets.
         """
         assert self.model is not None
-        assert self.lightning_module is not None
         buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
         gpus = [self.root_device] if self.root_device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), dropout.paused(), self.precision_plugin.train_step_context():
@@ -118,15 +113,8 @@ def communication_hook(name: str | None) -> dict[str, Any]:
         return {}
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    hooks: dict[str, Callable[..., Any]] = {
-        "fp16": default_hooks.fp16_compress_hook,
-        "bf16": default_hooks.bf16_compress_hook,
-        "powersgd": powerSGD_hook.powerSGD_hook,
-    }
+    if name != "powersgd":
+        return {"ddp_comm_hook": getattr(default_hooks, f"{name}_compress_hook")}
     # Vogels et al., "PowerSGD" (2019); exact for the first 1,000 steps, as torch's documentation advises
-    state = (
-        powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
-        if name == "powersgd"
-        else None
-    )
-    return {"ddp_comm_hook": hooks[name], "ddp_comm_state": state}
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
+    return {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": state}

@@ -46,8 +46,7 @@ def named_blocks(net: nn.Module, names: list[str]) -> list[nn.Module]:
     """The modules whose class has one of `names`. Raises UserError for a name that the network does not have."""
     found = [module for module in net.modules() if type(module).__name__ in names]
     classes = sorted({type(module).__name__ for module in net.modules()})
-    missing = sorted(set(names) - {type(module).__name__ for module in found})
-    if missing:
+    if missing := sorted(set(names) - {type(module).__name__ for module in found}):
         raise UserError(
             f"strategy.blocks={names}: the network has no {', '.join(missing)}; its classes are {', '.join(classes)}."
         )
@@ -61,16 +60,6 @@ def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
         own = list(module.parameters(recurse=False))
         if own and all(p.dim() <= 1 for p in module.parameters()):
             yield module
-
-
-def add_in_a_tree(net: nn.Module) -> None:
-    """Makes the sharded modules of a network add the gradients of all processes in the order of a tree, without dividing them."""
-    comm: Any = TreeReduceScatter()
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(comm)
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 class FullySharded(OneFormat, WholeMeshStrategy):
@@ -130,8 +119,12 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         for block in reversed(blocks):
             fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         self.root = fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
-        if self.logical_ranks:
-            add_in_a_tree(net)
+        comm: Any = TreeReduceScatter()
+        for module in net.modules() if self.logical_ranks else ():
+            if isinstance(module, FSDPModule):  # adds the gradients of all processes in the order of a tree, undivided
+                module.set_custom_reduce_scatter(comm)
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
         return net
 
     @contextmanager
@@ -150,15 +143,13 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         """Sharded, or whole on rank 0."""
         if self.sharded_checkpoints:
             return state
-        whole: dict[str, Any] = gathered(state, keep=self.is_global_zero)
-        return whole
+        return gathered(state, keep=self.is_global_zero)
 
     def share_buffers(self) -> None:
         """Gives all processes rank 0's running statistics, before validations and checkpoints.
 
         Under FSDP2 each process keeps its own, and a checkpoint would hold rank 0's only. DDP shares them before each forward.
         """
-        assert self.lightning_module is not None
         for buffer in self.lightning_module.buffers():
             torch.distributed.broadcast(buffer, 0)
 
@@ -166,7 +157,6 @@ class FullySharded(OneFormat, WholeMeshStrategy):
         self.share_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
         self.share_buffers()
         return self.checkpoint_form(self.lightning_module.state_dict())
 
@@ -176,8 +166,7 @@ class FullySharded(OneFormat, WholeMeshStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
-            loaded: dict[str, Any] = shards.load_sharded(path, self.mesh)
-            return loaded
+            return shards.load_sharded(path, self.mesh)
         return self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(

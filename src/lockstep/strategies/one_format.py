@@ -6,6 +6,7 @@ Lightning saves optimizer states by index under ddp and by name under fsdp, and 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
@@ -50,9 +51,9 @@ def own_copy(value: Any, own: Tensor) -> Any:
 class OneFormat(Strategy):
     """A base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
 
-    in_blocks = (
-        False  # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
-    )
+    lightning_module: pl.LightningModule  # set before anything here is called
+    # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
+    in_blocks = False
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
         """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""
@@ -65,11 +66,9 @@ class OneFormat(Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Always strict. Raises UserError where names or shapes differ."""
-        assert self.lightning_module is not None
         load_into(self.lightning_module.state_dict(), checkpoint["state_dict"], "the checkpoint")
 
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
-        assert self.lightning_module is not None
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
         return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 

@@ -34,9 +34,8 @@ class Confusion(Panel):
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
         size, (output, target) = len(self.names), self.inputs(output, batch)
         target, guess = target.flatten().long(), output[:, :size].argmax(1).flatten()
-        counts = (
-            (target >= 0) & (target < size) & (target != self.ignored)
-        )  # as numbers: a selection would wait for the GPU
+        # as numbers: a selection would wait for the GPU
+        counts = (target >= 0) & (target < size) & (target != self.ignored)
         place = target.clamp(0, size - 1) * size + guess
         self.confusion_KK.view(-1).index_add_(0, place, counts.long())
 

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lockstep.errors import UserError
 from lockstep.tasks.class_panels import Calibration, Confusion
 from lockstep.tasks.panel import Panel, wilson
-from lockstep.tasks.task import Task, class_weight, refuse_outputs
+from lockstep.tasks.task import Task, class_weight, refuse_count, refuse_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 
@@ -50,10 +50,7 @@ class Classification(Task):
         super().bind(about)
         if self.balanced:
             self.class_weights_K = class_weight(balanced(about.get("class_counts"), about["classes"]))
-        if self.class_weights_K is not None and len(self.class_weights_K) != len(about["classes"]):
-            raise UserError(
-                f"task.class_weights has {len(self.class_weights_K)} numbers; the data has {len(about['classes'])} classes. Give one per class."
-            )
+        refuse_count("class_weights", self.class_weights_K, about, "classes")
 
     def network_arguments(self) -> dict[str, Any]:
         return {"num_classes": len(self.about["classes"])}

@@ -48,8 +48,7 @@ class LanguageModel(Task):
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
         """The number of tokens that count, as a share of a full sequence."""
-        weight_B: Tensor = (batch["target"] != self.ignore_index).sum(1) / self.about["sequence_length"]
-        return weight_B
+        return (batch["target"] != self.ignore_index).sum(1) / self.about["sequence_length"]
 
     def metrics(self) -> dict[str, Metric]:
         return {"perplexity": Perplexity(self.ignore_index), "acc": TokenAccuracy(self.ignore_index)}
@@ -87,10 +86,8 @@ class LanguageModel(Task):
         losses_BT, counts_BT = self.token_losses(output, batch)
         rows = zip(batch["target"].tolist(), losses_BT.tolist(), counts_BT.tolist(), strict=True)
         words = self.about["vocabulary"]
-        return [
-            {"text": Tokens([(str(words[t]), loss) for t, loss, counts in zip(*row, strict=True) if counts])}
-            for row in rows
-        ]
+        texts = ([(str(words[t]), loss) for t, loss, counts in zip(*row, strict=True) if counts] for row in rows)
+        return [{"text": Tokens(text)} for text in texts]
 
 
 class Perplexity(Metric):

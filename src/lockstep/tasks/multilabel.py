@@ -13,7 +13,7 @@ from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 from lockstep.errors import UserError
 from lockstep.tasks.class_panels import ByLabel
 from lockstep.tasks.panel import Panel
-from lockstep.tasks.task import Task, class_weight, refuse_outputs
+from lockstep.tasks.task import Task, class_weight, refuse_count, refuse_outputs
 
 
 class Multilabel(Task):
@@ -35,10 +35,7 @@ class Multilabel(Task):
 
     def bind(self, about: Mapping[str, Any]) -> None:
         super().bind(about)
-        if self.pos_weight_L is not None and len(self.pos_weight_L) != len(about["labels"]):
-            raise UserError(
-                f"task.pos_weight has {len(self.pos_weight_L)} numbers; the data has {len(about['labels'])} labels. Give one per label."
-            )
+        refuse_count("pos_weight", self.pos_weight_L, about, "labels")
 
     def network_arguments(self) -> dict[str, Any]:
         return {"num_classes": len(self.about["labels"])}
@@ -85,9 +82,6 @@ class Multilabel(Task):
         return {"labels": ByLabel(self.about["labels"], self.metric_inputs, self.threshold)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        def named(there_BL: Tensor) -> list[str]:
-            rows = ([n for n, t in zip(self.about["labels"], row, strict=True) if t] for row in there_BL.tolist())
-            return [", ".join(row) or "none" for row in rows]
-
-        columns = named(batch["target"].bool()), named(output.sigmoid() > self.threshold)
-        return [{"target": target, "prediction": guess} for target, guess in zip(*columns, strict=True)]
+        found = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}
+        rows = zip(*(self.present(there_BL) for there_BL in found.values()), strict=True)
+        return [{name: ", ".join(labels) or "none" for name, labels in zip(found, row, strict=True)} for row in rows]

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lockstep.tasks.panel import Panel
-from lockstep.tasks.task import Task, per_sample
+from lockstep.tasks.task import Task
 from lockstep.tasks.value_panels import Residuals
 
 
@@ -26,11 +26,8 @@ class Regression(Task):
 
     def __init__(self, *, loss: Literal["mse", "mae", "huber"] = "mse", huber_delta: float = 1.0) -> None:
         super().__init__()
-        losses: dict[str, Callable[..., Tensor]] = {
-            "mse": F.mse_loss,
-            "mae": F.l1_loss,
-            "huber": partial(F.huber_loss, delta=huber_delta),
-        }
+        huber = partial(F.huber_loss, delta=huber_delta)
+        losses: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": huber}
         self.error = losses[loss]
 
     def network_arguments(self) -> dict[str, Any]:
@@ -38,7 +35,8 @@ class Regression(Task):
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         output, target = self.metric_inputs(output, batch)
-        return per_sample(self.error(output, target, reduction="none"))
+        error = self.error(output, target, reduction="none")
+        return error if error.dim() == 1 else error.flatten(1).mean(1)
 
     def metrics(self) -> dict[str, Metric]:
         return {
@@ -59,12 +57,8 @@ class Regression(Task):
         return dict(zip(self.about["targets"], output.float().flatten(1).unbind(1), strict=True))
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
-        target_BT = (
-            batch["target"].float().flatten(1) if batch["target"].dim() > 1 else batch["target"].float()[:, None]
-        )
-        return {
-            f"target/{name}": column for name, column in zip(self.about["targets"], target_BT.unbind(1), strict=True)
-        }
+        columns = zip(self.about["targets"], columns_of(batch["target"].float()).unbind(1), strict=True)
+        return {f"target/{name}": column for name, column in columns}
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         return [
@@ -77,12 +71,17 @@ class Regression(Task):
         return {"residuals": Residuals(self.about["targets"], self.metric_inputs)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        guess, target = (x.flatten(1) if x.dim() > 1 else x[:, None] for x in self.metric_inputs(output, batch))
+        guess, target = map(columns_of, self.metric_inputs(output, batch))
         names = list(self.about["targets"])[:4]
         return [
             {name: f"{t:.4g} predicted as {g:.4g}" for name, t, g in zip(names, row_t, row_g, strict=False)}
             for row_t, row_g in zip(target.tolist(), guess.tolist(), strict=True)
         ]
+
+
+def columns_of(x: Tensor) -> Tensor:
+    """x_BT, also of a single target."""
+    return x.flatten(1) if x.dim() > 1 else x[:, None]
 
 
 class R2(Metric):

@@ -35,8 +35,7 @@ class Task(nn.Module):
 
     def bind(self, about: Mapping[str, Any]) -> None:
         """Raises UserError if `about` lacks a key that the task needs."""
-        missing = [name for name in self.needs if not about.get(name)]
-        if missing:
+        if missing := [name for name in self.needs if not about.get(name)]:
             raise UserError(
                 f"task={type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
                 "Choose another task or data, or add it to the `about` of your data set."
@@ -112,7 +111,8 @@ class Task(nn.Module):
         columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
         count = len(batch["index"])
         small = {name: list(column) for name, column in columns.items() if is_small(column, count)}
-        return [{name: plain_value(column[row]) for name, column in small.items()} for row in range(count)]
+        cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
+        return [{name: column[row] for name, column in cells.items()} for row in range(count)]
 
 
 def is_small(column: Any, count: int) -> bool:
@@ -122,25 +122,23 @@ def is_small(column: Any, count: int) -> bool:
     return isinstance(column, list | tuple) and len(column) == count and all(isinstance(x, Plain) for x in column)
 
 
-def plain_value(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
 def refuse_outputs(output: Tensor, *shape: int) -> None:
     """Raises UserError if a network's output has another shape; -1 is any size."""
-    if len(output.shape) != len(shape) or any(
-        wanted not in (-1, given) for wanted, given in zip(shape, output.shape, strict=True)
-    ):
+    fits = all(wanted in (-1, given) for wanted, given in zip(shape, output.shape, strict=False))
+    if len(output.shape) != len(shape) or not fits:
         raise UserError(
             f"the network gives {tuple(output.shape)}, but the task and the data need ({', '.join('any' if n == -1 else str(n) for n in shape)}). "
             "Choose another model, or give it the number of outputs that the data needs."
         )
 
 
-def per_sample(loss: Tensor) -> Tensor:
-    """loss_B: the mean over each sample's elements."""
-    return loss if loss.dim() == 1 else loss.flatten(1).mean(1)
-
-
 def class_weight(given: Sequence[float] | None) -> Tensor | None:
     return None if given is None else torch.tensor(given, dtype=torch.float32)
+
+
+def refuse_count(name: str, weight: Tensor | None, about: Mapping[str, Any], of: str) -> None:
+    """Raises UserError if the factors of a loss are not one for each class or label."""
+    if weight is not None and len(weight) != len(about[of]):
+        raise UserError(
+            f"task.{name} has {len(weight)} numbers; the data has {len(about[of])} {of}. Give one for each."
+        )

@@ -65,8 +65,7 @@ def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> t
     batch = dict(batch)
     if "partner" in batch:  # a place in the micro-batch
         batch["partner"] = batch["partner"] + rank * size_B
-    lists = {name: value for name, value in batch.items() if isinstance(value, list)}
-    if lists:
+    if lists := {name: value for name, value in batch.items() if isinstance(value, list)}:
         every: list[Any] = [None] * world
         # over the CPU: a tensor would arrive on the sender's GPU
         torch.distributed.all_gather_object(every, move_data_to_device(lists, "cpu"))

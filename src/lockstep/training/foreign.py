@@ -36,8 +36,7 @@ def create_module(cfg: DictConfig) -> pl.LightningModule:
     task = to_plain(cfg.task)
     partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
     made = {name: picklable(create(node, f"task.{name}")) for name, node in partials.items()}
-    module: pl.LightningModule = create({k: v for k, v in task.items() if k not in made}, "task", **made)
-    return module
+    return create({k: v for k, v in task.items() if k not in made}, "task", **made)
 
 
 def config_problems(cfg: DictConfig) -> Iterator[str]:
@@ -63,10 +62,8 @@ def config_problems(cfg: DictConfig) -> Iterator[str]:
 def problems(cfg: DictConfig, module: pl.LightningModule, data: pl.LightningDataModule) -> Iterator[str]:
     """Problems: what the module and the data define but would be ignored."""
     name = type(module).__name__
-    loaders = [
-        hook for hook in ("train_dataloader", "val_dataloader", "test_dataloader") if is_overridden(hook, module)
-    ]
-    if loaders:
+    hooks = ("train_dataloader", "val_dataloader", "test_dataloader")
+    if loaders := [hook for hook in hooks if is_overridden(hook, module)]:
         yield f"{name}.{loaders[0]} would be ignored: data={title(cfg.data)} provides the batches. Move it into a LightningDataModule and name that with data._target_."
     if cfg.checkpoint.monitor and not evaluates(module, data, "validation", "val"):
         yield f"checkpoint.monitor={cfg.checkpoint.monitor} has no effect: {name} or the data has no validation. Type task.monitor=null."

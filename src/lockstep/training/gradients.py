@@ -8,6 +8,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
+def local_parts(grads: list[Tensor]) -> list[Tensor]:
+    """Themselves, or this process's shards of them."""
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
 def gradient_norm(grads: list[Tensor]) -> Tensor:
     """The 2-norm of all gradients together, including other processes' shards.
 
@@ -16,8 +21,7 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
     """
     exact = torch.float32 if grads[0].device.type == "mps" else torch.float64  # MPS has no float64
     shards = [grad for grad in grads if isinstance(grad, DTensor)]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    squared = torch.stack(torch._foreach_norm(local, 2, dtype=exact)).square().sum()
+    squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square().sum()
     if shards:
         torch.distributed.all_reduce(squared, group=shards[0].device_mesh.get_group())
     return squared.sqrt()
@@ -29,14 +33,13 @@ def exact_norm(grads: list[Tensor]) -> Tensor:
     Squares of float32 are exact in float64. Those of a tensor are rounded to integers of a common exponent, to 2^-36 of the largest
     for 2^26 elements; sums of integers do not depend on their order.
     """
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    local = local_parts(grads)
     most = [grad.abs().max().double() if grad.numel() else grad.new_zeros((), dtype=torch.float64) for grad in local]
     largest = torch.stack(most).nan_to_num(nan=torch.inf, posinf=torch.inf)
     groups = {grad.device_mesh.get_group() for grad in grads if isinstance(grad, DTensor)}
     over_processes(largest, torch.distributed.ReduceOp.MAX, groups)
-    unit = torch.exp2(
-        torch.frexp(largest).exponent.double()
-    )  # of each tensor; equal in all processes, as the next two are
+    # of each tensor; equal in all processes, as the next two are
+    unit = torch.exp2(torch.frexp(largest).exponent.double())
     grid = torch.exp2(torch.tensor([62.0 - grad.numel().bit_length() for grad in grads], dtype=torch.float64).to(unit))
     parts = zip(local, unit, grid, strict=True)
     total = torch.stack([((grad.double() / u).square() * g).round().long().sum() for grad, u, g in parts])
@@ -59,13 +62,11 @@ def clip_grad_norm(
     if not grads:
         return torch.zeros(())
     norm = norm_of(grads)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], scale.to(grads[0].dtype))
+    torch._foreach_mul_(local_parts(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
     return norm
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if grads:
-        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], factor.to(grads[0].dtype))
+    if grads := [p.grad for p in parameters if p.grad is not None]:
+        torch._foreach_mul_(local_parts(grads), factor.to(grads[0].dtype))

@@ -91,9 +91,8 @@ def explanation(
         return OutOfMemory(f"{said} {'No smaller one does' if more else 'There is no smaller one'}. {OTHERWISE}")
     of = batch // (world * found)
     which = f"One of {of} does, tried without the rest of the run" if alone else f"One of {of} was not tried"
-    key = f"trainer.accumulate_grad_batches={found}"
-    if cfg.exact.shards:
-        key = f"exact.shards={world * found} in a new run"
+    exact = f"exact.shards={world * found} in a new run"
+    key = exact if cfg.exact.shards else f"trainer.accumulate_grad_batches={found}"
     return OutOfMemory(f"{said} {which}: type {key}; the global batch stays {batch}.", found)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.errors import UserError
+from lockstep.tasks.panel import EXACT
 from lockstep.training.tree_sums import tree_sum
 
 
@@ -28,8 +29,7 @@ class MeanLoss(Metric):
 
     def __init__(self, shards: int = 1) -> None:
         super().__init__()
-        # float64, because the order of 10,000 float32 additions changes the sixth digit. MPS has no float64.
-        self.exact = torch.float32 if torch.backends.mps.is_available() else torch.float64
+        self.exact = EXACT  # the order of 10,000 float32 additions changes the sixth digit
         self.add_state("loss_sum", torch.zeros(shards, dtype=self.exact), dist_reduce_fx="sum")
         self.add_state("weight_sum", torch.zeros(shards, dtype=self.exact), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
@@ -41,10 +41,8 @@ class MeanLoss(Metric):
         self.count += len(loss_B)
 
     def compute(self) -> dict[str, Tensor]:
-        return {
-            "loss": (tree_sum(self.loss_sum) / tree_sum(self.weight_sum)).float(),
-            "count": self.count.to(self.exact),
-        }
+        loss = tree_sum(self.loss_sum) / tree_sum(self.weight_sum)
+        return {"loss": loss.float(), "count": self.count.to(self.exact)}
 
 
 def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
@@ -62,13 +60,8 @@ def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
     values = torch.as_tensor(value).float().flatten()
     if len(values) == 1:
         return {name: values[0]}
-    return dict(
-        zip(
-            (f"{name}/{each}" for each in (names if len(names) == len(values) else range(len(values)))),
-            values,
-            strict=True,
-        )
-    )
+    labels = names if len(names) == len(values) else range(len(values))
+    return {f"{name}/{label}": value for label, value in zip(labels, values, strict=True)}
 
 
 def names_without_samples(name: str, metric: Metric, names: Sequence[Any]) -> list[str]:

@@ -43,7 +43,5 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
     other_B, of_other_B = one_per_sample(task.loss(output, partners), task, batch), task.weight(partners)
     if weight_B is None or of_other_B is None:
         return share_B * loss_B + (1 - share_B) * other_B, None
-    return (
-        share_B * loss_B + (1 - share_B) * other_B * of_other_B,
-        share_B * weight_B + (1 - share_B) * of_other_B,
-    )
+    loss_B = share_B * loss_B + (1 - share_B) * other_B * of_other_B
+    return loss_B, share_B * weight_B + (1 - share_B) * of_other_B

@@ -5,6 +5,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,7 +29,7 @@ from lockstep.training.metrics import MeanLoss, named, names_without_samples
 from lockstep.training.mixed import one_per_sample, weighted_loss
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
-from lockstep.training.steps import accumulated_then, completes_step, evaluated_rank, has_row, total_steps
+from lockstep.training.steps import completes_step, has_row, total_steps
 from lockstep.training.trees import first_rows, first_samples, float32
 from lockstep.training.whole_vectors import WholeVectors
 
@@ -60,9 +61,7 @@ class TaskModule(QuickHookNames):
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
         self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
-        self.draws: bool | None = (
-            None  # random numbers in a step, if known; this and the next found out by rehearsal.py
-        )
+        self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by rehearsal.py
         self.across_processes = invariance.UNKNOWN.format("it was not tried")
         self.logical_ranks = LogicalRanks(shards) if shards else None
         self.whole_vectors: WholeVectors | None = None  # of logical ranks, if the optimizer is fused
@@ -148,7 +147,7 @@ class TaskModule(QuickHookNames):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # The window sums over micro-batches.
-        scale = self.trainer.accumulate_grad_batches / accumulated_then(checkpoint)
+        scale = self.trainer.accumulate_grad_batches / checkpoint["accumulate_grad_batches"]
         self.window_loss = checkpoint["window"]["loss"] * scale
         self.window_weight = checkpoint["window"]["weight"] * scale
 
@@ -173,8 +172,9 @@ class TaskModule(QuickHookNames):
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
-        place = evaluated_rank(self.trainer, batch_idx, self.logical_ranks.count) if self.logical_ranks else 0
-        self.mean_loss.update(loss_B, self.task.weight(batch), place)
+        part = batch_idx * self.trainer.world_size + self.trainer.global_rank  # of all global batches
+        rank = part % self.logical_ranks.count if self.logical_ranks else 0
+        self.mean_loss.update(loss_B, self.task.weight(batch), rank)
         for metric in self.figures.values():
             update(metric, batch_idx, *self.task.metric_inputs(output, batch))
         if self.test_panels and self.trainer.testing:
@@ -193,11 +193,8 @@ class TaskModule(QuickHookNames):
 
     def figure_names(self) -> list[str]:
         """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        return [
-            each
-            for name, metric in self.figures.items()
-            for each in names_without_samples(name, metric, self.value_names)
-        ]
+        known = (names_without_samples(name, metric, self.value_names) for name, metric in self.figures.items())
+        return [*chain.from_iterable(known)]
 
     @property
     def value_names(self) -> Sequence[Any]:

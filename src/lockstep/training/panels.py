@@ -78,11 +78,8 @@ class TestPanels:
         """The panels that failed on no rank."""
         failed = torch.tensor([float(name in self.failed) for name in self.panels], device=module.device)
         somewhere: Tensor = module.trainer.strategy.reduce(failed, reduce_op="sum")
-        return {
-            name: panel
-            for (name, panel), times in zip(self.panels.items(), somewhere.tolist(), strict=True)
-            if not times
-        }
+        times = zip(self.panels.items(), somewhere.tolist(), strict=True)
+        return {name: panel for (name, panel), failures in times if not failures}
 
     def again(self, module: "TaskModule", indices: list[int]) -> Iterator[tuple[list[int], Any, Batch, Batch]]:
         """The places, output, batch and raw samples of `indices` of the test set, computed once more.

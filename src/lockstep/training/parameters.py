@@ -41,8 +41,7 @@ def layers(net: nn.Module) -> dict[str, int]:
     if matcher is not None:
         from timm.models import group_parameters
 
-        matched: dict[str, int] = group_parameters(net, matcher(coarse=False), reverse=True)
-        return matched
+        return group_parameters(net, matcher(coarse=False), reverse=True)
     found = dict.fromkeys((name for name, _ in net.named_parameters()), 0)
     for number, (prefix, block) in enumerate(blocks(net)):
         found |= {f"{prefix}.{name}": number for name, _ in block.named_parameters()}

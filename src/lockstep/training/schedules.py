@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -70,9 +69,8 @@ def exponential(
         raise UserError(
             "schedule.initial_fraction and schedule.final_fraction must be above 0. Type for example 0.001."
         )
-    return scheduled(
-        optimizer, finite(total_steps), warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t
-    )
+    end = finite(total_steps)
+    return scheduled(optimizer, end, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)
 
 
 def step(
@@ -84,10 +82,8 @@ def step(
     gamma: float = 0.1,
 ) -> LambdaLR:
     """Multiplies the rate by `gamma` at each milestone, a share of the run."""
-    return scheduled(
-        optimizer, finite(total_steps), warmup_steps, partial(dropped, milestones=tuple(milestones), gamma=gamma)
-    )
 
+    def shape(t: float) -> float:
+        return float(gamma ** sum(t >= m for m in milestones))
 
-def dropped(t: float, milestones: tuple[float, ...], gamma: float) -> float:
-    return float(gamma ** sum(t >= m for m in milestones))
+    return scheduled(optimizer, finite(total_steps), warmup_steps, shape)

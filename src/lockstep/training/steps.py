@@ -29,18 +29,6 @@ def logical_rank(trainer: pl.Trainer, batch_idx: int) -> int:
     return place_in_step(trainer.global_rank, trainer.world_size, batch_idx % parts, parts, in_blocks)
 
 
-def evaluated_rank(trainer: pl.Trainer, batch_idx: int, shards: int) -> int:
-    """Which of a global batch's `shards` parts the batch `batch_idx` of an evaluation is, in this process."""
-    return (batch_idx * trainer.world_size + trainer.global_rank) % shards
-
-
-def accumulated_then(checkpoint: dict[str, Any]) -> int:
-    """The micro-batches per step and process of the run that saved the checkpoint."""
-    # older checkpoints have it in their config only
-    in_config: int = checkpoint["config"]["trainer"]["accumulate_grad_batches"]
-    return int(checkpoint.get("accumulate_grad_batches", in_config))
-
-
 def total_steps(trainer: pl.Trainer) -> float:
     """Optimizer steps of the whole run; infinite where it has no end, or its dataloader no length."""
     steps = trainer.estimated_stepping_batches
