@@ -121,6 +121,8 @@ class Page(Text):
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
     def write(self, root: Path, **more: str) -> Path:
+        """Every page's package is called `mywork`, so an earlier one is forgotten, whoever left it."""
+        forget()
         DATA.get(self.name, lambda _: None)(root)
         return super().write(root, **{"src/witness/__init__.py": WITNESS, **more})
 

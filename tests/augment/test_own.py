@@ -43,6 +43,7 @@ def project(tmp_path, monkeypatch) -> Iterator[None]:
         "configs/project.yaml": "defaults: [lockstep]\n",
         "configs/data/bare.yaml": "_target_: mywork.loaders.Loaders\n",
     }
+    forget()
     root = thin_project.write(tmp_path / "project", **FILES, **bare, **{"src/mywork/loaders.py": LOADERS})
     monkeypatch.chdir(root)
     monkeypatch.syspath_prepend(root / "src")

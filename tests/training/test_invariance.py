@@ -83,6 +83,23 @@ class Windows(SequenceFirst):
         return self.drop(self.a(x).repeat_interleave(3, 0)).view(len(x), 3, -1).mean(1)
 
 
+class Entries(nn.Module):
+    def forward(self, rows: list[Tensor]) -> dict[str, list[dict[str, Tensor]]]:
+        return {"all": [{"box": row * 2} for row in rows]}
+
+
+class Lists(SequenceFirst):
+    """A list with an entry for each sample, of lengths of their own, as detection has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = Entries()
+
+    def forward(self, x: Tensor) -> Tensor:
+        boxes = self.c([row[: i + 1] for i, row in zip((x[:, 0] > 0).tolist(), self.drop(self.a(x)), strict=True)])
+        return torch.stack([each["box"].mean() for each in boxes["all"]])[:, None]
+
+
 class Coupled(SequenceFirst):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
@@ -111,7 +128,9 @@ def why_not(net: nn.Module, task: Task | None = None) -> str:
 
 
 @pytest.mark.parametrize(
-    "net", [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Attention(0.0)], ids=str
+    "net",
+    [layers(), layers(nn.BatchNorm1d(6)), layers(nn.AlphaDropout(0.2)), Windows(), Lists(), Attention(0.0)],
+    ids=str,
 )
 def test_covered_networks(net):
     assert why_not(net) == ""

@@ -8,7 +8,7 @@ of two of them give. What does otherwise is named with its file and line.
 
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,10 @@ def generators(device: torch.device) -> list[object]:
 
 @dataclass(frozen=True)
 class Passed:
-    """The tensors that went into a module, or came out of it, and whose code they come from: a module's, or the loss."""
+    """What went into a module, or came out of it, and whose code it comes from: a module's, or the loss."""
 
     source: nn.Module | Task
-    tensors: list[Tensor]
+    tree: Any  # of tensors
     drew: bool  # random numbers of a generator
 
 
@@ -70,10 +70,9 @@ class Forward:
         self.net, self.task, self.passed, self.stack, self.state = net, task, list[Passed](), [net], list[object]()
 
     def keep(self, source: nn.Module, tree: Any) -> None:
-        tensors: list[Tensor] = []
-        apply_to_collection(tree, Tensor, lambda tensor: tensors.append(tensor.detach().clone()))
         before, self.state = self.state, generators(self.device)
-        self.passed.append(Passed(source, tensors, self.state != before))
+        kept = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
+        self.passed.append(Passed(source, kept, self.state != before))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.keep(self.stack[-1], (args, kwargs))
@@ -101,38 +100,44 @@ class Forward:
         return self.passed
 
 
-def joined(parts: list[Tensor], like: Tensor) -> Tensor:
+def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The tensors of two halves of the samples in the form of the whole: along the dimension that the samples change."""
-    a, b = parts
+    a, b = parts[0], parts[-1]
     longer = [
         d for d in range(like.dim()) if a.dim() == b.dim() == like.dim() and a.shape[d] + b.shape[d] == like.shape[d]
     ]
-    return torch.cat(parts, longer[0]) if longer and a.shape != like.shape else a
+    return torch.cat([a, b], longer[0]) if longer and a.shape != like.shape else a
 
 
-def differs(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return True
-    a, b = a.double(), b.double()
+def differ(whole: Any, parts: Sequence[Any]) -> bool:
+    """Whether trees of tensors differ: `whole` from that of another forward, or from those of two forwards of a half each.
+
+    Raises:
+        ValueError: a list has neither as many entries, nor one for each sample.
+    """
+    if isinstance(whole, Mapping):
+        return any(differ(value, [part[key] for part in parts]) for key, value in whole.items())
+    if isinstance(whole, list | tuple):
+        same = all(len(part) == len(whole) for part in parts)
+        entries = zip(*parts, strict=True) if same else ((entry,) for part in parts for entry in part)
+        return any(differ(*pair) for pair in zip(whole, entries, strict=True))
+    if not isinstance(whole, Tensor):
+        return False
+    a, b = whole.double(), joined(parts, whole).double()
     largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
-    return not torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
+    return a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
 
 
-def differing(whole: list[Passed], *parts: list[Passed]) -> Iterator[int]:
-    """The places where one forward, or two of a half each, passes something else than `whole`.
+def differing(whole: list[Passed], *forwards: list[Passed]) -> list[int]:
+    """The places where another forward, or two of a half each, pass something else than `whole`.
 
     Raises:
         ValueError: the forwards call different modules.
     """
-    if any([each.source for each in part] != [each.source for each in whole] for part in parts):
+    if any([each.source for each in forward] != [each.source for each in whole] for forward in forwards):
         raise ValueError("its forward calls other modules for other samples")
-    for place, expected in enumerate(whole):
-        found = [part[place].tensors for part in parts]
-        for number, tensor in enumerate(expected.tensors):
-            given = [tensors[number] for tensors in found]
-            if differs(tensor, joined(given, tensor) if len(given) == 2 else given[0]):
-                yield place
-                break
+    places = range(len(whole))
+    return [place for place in places if differ(whole[place].tree, [forward[place].tree for forward in forwards])]
 
 
 def named(source: nn.Module | Task) -> str:
@@ -169,7 +174,7 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
         return f"each process draws its own random numbers in {named(sources[0])}. Use an nn.Dropout layer there, or set exact.shards=8"
     slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
     halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
-    apart = list(differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2)))
+    apart = differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2))
     if task.between_samples:  # whose loss is of the whole global batch in training
         apart = [place for place in apart if whole[place].source is not task]
     if not apart:
