@@ -122,7 +122,7 @@ def measure(overrides: list[str], costs: Any) -> dict[str, float]:
     """Trains a few steps here. The predicted growth of memory and the measured one, and the speed."""
     import resource
 
-    from lockstep.planning.machines import Setting, sample_bytes, state_bytes
+    from lockstep.planning.machines import Setting, device_bytes, sample_bytes
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = train([*overrides, f"trainer.max_steps={STEPS}", "trainer.max_epochs=-1", "trainer.log_every_n_steps=2", "trainer.limit_val_batches=0",
@@ -136,7 +136,7 @@ def measure(overrides: list[str], costs: Any) -> dict[str, float]:
         int(report["micro_batch"]),
         int(report["accumulate_grad_batches"]),
     )
-    predicted = state_bytes(costs, of) + costs.fixed_bytes + sample_bytes(costs, half=half) * of.micro_batch
+    predicted = device_bytes(costs, of) + costs.fixed_bytes + sample_bytes(costs, half=half) * of.micro_batch
     rate = report[f"train/{report['unit']}_per_s"] or float("nan")
     return {
         "predicted": predicted,

@@ -85,8 +85,8 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
         made, about_names = columns.of_module, ()
     if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
         raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
-    writer = Writer(data, asked, made, about_names)
-    trainer = evaluator(cfg, world, writer)
+    table = Writer(data, asked, made, about_names)
+    trainer = evaluator(cfg, world, table)
     try:
         with memory.explained(cfg, trainer, module, data):
             trainer.predict(module, data, return_predictions=False)

@@ -5,6 +5,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from lockstep.augment.geometry import ATTEMPTS
 from lockstep.augment.operation import PixelOperation, check, check_rising
 from lockstep.config.kinds import Kind, number, numbers
 
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from lockstep.augment.boxes import Box
     from lockstep.augment.draws import Draws
 
-ATTEMPTS = 10  # at a box that fits into the image, as in torchvision
 FILL = Kind(lambda v: v == "noise" or (type(v) is int and 0 <= v <= 255), "noise, or a whole number of 0 to 255", "0")
 
 

@@ -12,7 +12,7 @@ from lockstep.checkpoints.finding import BEST
 from lockstep.training.steps import steps_done
 
 
-class ModelCheckpoint(callbacks.ModelCheckpoint):
+class BestCheckpoint(callbacks.ModelCheckpoint):
     """Lightning's keeps the first of equal scores. Here the lower val/loss decides, then the later step.
 
     Names have the steps done: `trainer.global_step` counts those of every optimizer. A run resumed from an earlier checkpoint writes

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Path = tuple[Any, ...]  # the keys and indices that lead to a leaf
+Place = tuple[Any, ...]  # the keys and indices that lead to a leaf
 
 
-def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
     """Everything in `tree` that is no dict, list or tuple, with its path."""
     if isinstance(tree, dict | list | tuple):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -15,7 +15,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+def mapped(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> Any:
     """`tree` with `change(path, leaf)` in place of each leaf."""
     if isinstance(tree, dict):
         return {key: mapped(value, change, (*path, key)) for key, value in tree.items()}

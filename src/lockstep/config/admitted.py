@@ -23,6 +23,7 @@ TRUSTED = (
     "lightning.pytorch.",
     "optuna.pruners.",
 )
+SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
 # Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
 BASES: dict[str, tuple[str, ...]] = {
     "lockstep.tasks.task.Task": (),
@@ -143,3 +144,8 @@ def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         value = dict(enumerate(value))
     for name, item in value.items() if isinstance(value, Mapping) else ():
         yield from nodes(item, f"{key}.{name}")
+
+
+def is_shipped(node: Mapping[Any, Any]) -> bool:
+    """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
+    return str(node.get("_target_")).startswith(SHIPPED)

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.components import is_shipped
+from lockstep.config.admitted import is_shipped
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.signatures import accepted
 from lockstep.errors import UserError

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
+from lockstep.config.admitted import is_shipped
 from lockstep.config.augmentation import mixing
-from lockstep.config.components import is_shipped
 from lockstep.config.identity import title
 from lockstep.machine.world import World
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from lockstep.config.admitted import is_shipped
 from lockstep.config.augmentation import operation_problems
 from lockstep.config.batches import accumulated, auto_problems, batch_problems, fold_problems
-from lockstep.config.components import is_shipped, task_problems
+from lockstep.config.components import task_problems
 from lockstep.config.devices import device_problems
 from lockstep.config.environment import environment_problems
 from lockstep.config.exact import exact_problems, process_problems

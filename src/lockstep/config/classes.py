@@ -6,9 +6,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lockstep.config import augmentation
+from lockstep.config.admitted import is_shipped
 from lockstep.config.batches import division_of_whole_batch, division_problems
 from lockstep.config.checks import fused_problem, loading_problems, wrong_values
-from lockstep.config.components import is_shipped
 from lockstep.config.identity import title
 from lockstep.config.instantiate import (
     ENGINE_DATA,

@@ -5,17 +5,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lockstep.config.admitted import is_shipped
 from lockstep.config.identity import title
 from lockstep.config.words import nearest, plain
 
 TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
 MEASURED = ("_per_s", "_memory_gib")  # endings of figures that depend on the data's unit or on the device
-SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
-
-
-def is_shipped(node: Mapping[Any, Any]) -> bool:
-    """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
-    return str(node.get("_target_")).startswith(SHIPPED)
 
 
 def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from lockstep.config.components import is_shipped
+from lockstep.config.admitted import is_shipped
 from lockstep.config.identity import title
 from lockstep.config.words import shown
 from lockstep.machine.world import World

@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import admitted
-from lockstep.config.components import is_shipped
+from lockstep.config.admitted import is_shipped
 from lockstep.config.signatures import locate, parameters, takes_one, type_problem
 from lockstep.config.words import nearest, shown
 from lockstep.errors import UserError, raise_problems

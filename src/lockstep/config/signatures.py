@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep.config import admitted
-from lockstep.config.components import is_shipped
+from lockstep.config.admitted import is_shipped
 from lockstep.config.schema import KEYS
 from lockstep.config.words import nearest, shown
 

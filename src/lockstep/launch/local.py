@@ -133,10 +133,10 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
         processes.append(subprocess.Popen([sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=out))
     try:
         code = wait(processes, error_files, run_dir(cfg) / "checkpoints")
-        return code, world.rank + next((i for i, process in enumerate(processes) if process.poll() == code), 0)
+        return code, world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
     finally:
-        for process in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
-            process.kill()
+        for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
+            child.kill()
         stop(processes, signal.SIGTERM)
 
 
@@ -153,7 +153,7 @@ def wait(
         for warning in signals.received[passed_on:]:
             send_signal(processes, warning)
             passed_on += 1
-        codes = [process.poll() for process in processes]
+        codes = [child.poll() for child in processes]
         waiting = sum(path.exists() for path in error_files)
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
@@ -166,19 +166,19 @@ def wait(
 
 
 def send_signal(processes: list[subprocess.Popen[bytes]], what: signal.Signals) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(what)
+    for child in processes:
+        if child.poll() is None:
+            child.send_signal(what)
 
 
 def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
     send_signal(processes, how)
     deadline = time.monotonic() + GRACE_S
-    for process in processes:
+    for child in processes:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            child.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
+            child.kill()
+            child.wait()
+        if child.stdin is not None:
+            child.stdin.close()

@@ -64,7 +64,7 @@ class Plan:
     step_s: float
 
 
-def state_bytes(costs: Costs, of: Setting) -> float:
+def device_bytes(costs: Costs, of: Setting) -> float:
     """Everything that does not depend on the micro-batch."""
     own = costs.weight_bytes * (1 + of.copies) + costs.gradient_bytes + costs.optimizer_bytes
     half = 0.5 if of.half else 1.0
@@ -99,7 +99,7 @@ def plan(costs: Costs, of: Setting, device: Device, *, utilisation: float, betwe
     rate = utilisation * (device.half_flops if of.half else device.full_flops)
     compute_s = costs.flops * of.micro_batch * of.accumulate / rate
     sent, communication_s = communication(costs, of, device, between_nodes)
-    fixed, each = state_bytes(costs, of) + costs.fixed_bytes, sample_bytes(costs, half=of.half)
+    fixed, each = device_bytes(costs, of) + costs.fixed_bytes, sample_bytes(costs, half=of.half)
     room = device.memory_bytes * (1 - RESERVED) - fixed
     hidden = BACKWARD * compute_s / of.accumulate if not of.shards else compute_s
     return Plan(

@@ -17,8 +17,8 @@ from lockstep.data.inputs import PARTS, find_inputs
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.world import world_of
-from lockstep.prediction.formats import WRITERS
 
+ENDINGS = (".csv", ".json", ".jsonl", ".parquet")  # of the tables that prediction writes
 FEW = 256  # files that need no workers
 
 
@@ -60,8 +60,8 @@ def gallery_of(output: Path) -> Path:
 
 def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
     page = gallery_of(output)
-    if output.suffix not in WRITERS:
-        yield f"output={output}: its ending must be one of {', '.join(WRITERS)}{nearest(output.suffix, list(WRITERS))}."
+    if output.suffix not in ENDINGS:
+        yield f"output={output}: its ending must be one of {', '.join(ENDINGS)}{nearest(output.suffix, list(ENDINGS))}."
     elif output.is_dir():
         yield f"output={output} is a folder. Type output={output / 'predictions.csv'}."
     elif output.exists() and not overwrite:

@@ -23,7 +23,6 @@ METHODS = (
 PENDING = 10_000  # calls that wait; later ones are dropped
 LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
 SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
-log = logging.getLogger("lockstep")
 
 
 class Background:
@@ -74,7 +73,9 @@ class Background:
     def warn(self, what: str) -> None:
         if not self.warned:
             self.warned = True
-            log.warning("logger.%s %s. Training goes on without it; metrics.csv has all figures.", self.name, what)
+            logging.getLogger("lockstep").warning(
+                "logger.%s %s. Training goes on without it; metrics.csv has all figures.", self.name, what
+            )
 
     def finish(self, wait_s: float) -> None:
         """Waits for the calls so far, for at most `wait_s`, and ends the thread."""
@@ -88,7 +89,7 @@ class Background:
             self.warn("does not answer")
         self.thread = None
         if self.bug is not None:
-            log.warning("logger.%s failed", self.name, exc_info=self.bug)
+            logging.getLogger("lockstep").warning("logger.%s failed", self.name, exc_info=self.bug)
 
 
 def of_network(error: BaseException) -> bool:
