@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image
 
 import lockstep
+from lockstep.data.dataset import Indices
 from lockstep.data.image_files import Readable
-from lockstep.data.samples import Indices
 
 CPU = ["trainer.accelerator=cpu", "data.num_workers=0", "trainer.enable_progress_bar=false"]
 PATH = "2026/november/{:012}.jpg"

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoints.trees import leaves
-from lockstep.reporting.provenance import versions
+from lockstep.checkpoints.finding import leaves
+from lockstep.reporting.recorder import versions
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 COMMON = [

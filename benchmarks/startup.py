@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lockstep import ROOT
 from lockstep.machine.world import cores
-from lockstep.reporting.provenance import versions
+from lockstep.reporting.recorder import versions
 
 POLL_S = 0.005
 TIME_LIMIT_S = 300

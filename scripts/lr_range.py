@@ -17,8 +17,7 @@ from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.machine.world import rank_of
-from lockstep.reporting.chart import chart
-from lockstep.reporting.render import render
+from lockstep.reporting.render import chart, render
 
 SMOOTHING = 0.9  # of the loss, an exponential moving average
 EDGE = 0.1  # the first steps, whose average has few losses, and the last are no suggestion

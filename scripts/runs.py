@@ -40,9 +40,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints, run_folders
-from lockstep.config.compose import key_of
+from lockstep.config.compose import ABSENT, LOADER, PLACE, as_overrides, key_of, typed
 from lockstep.config.identity import title
-from lockstep.config.overrides import ABSENT, LOADER, PLACE, as_overrides, typed
 from lockstep.config.project import command
 from lockstep.config.run_files import load_config, read_report
 from lockstep.config.schema import GROUPS, KEYS
@@ -51,7 +50,7 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import print_wide
-from lockstep.reporting.report_file import status
+from lockstep.reporting.recorder import status
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",

@@ -27,7 +27,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     from lockstep import build
     from lockstep.augment.augmentation import repeated
     from lockstep.data.datamodule import DataModule
-    from lockstep.reporting.batch_picture import picture
+    from lockstep.reporting.pictures import picture
 
     cfg = build.with_numbers(identify(decided(cfg, world, prepared, samples), None))
     data = build.data(cfg)

@@ -33,7 +33,7 @@ START_S = 300.0  # for the imports on a busy machine
 
 
 class Popen:
-    """`python <script> [args]`, forked; what launch/local.py and launch/slots.py use of subprocess.Popen."""
+    """`python <script> [args]`, forked; what launch/local.py and launch/sweeps.py use of subprocess.Popen."""
 
     def __init__(self, command: list[str], *, cwd: Any = None, env: dict[str, str] | None = None, stdin: Any = None,
                  stdout: Any = None, stderr: Any = None, start_new_session: bool = False) -> None:  # fmt: skip
@@ -139,9 +139,9 @@ def connected(address: Path) -> Connection | None:
 def preload() -> None:
     import lockstep.build
     import lockstep.launch.start
+    import lockstep.launch.sweeps
     import lockstep.reporting.comparison
     import lockstep.reporting.page
-    import lockstep.sweeps.table
     import lockstep.training.memory  # noqa: F401
 
     importlib.import_module("timm")
@@ -258,10 +258,10 @@ def in_this_process() -> None:
     import kills
     import torch
 
-    from lockstep.launch import local, slots
+    from lockstep.launch import local, sweeps
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     this: Any = sys.modules[__name__]
-    local.subprocess = slots.subprocess = this
+    local.subprocess = sweeps.subprocess = this
     if os.environ.get(kills.RANK, "") == os.environ.get("RANK"):
         kills.count_events()

@@ -13,7 +13,7 @@ from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.config.instantiate import create, create_data, to_plain
-from lockstep.data import cifar10 as cifar10_files
+from lockstep.data import published as cifar10_files
 from lockstep.machine.world import World, world_of
 from lockstep.models.network import network
 from lockstep.training.schedules import scheduler

@@ -11,7 +11,7 @@ import lockstep
 from lockstep.callbacks import step_seed
 from lockstep.reporting.comparison import agree, compare, find
 from lockstep.training import logical_ranks
-from lockstep.training.tree_sums import TreeSum
+from lockstep.training.logical_ranks import TreeSum
 
 pytestmark = pytest.mark.xdist_group("exact")
 # Dropout, clipping, the average and AdamW's default learning rate are on.

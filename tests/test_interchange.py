@@ -10,7 +10,7 @@ from in_process import SMALL
 
 import lockstep
 from lockstep.checkpoints.content import read
-from lockstep.checkpoints.trees import leaves
+from lockstep.checkpoints.finding import leaves
 from lockstep.reporting import comparison
 
 SETUPS = {

@@ -12,7 +12,7 @@ from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.content import DATA, LOOP, refuse_without_position
 from lockstep.checkpoints.finding import step_of
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.machine import lock
+from lockstep.machine import files
 
 pytestmark = pytest.mark.xdist_group("refused")
 
@@ -122,7 +122,7 @@ def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_
     assert train("run=a", "resume=auto", "trainer.max_epochs=2")["status"] == "done"
     assert len(told) == 2
     assert all(problem.startswith("runs/a is in use: another process trains there now") for problem in told)
-    assert not lock.is_taken(Path("runs/a"))
+    assert not files.is_taken(Path("runs/a"))
 
 
 DAMAGED = {

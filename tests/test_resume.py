@@ -14,7 +14,7 @@ from lockstep.checkpoints import resuming
 from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted
 from lockstep.launch.exits import exit_code
-from lockstep.machine import signals as machine_signals
+from lockstep.machine import process as machine_signals
 from lockstep.reporting.loggers import MetricsCsv
 from lockstep.training.module import TaskModule
 

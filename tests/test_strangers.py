@@ -16,7 +16,7 @@ from lockstep.errors import UserError
 from lockstep.export.folder import export
 from lockstep.launch.exits import exit_code
 from lockstep.reporting import console
-from lockstep.strategies.one_format import shape_problems
+from lockstep.strategies.base import shape_problems
 from lockstep.sweeps import study_files
 
 pytestmark = pytest.mark.xdist_group("strangers")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from lockstep.reporting.loaded import Report
+    from lockstep.reporting.runs_page import Report
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ def train(overrides: list[str] | None = None) -> "Report":
         RunFailed: a process of the run failed.
         TrainingFailed: training failed for a known reason, such as OutOfMemory or a loss that is NaN.
     """
-    from lockstep.launch.call import call
+    from lockstep.launch.cli import call
 
     report: Report = call("train", overrides or [])
     return report
@@ -32,7 +32,7 @@ def train(overrides: list[str] | None = None) -> "Report":
 
 def evaluate(overrides: list[str]) -> dict[str, Any]:
     """Runs `python eval.py <overrides>` from Python and returns the figures. Raises the same errors as `train`."""
-    from lockstep.launch.call import call
+    from lockstep.launch.cli import call
 
     return call("eval", overrides)
 
@@ -42,7 +42,7 @@ def predict(overrides: list[str]) -> dict[str, Any]:
 
     Raises the same errors as `train`.
     """
-    from lockstep.launch.call import call
+    from lockstep.launch.cli import call
 
     return call("predict", overrides)
 
@@ -56,7 +56,7 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
         UserError: an override is wrong; nothing was started.
         KeyboardInterrupt: Ctrl-C, which ends the sweep as a whole.
     """
-    from lockstep.launch.call import sweep
+    from lockstep.launch.cli import sweep
 
     return sweep(overrides)
 
@@ -90,6 +90,6 @@ def load_report(run: str | Path) -> "Report":
     Raises:
         UserError: there is no such run, or a file of it is damaged.
     """
-    from lockstep.reporting.loaded import load_report
+    from lockstep.reporting.runs_page import load_report
 
     return load_report(run)

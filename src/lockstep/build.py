@@ -20,17 +20,23 @@ from lockstep import strategies
 from lockstep.augment.augmentation import Augmentation
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_module_weights, network_of, read
-from lockstep.checkpoints.plain import plain
-from lockstep.checkpoints.weights import load_into
-from lockstep.config.augmentation import operations
+from lockstep.checkpoints.content import load_into, load_module_weights, network_of, plain, read
+from lockstep.config import batches
 from lockstep.config.classes import optimizer_node
-from lockstep.config.components import missing_groups, monitor_problems
 from lockstep.config.identity import title
-from lockstep.config.instantiate import ENGINE, ENGINE_DATA, create, create_data, has_own_loaders, to_plain
-from lockstep.config.normalisation import with_numbers
+from lockstep.config.instantiate import (
+    ENGINE,
+    ENGINE_DATA,
+    create,
+    create_data,
+    has_own_loaders,
+    operations,
+    to_plain,
+    with_numbers,
+)
 from lockstep.config.project import of_users_code
-from lockstep.config.signatures import accepted
+from lockstep.config.rules import missing_groups, monitor_problems
+from lockstep.config.targets import accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import warn_of_small_shared_memory
@@ -40,7 +46,7 @@ from lockstep.machine.world import World, gpu_count, threads, world_of
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.tasks import Task
-from lockstep.training import between_samples, foreign, memory, micro_batches, parameters, rehearsal
+from lockstep.training import between_samples, dry_run, foreign, memory, optim
 from lockstep.training.module import TaskModule
 from lockstep.training.panels import TestPanels
 
@@ -107,7 +113,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
             if "named_parameters" in takes
         )
         rates = {key: node[key] for key in ("lr", "weight_decay") if key in node}
-        made["parameters"] = partial(parameters.groups, **rates, **asked)
+        made["parameters"] = partial(optim.groups, **rates, **asked)
     return made
 
 
@@ -182,10 +188,10 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
 
 def rehearse(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
     """Tries a step without computing it. Raises UserError if the parts do not fit together."""
-    samples = micro_batches.batches(cfg, world)["micro_batch"] or 1
+    samples = batches.batches(cfg, world)["micro_batch"] or 1
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     device, callbacks = trainer.strategy.root_device, trainer.callbacks  # type: ignore[attr-defined]
-    rehearsal.rehearse(cfg, module, data, device=device, samples=samples, callbacks=callbacks)
+    dry_run.rehearse(cfg, module, data, device=device, samples=samples, callbacks=callbacks)
 
 
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:

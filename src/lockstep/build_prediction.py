@@ -16,13 +16,12 @@ from lockstep.checkpoints.content import DATA, read
 from lockstep.config.identity import title
 from lockstep.config.instantiate import has_own_loaders, target_of
 from lockstep.data.datamodule import DataModule
-from lockstep.data.image_files import ImageFiles
+from lockstep.data.image_files import ImageFiles, find_inputs
 from lockstep.data.images import Images
-from lockstep.data.inputs import find_inputs
 from lockstep.errors import UserError
 from lockstep.machine.files import remove
 from lockstep.machine.world import World
-from lockstep.prediction import columns, parts
+from lockstep.prediction import writer
 from lockstep.prediction.gallery import write_gallery
 from lockstep.prediction.request import gallery_of
 from lockstep.prediction.writer import KEPT, Writer
@@ -63,7 +62,7 @@ def data(cfg: DictConfig) -> DataModule:
     return DataModule(files, batch_size=1, eval_batch_size=batch, num_workers=workers)
 
 
-def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule) -> parts.Counted | None:
+def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule) -> writer.Counted | None:
     """Writes the table; returns what rank 0 counted.
 
     Raises:
@@ -82,7 +81,7 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
             raise UserError(f"{what}. Leave it out.")
         made, about_names = partial(of_task, module.task, asked.top_k), module.task.about.get(module.task.names, ())
     else:
-        made, about_names = columns.of_module, ()
+        made, about_names = writer.of_module, ()
     if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
         raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
     table = Writer(data, asked, made, about_names)
@@ -93,18 +92,18 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
         if world.rank:
             return None
         if asked.gallery:
-            write_gallery(gallery_of(output), output.stem, parts.joined(output, world.size), KEPT)
-        counted = parts.write(output, world.size)
+            write_gallery(gallery_of(output), output.stem, writer.joined(output, world.size), KEPT)
+        counted = writer.write(output, world.size)
         if counted.broken:
             print(
                 f"WARNING: {counted.broken:,} of {counted.count:,} files cannot be read; their rows have the reason in the column "
-                f"{parts.ERROR}:{counted.listed}",
+                f"{writer.ERROR}:{counted.listed}",
                 file=sys.stderr,
             )
         return counted
     finally:
         if world.rank == 0:
-            remove(parts.folder_of(output))
+            remove(writer.folder_of(output))
 
 
 def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:

@@ -12,18 +12,18 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from omegaconf import DictConfig
 
 from lockstep import callbacks, strategies
-from lockstep.checkpoints import best, saving
+from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import DATA, refuse_without_position
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
 from lockstep.config.auto import SPARSEST
 from lockstep.config.batches import parts_of_step
-from lockstep.config.exact import COUNTED
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
+from lockstep.config.rules import COUNTED
 from lockstep.config.run_files import read_report
-from lockstep.config.signatures import accepted
+from lockstep.config.targets import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine.world import World
@@ -95,7 +95,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
-            own.append(best.ModelCheckpoint(dirpath=folder, **named))
+            own.append(saving.ModelCheckpoint(dirpath=folder, **named))
         own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))
@@ -140,7 +140,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
-    # strategies/parallelize.py, callbacks/progress.py, callbacks/timer.py
+    # strategies/base.py, callbacks/summary.py, callbacks/stopping.py
     given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
     # For processes that Lockstep started, LOCAL_RANK and its like count, not the rest of the environment.
     # Under SLURM Lockstep resumes: Lightning would prefer its own checkpoint of a requeued job, which lies elsewhere.

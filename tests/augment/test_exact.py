@@ -8,8 +8,8 @@ import torch
 
 from lockstep import CONFIGS
 from lockstep.augment.augmentation import Augmentation
-from lockstep.config.augmentation import operations
 from lockstep.config.compose import compose_config
+from lockstep.config.instantiate import operations
 from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
 

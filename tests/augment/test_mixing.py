@@ -11,7 +11,7 @@ from lockstep.augment.augmentation import Augmentation
 from lockstep.data import Images
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation
-from lockstep.training.mixed import of_partners, weighted_loss
+from lockstep.training.metrics import of_partners, weighted_loss
 
 MIXES = {"mixup": Mixup(alpha=0.8), "cutmix": Cutmix(), "mixup_cutmix": MixupOrCutmix()}
 

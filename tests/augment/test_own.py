@@ -11,15 +11,14 @@ from your_own import forget
 
 from lockstep import CONFIGS, ROOT
 from lockstep.augment.augmentation import Augmentation
-from lockstep.config.augmentation import operations
-from lockstep.config.batches import unit
+from lockstep.config.batches import accumulations, unit
 from lockstep.config.checks import check
 from lockstep.config.classes import data_problems, operation_problems
 from lockstep.config.compose import beyond_schema, compose_config, tried_alone
-from lockstep.config.length import batches_of
+from lockstep.config.instantiate import operations
+from lockstep.config.rules import batches_of
 from lockstep.machine.world import World
 from lockstep.training import foreign
-from lockstep.training.micro_batches import accumulations
 
 PAGE = (ROOT / "docs/augment.md").read_text()
 FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))

@@ -23,13 +23,11 @@ from lockstep.augment import (
     Rotate,
     Shift,
     TrivialAugment,
-    pixels,
-    resampling,
-    transforming,
+    kernels,
 )
 from lockstep.augment.draws import Draws
 from lockstep.augment.policies import BINS, BLENDS, KNOWN, MOVING
-from lockstep.data.transforms import nearest
+from lockstep.data.datamodule import nearest
 
 SIZES = [(1, 28, 28), (3, 21, 34), (3, 33, 20)]
 COUNT = 24
@@ -60,7 +58,7 @@ def assert_close(made: Tensor, expected: Tensor, *, levels: int = 1, but: float 
 
 def assert_moved(made: Tensor, expected: Tensor, matrix_23: Tensor) -> None:
     """Equal, except where a pixel comes from the middle between two, and rounding decides which one is nearest."""
-    places = torch.stack(resampling.sources(matrix_23[None], *made.shape[-2:]))[:, 0]
+    places = torch.stack(kernels.sources(matrix_23[None], *made.shape[-2:]))[:, 0]
     between_HW = ((places - places.floor() - 0.5).abs() < 1e-3).any(0)
     assert torch.equal(made.where(~between_HW, 0), expected.where(~between_HW, 0))
 
@@ -92,8 +90,8 @@ def test_crops_are_resized_with_antialiasing(size, out):
     operation, image = RandomResizedCrop(scale=(0.05, 1.0), ratio=(0.4, 2.5), image_size=out), images(*size)
     made = operation({"input": image}, draws())["input"]
     boxes = torch.stack(operation.plan(*size[1:], draws()), 1)
-    exact = resampling.crop_resized(image, boxes.unbind(1), (out, out))
-    mask = resampling.crop_nearest(image, boxes.unbind(1), (out, out))
+    exact = kernels.crop_resized(image, boxes.unbind(1), (out, out))
+    mask = kernels.crop_nearest(image, boxes.unbind(1), (out, out))
     for place, box in enumerate(boxes.tolist()):
         as_float = F.resized_crop(image[place].float(), *box, [out, out], antialias=True)
         torch.testing.assert_close(exact[place], as_float, atol=1e-3, rtol=0)
@@ -105,8 +103,8 @@ def test_crops_are_resized_with_antialiasing(size, out):
 def test_rotations(size):
     image = images(*size)
     degrees_B = torch.linspace(-180, 180, COUNT)
-    matrix = resampling.rotation(degrees_B * (math.pi / 180))
-    whole, bilinear = resampling.affine_nearest(image, matrix, 0), resampling.affine_bilinear(image, matrix, 0)
+    matrix = kernels.rotation(degrees_B * (math.pi / 180))
+    whole, bilinear = kernels.affine_nearest(image, matrix, 0), kernels.affine_bilinear(image, matrix, 0)
     for place, angle in enumerate(degrees_B.tolist()):
         smooth = F.rotate(image[place].float(), angle, InterpolationMode.BILINEAR)
         torch.testing.assert_close(bilinear[place], smooth, atol=0.02, rtol=0)
@@ -118,11 +116,11 @@ def test_rotations(size):
 
 
 JITTER = {
-    "brightness": (pixels.brightness, F.adjust_brightness),
-    "contrast": (pixels.contrast, F.adjust_contrast),
-    "saturation": (pixels.saturation, F.adjust_saturation),
-    "sharpness": (pixels.sharpness, F.adjust_sharpness),
-    "hue": (pixels.hue, F.adjust_hue),
+    "brightness": (kernels.brightness, F.adjust_brightness),
+    "contrast": (kernels.contrast, F.adjust_contrast),
+    "saturation": (kernels.saturation, F.adjust_saturation),
+    "sharpness": (kernels.sharpness, F.adjust_sharpness),
+    "hue": (kernels.hue, F.adjust_hue),
 }
 
 
@@ -203,8 +201,8 @@ def test_a_policy_changes_each_image_by_its_own_operation_and_no_other():
         only = {name: found[name][rows]}
         moved = image[rows]
         if name in MOVING:
-            moved = resampling.affine_nearest(moved, transforming.matrix(only, 30, 31), 0)
-        assert torch.equal(made[rows], transforming.recolored(moved, only)), name
+            moved = kernels.affine_nearest(moved, kernels.matrix(only, 30, 31), 0)
+        assert torch.equal(made[rows], kernels.recolored(moved, only)), name
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.callbacks import EMA, Plan, Throughput, Timer
-from lockstep.callbacks import plan as plan_module
+from lockstep.callbacks import summary as plan_module
 from lockstep.callbacks.ema import tensors as ema_tensors
 from lockstep.callbacks.step_seed import seed_generators, step_seed
 from lockstep.config.compose import compose_config

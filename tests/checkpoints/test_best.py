@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.checkpoints import best
-from lockstep.checkpoints.best import ModelCheckpoint
+from lockstep.checkpoints import saving
+from lockstep.checkpoints.saving import ModelCheckpoint
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def trainer(monkeypatch):
     made.save_checkpoint = lambda path, **_: there.add(path)
     made.there, made.steps, made.global_step = there, 0, 0
     made.state = SimpleNamespace(fn="fit")
-    monkeypatch.setattr(best, "steps_done", lambda trainer: trainer.steps)
+    monkeypatch.setattr(saving, "steps_done", lambda trainer: trainer.steps)
     return made
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from in_process import report
 
-from lockstep.checkpoints import room, shards
+from lockstep.checkpoints import io, shards
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import NotSaved, UserError
 
@@ -38,7 +38,7 @@ def test_what_an_optimizer_will_hold_is_known_before_its_first_step(make, values
     net.bias.requires_grad_(False)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     optimizer = make(net.parameters())
-    assert room.state_bytes(optimizer) == pytest.approx(values * 4 * 100 * 100, rel=1e-3)
+    assert io.state_bytes(optimizer) == pytest.approx(values * 4 * 100 * 100, rel=1e-3)
     assert not optimizer.state
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 

@@ -65,7 +65,7 @@ def project(tmp_path, monkeypatch):
         ("task", "kindly.unsaid.__globals__"),
         ("task", "lightning.pytorch.demos.boring_classes.BoringModel"),
         ("data", "torchvision.datasets.ImageFolder"),
-        ("strategy", "lockstep.strategies.parallelize"),
+        ("strategy", "lockstep.strategies.base"),
         ("optim", "torch.optim.swa_utils.update_bn"),
         ("schedule", "torch.optim.AdamW"),
         ("task.metrics.x", "torchmetrics.functional.accuracy"),

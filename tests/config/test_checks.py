@@ -12,13 +12,12 @@ from shipped_data import shipped
 
 from lockstep import CONFIGS
 from lockstep.checkpoints import resuming
-from lockstep.config import environment
+from lockstep.config import rules
 from lockstep.config.checks import OWNED, check, wrong_values
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, tried_alone
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, tried_alone
 from lockstep.config.instantiate import ENGINE, SPECIAL
-from lockstep.config.keys import dotted
 from lockstep.config.schema import CLOSED, KEYS
-from lockstep.config.signatures import parameters
+from lockstep.config.targets import parameters
 from lockstep.errors import UserError
 from lockstep.machine import world
 
@@ -55,7 +54,7 @@ def problems(*overrides: str) -> list[str]:
     "override", [f"{group}={option}" for group in GROUPS for option in options(group) if option not in OPEN]
 )
 def test_each_shipped_option_is_possible(override, monkeypatch):
-    monkeypatch.setattr(environment, "installed", lambda _: True)  # also an extra's package
+    monkeypatch.setattr(rules, "installed", lambda _: True)  # also an extra's package
     assert problems(override, *NEEDS.get(override, [])) == []
 
 

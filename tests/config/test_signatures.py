@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.instantiate import create
-from lockstep.config.signatures import accepted, parameters
+from lockstep.config.targets import accepted, parameters
 from lockstep.errors import UserError
 
 CLASSES = """

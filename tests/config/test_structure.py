@@ -7,7 +7,7 @@ from test_checks import problems
 from lockstep.checkpoints.resuming import set_aside
 from lockstep.config.checks import check
 from lockstep.config.compose import beyond_schema, compose_config, fixed_keys
-from lockstep.config.length import step_problems
+from lockstep.config.rules import step_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES
 from lockstep.launch.cli import refused_options
 

@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process import state
 
-from lockstep.data.balance import balanced
 from lockstep.data.datamodule import DataModule
-from lockstep.data.dataset import DataSet
-from lockstep.data.sampler import Split, TrainBatches
-from lockstep.data.samples import Arrays
+from lockstep.data.dataset import Arrays, DataSet
+from lockstep.data.sampler import Split, TrainBatches, balanced
 from lockstep.errors import UserError
 from lockstep.tasks import Classification
 

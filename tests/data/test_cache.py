@@ -14,7 +14,7 @@ from conftest import write_idx, write_mnist
 from filelock import FileLock
 from shipped_data import arrays, die_while_writing, prepare_at_once, prepared, raw
 
-from lockstep.data import Mnist, mnist
+from lockstep.data import Mnist, published
 from lockstep.data import cache as cache_module
 from lockstep.data.cache import Parts, default_cache
 from lockstep.errors import DataChanged, UserError
@@ -41,7 +41,7 @@ def same(found: Parts, expected: Parts) -> bool:
 
 
 def decoded(root: Path) -> Parts:
-    return mnist.read_mnist(mnist.mnist_files(root))
+    return published.read_mnist(published.mnist_files(root))
 
 
 def unwanted(*_: object) -> Parts:
@@ -66,8 +66,8 @@ def test_images_of_a_run_are_the_mapped_file(root, cache):
 @pytest.mark.parametrize("source", ["disk", "embedded"])
 def test_files_are_read_once(root, cache, monkeypatch, source):
     first = prepared(root, cache, source=source)
-    monkeypatch.setattr(mnist, "read_mnist", unwanted)
-    monkeypatch.setattr(mnist, "read_embedded", unwanted)
+    monkeypatch.setattr(published, "read_mnist", unwanted)
+    monkeypatch.setattr(published, "read_embedded", unwanted)
     second = prepared(root, cache, source=source)
     assert (second.cached, second.source) == (first.cached, source)
     assert folders(cache) == [first.cached.folder]
@@ -76,7 +76,7 @@ def test_files_are_read_once(root, cache, monkeypatch, source):
 def test_fetched_files_are_read_once_wherever_they_came_from(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(Mnist, "fetch", lambda dataset: write_mnist(dataset.root, 60, 20))
     fetched = prepared(tmp_path / "data", cache)
-    monkeypatch.setattr(mnist, "read_mnist", unwanted)
+    monkeypatch.setattr(published, "read_mnist", unwanted)
     found = prepared(tmp_path / "data", cache)
     assert (fetched.source, found.source) == ("download", "disk")
     assert found.cached == fetched.cached
@@ -191,7 +191,7 @@ def test_a_damaged_cache_is_made_anew_with_a_warning(root, cache, damage, capsys
 
 def test_a_cache_is_hashed_only_if_its_files_were_touched(root, cache, monkeypatch):
     first = prepared(root, cache).cached
-    monkeypatch.setattr(mnist, "read_mnist", unwanted)
+    monkeypatch.setattr(published, "read_mnist", unwanted)
     os.utime(first.folder / "train" / "input.npy")  # a copy of the cache
     assert prepared(root, cache).cached == first
     monkeypatch.setattr(cache_module, "digest_of", unwanted)

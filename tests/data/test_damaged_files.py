@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoints.finding import checkpoint_of_report
 from lockstep.config.run_files import read_report
-from lockstep.data import cifar10, listing, mnist
+from lockstep.data import folder, published
 from lockstep.errors import UserError
-from lockstep.sweeps import table
+from lockstep.launch import sweeps
 
 FEW = settings(
     max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -38,10 +38,10 @@ def test_an_idx_file_of_any_bytes(tmp_path, content):
     for path, written in ((tmp_path / "images", content), (tmp_path / "images.gz", gzip.compress(content))):
         path.write_bytes(written)
         if good:
-            assert np.array_equal(mnist.read_idx(path), np.frombuffer(content, np.uint8)[4 + size :].reshape(shape))
+            assert np.array_equal(published.read_idx(path), np.frombuffer(content, np.uint8)[4 + size :].reshape(shape))
         else:
             with pytest.raises(UserError, match="images"):
-                mnist.read_idx(path)
+                published.read_idx(path)
 
 
 @FEW
@@ -49,12 +49,12 @@ def test_an_idx_file_of_any_bytes(tmp_path, content):
 def test_an_archive_or_a_pickle_of_any_bytes(tmp_path, content):
     (tmp_path / "images.gz").write_bytes(content)
     with pytest.raises(UserError, match=r"images\.gz"):
-        mnist.read_idx(tmp_path / "images.gz")
-    files = [tmp_path / name for name in cifar10.CIFAR10_MD5]
+        published.read_idx(tmp_path / "images.gz")
+    files = [tmp_path / name for name in published.CIFAR10_MD5]
     for path in files:
         path.write_bytes(content)
     with pytest.raises(UserError, match="data_batch_1"):  # a pickle with another checksum is never opened
-        cifar10.read_cifar10(files)
+        published.read_cifar10(files)
 
 
 @FEW
@@ -66,7 +66,7 @@ def test_a_listing_of_any_cells(tmp_path, rows, content):
     if content is not None:
         path.write_bytes(content)
     try:
-        found = listing.from_csv(path)
+        found = folder.from_csv(path)
     except UserError as e:
         assert "list.csv" in str(e)
     else:
@@ -94,7 +94,7 @@ def test_a_report_of_any_bytes(tmp_path, content):
     if good:
         assert read_report(run) == json.loads(content) or b"NaN" in content
     else:
-        for read in (read_report, lambda folder: table.record(folder, [], failed=True)):
+        for read in (read_report, lambda folder: sweeps.record(folder, [], failed=True)):
             with pytest.raises(UserError, match=r"report\.json"):
                 read(run)
     with pytest.raises(UserError, match=r"report.json|no complete checkpoint"):
@@ -108,10 +108,10 @@ def test_an_archive_that_unpacks_to_more_than_its_header_says_is_not_unpacked(tm
     header = bytes([0, 0, 8, 1]) + (5).to_bytes(4, "big")
     (tmp_path / "a.gz").write_bytes(gzip.compress(header + bytes(10_000_000)))
     with pytest.raises(UserError, match="more bytes than the 5 of its header"):
-        mnist.read_idx(tmp_path / "a.gz")
+        published.read_idx(tmp_path / "a.gz")
     (tmp_path / "a.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 1]) + b"\xff" * 4))  # 4 GB by its header
     with pytest.raises(UserError, match=r"a\.gz"):
-        mnist.read_idx(tmp_path / "a.gz")
+        published.read_idx(tmp_path / "a.gz")
     assert all(0 <= size <= 16 for size in taken)
 
 
@@ -121,4 +121,4 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"labels cannot be read \(Permission denied\)"):
-        mnist.read_idx(tmp_path / "labels")
+        published.read_idx(tmp_path / "labels")

@@ -13,8 +13,8 @@ from pictures import COLOURS, picture, write_classes, write_pictures
 from PIL import Image
 
 from lockstep.data import Arrays, folder
-from lockstep.data.decoding import Files
 from lockstep.data.folder import Folder
+from lockstep.data.images import Files
 from lockstep.data.pixels import to_array
 from lockstep.data.sampler import splits
 from lockstep.errors import UserError

@@ -13,8 +13,8 @@ from pictures import COLOURS, picture, write_classes
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from lockstep.data import HuggingFace, TorchDataset, Torchvision
+from lockstep.data.dataset import content_of
 from lockstep.data.loaders import as_tensor
-from lockstep.data.samples import content_of
 from lockstep.errors import UserError
 
 PLACES = np.arange(4)

@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
+from lockstep.data.dataset import Arrays, content_of, samples_of
 from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader
 from lockstep.data.sampler import EvalBatches, Split, TrainBatches
-from lockstep.data.samples import Arrays, content_of, samples_of
 
 SPLIT = Split(103, 10, 90)
 

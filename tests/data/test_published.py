@@ -7,7 +7,7 @@ import pytest
 from conftest import write_cifar10, write_mnist
 from shipped_data import prepared, raw
 
-from lockstep.data import Cifar10, Mnist, cifar10, mnist
+from lockstep.data import Cifar10, Mnist, published
 from lockstep.data.cache import Parts
 from lockstep.data.published import Published
 from lockstep.data.sampler import splits, val_count
@@ -50,15 +50,15 @@ def assert_holds(dataset: Published, parts: Parts) -> None:
 def test_files_on_disk_are_decoded(root, cache, source):
     dataset = prepared(root, cache, source=source)
     assert dataset.source == "disk"
-    assert_holds(dataset, mnist.read_mnist(mnist.mnist_files(root)))
+    assert_holds(dataset, published.read_mnist(published.mnist_files(root)))
 
 
 @pytest.mark.parametrize("source", ["auto", "disk"])
 def test_cifar10_on_disk_is_decoded(tmp_path, cache, monkeypatch, source):
-    monkeypatch.setattr(cifar10, "CIFAR10_MD5", write_cifar10(tmp_path / "data", 4))
+    monkeypatch.setattr(published, "CIFAR10_MD5", write_cifar10(tmp_path / "data", 4))
     dataset = prepared(tmp_path / "data", cache, "cifar10", source=source)
     assert dataset.source == "disk"
-    assert_holds(dataset, cifar10.read_cifar10(cifar10.cifar10_files(tmp_path / "data")))
+    assert_holds(dataset, published.read_cifar10(published.cifar10_files(tmp_path / "data")))
 
 
 @pytest.mark.parametrize("source", ["auto", "download"])
@@ -66,12 +66,12 @@ def test_files_that_are_not_there_are_fetched(tmp_path, cache, monkeypatch, sour
     monkeypatch.setattr(Mnist, "fetch", write_made_up)
     dataset = prepared(tmp_path / "data", cache, source=source)
     assert dataset.source == "download"
-    assert_holds(dataset, mnist.read_mnist(mnist.mnist_files(tmp_path / "data")))
+    assert_holds(dataset, published.read_mnist(published.mnist_files(tmp_path / "data")))
 
 
 @pytest.mark.parametrize("damaged", ["train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"])
 def test_a_download_puts_damaged_files_right(root, cache, monkeypatch, damaged):
-    expected = mnist.read_mnist(mnist.mnist_files(root))
+    expected = published.read_mnist(published.mnist_files(root))
     content = raw(root, "train-images-idx3-ubyte.gz").read_bytes()
     raw(root, "train-images-idx3-ubyte.gz").unlink()
     raw(root, damaged).write_bytes(content[:100])
@@ -85,7 +85,7 @@ def test_mnist_comes_from_its_package_without_files_and_network(tmp_path, cache)
     dataset = prepared(tmp_path / "missing", cache)
     assert (dataset.source, len(dataset.train), len(dataset.test)) == ("embedded", 4000, 1000)
     assert "EMBEDDED SUBSET of 5,000 images (4,000 to train and validate, 1,000 to test)" in dataset.notice
-    assert_holds(dataset, mnist.read_embedded(mnist.embedded_file()))
+    assert_holds(dataset, published.read_embedded(published.embedded_file()))
 
 
 def test_the_embedded_images_can_be_chosen_beside_files(root, cache):

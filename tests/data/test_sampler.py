@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import sampler
-from lockstep.data.dataset import DataSet
+from lockstep.data.dataset import Arrays, DataSet
 from lockstep.data.sampler import FILLER, EvalBatches, Split, TrainBatches, permute, splits
-from lockstep.data.samples import Arrays
 from lockstep.errors import UserError
 
 SEEDS = st.integers(0, 2**32 - 1)

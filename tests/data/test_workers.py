@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import get_worker_info
 
 from lockstep import build
-from lockstep.data import loaders, workers
+from lockstep.data import loaders
 from lockstep.data.loaders import Indexed, WorkerLoader
 from lockstep.errors import LostProcess, TrainingFailed
 
@@ -44,7 +44,7 @@ def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
     ],
 )  # fmt: skip
 def test_words_of_torch_are_understood(message, words):
-    found = workers.lost(RuntimeError(message))
+    found = loaders.lost(RuntimeError(message))
     assert found is None if words is None else words in found
 
 

@@ -19,8 +19,7 @@ import lockstep
 from lockstep.checkpoints import finding
 from lockstep.errors import UserError
 from lockstep.export import exported, graphs
-from lockstep.export.folder import export
-from lockstep.export.sources import needed
+from lockstep.export.folder import export, needed
 
 pytestmark = pytest.mark.xdist_group("export")
 CPU = ["trainer.accelerator=cpu"]

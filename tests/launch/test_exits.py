@@ -11,7 +11,7 @@ from lockstep.launch import exits
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process
 from lockstep.machine.files import replacing
-from lockstep.reporting.log_file import LogFile
+from lockstep.reporting.console import LogFile
 from lockstep.reporting.loggers import MetricsCsv
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"

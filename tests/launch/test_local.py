@@ -15,8 +15,8 @@ import pytest
 from lockstep import ROOT
 from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory, RunFailed
-from lockstep.launch import exits, local, out_of_memory
-from lockstep.machine import signals
+from lockstep.launch import exits, local
+from lockstep.machine import process
 from lockstep.machine.world import World
 
 WORLD = World("cpu", 2, 1, "ddp")
@@ -94,7 +94,7 @@ launch.main(job, "train")
 @pytest.fixture(autouse=True)
 def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run clears them when it starts; these tests start only its processes."""
-    monkeypatch.setattr(signals, "received", [])
+    monkeypatch.setattr(process, "received", [])
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, w
 )
 def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumulate, part, worker, monkeypatch, forked):
     monkeypatch.setattr(local, "FAILING_S", 0.5)
-    monkeypatch.setattr(out_of_memory, "VMSTAT", worker.parent / "vmstat")
+    monkeypatch.setattr(local, "VMSTAT", worker.parent / "vmstat")
     (worker.parent / "vmstat").write_text("oom_kill 0")
     (worker.parent / "killed1").write_text(f"oom_kill {kills}")
     (worker.parent / "wait").touch()

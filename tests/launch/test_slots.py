@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
-from lockstep.launch import slots
+from lockstep.launch import sweeps
 from lockstep.machine import world
 
 
@@ -32,7 +32,7 @@ def gpus(monkeypatch):
 )
 def test_each_job_has_gpus_of_its_own(gpus, count, visible, overrides, jobs, expected):
     gpus(count, visible)
-    found = slots.environments(compose_config("train", overrides), jobs)
+    found = sweeps.environments(compose_config("train", overrides), jobs)
     assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == expected
 
 
@@ -42,7 +42,7 @@ def test_each_job_has_gpus_of_its_own(gpus, count, visible, overrides, jobs, exp
 def test_more_than_there_are_is_refused(gpus, jobs, told):
     gpus(2)
     with pytest.raises(UserError, match=told):
-        slots.environments(compose_config("train", ["strategy=ddp", "trainer.devices=2"]), jobs)
+        sweeps.environments(compose_config("train", ["strategy=ddp", "trainer.devices=2"]), jobs)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,6 @@ def test_more_than_there_are_is_refused(gpus, jobs, told):
 )
 def test_jobs_on_a_cpu_share_its_cores(gpus, monkeypatch, overrides, jobs, count, threads):
     gpus(0)
-    monkeypatch.setattr(slots, "cores", lambda: 8)
-    found = slots.environments(compose_config("train", ["trainer.accelerator=cpu", *overrides]), jobs)
+    monkeypatch.setattr(sweeps, "cores", lambda: 8)
+    found = sweeps.environments(compose_config("train", ["trainer.accelerator=cpu", *overrides]), jobs)
     assert found == [{"OMP_NUM_THREADS": str(threads)}] * count

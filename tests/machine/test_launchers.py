@@ -8,8 +8,7 @@ import lockstep
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
-from lockstep.machine.launchers import external_launcher, launcher_problems
-from lockstep.machine.world import rank_of
+from lockstep.machine.world import external_launcher, launcher_problems, rank_of
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.reporting import chart
+from lockstep.reporting import render
 
 
 def polylines(svg: str) -> list[list[tuple[float, float]]]:
@@ -19,12 +19,12 @@ def polylines(svg: str) -> list[list[tuple[float, float]]]:
 
 
 def test_points_lie_where_their_values_say():
-    (places,) = polylines(chart.chart("step", {"a": [(0, 1.0), (5, 3.0), (10, 2.0)]}))
+    (places,) = polylines(render.chart("step", {"a": [(0, 1.0), (5, 3.0), (10, 2.0)]}))
     (x0, y0), (x1, y1), (x2, y2) = places
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y0 - y1 == pytest.approx(2 * (y2 - y1), abs=0.2)  # downwards
-    assert chart.LEFT < x0 < x2 < chart.RIGHT
-    assert chart.TOP < y1 < y0 < chart.BOTTOM
+    assert render.LEFT < x0 < x2 < render.RIGHT
+    assert render.TOP < y1 < y0 < render.BOTTOM
 
 
 def words(svg: str) -> list[str]:
@@ -32,14 +32,14 @@ def words(svg: str) -> list[str]:
 
 
 def test_names_and_round_numbers_are_written():
-    svg = chart.chart("step <1>", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
+    svg = render.chart("step <1>", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
     assert {"step <1>", "10k", "0.4"} <= set(words(svg))
     assert 'data-values="0,0 20000,1"' in svg  # what the pointer shows
     assert '"train/loss"' in svg
 
 
 def test_a_second_unit_has_its_own_round_numbers():
-    svg = chart.chart("step", {"a": [(0, 0.0), (50, 1.0)]}, x_range=(0.0, 50.0), per_x=64, per_x_label="images seen")
+    svg = render.chart("step", {"a": [(0, 0.0), (50, 1.0)]}, x_range=(0.0, 50.0), per_x=64, per_x_label="images seen")
     assert {"50", "3,000", "step", "images seen"} <= set(words(svg))
     steps, images = (re.search(rf'class="{name}">(.*?)</g>', svg)[1] for name in ("in-x", "in-per"))
     place = {
@@ -49,32 +49,32 @@ def test_a_second_unit_has_its_own_round_numbers():
 
 
 def test_a_mark_bars_and_dots_are_drawn():
-    svg = chart.chart("step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", 5.0))
+    svg = render.chart("step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", 5.0))
     assert words(svg).count("best") == 1
-    assert words(chart.chart("step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", 50.0))).count("best") == 0
-    bars = chart.chart("x", {}, bars=[(0.0, 1.0, 3.0), (1.0, 2.0, 6.0)])
+    assert words(render.chart("step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", 50.0))).count("best") == 0
+    bars = render.chart("x", {}, bars=[(0.0, 1.0, 3.0), (1.0, 2.0, 6.0)])
     low, high = (float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', bars))
     assert high == pytest.approx(2 * low, abs=0.2)
-    dots = chart.chart("x", {}, scatter=[(0.0, 0.0), (1.0, 1.0), (math.nan, 1.0)], diagonal=True)
+    dots = render.chart("x", {}, scatter=[(0.0, 0.0), (1.0, 1.0), (math.nan, 1.0)], diagonal=True)
     assert dots.count("<circle") == 2
 
 
 def test_what_is_not_finite_is_left_out():
     series = {"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "b": [(0, math.nan)], "c": []}
-    (places,) = polylines(chart.chart("", series))
+    (places,) = polylines(render.chart("", series))
     assert len(places) == 2
-    assert chart.chart("", {"b": [(0, math.nan)]}) == ""
+    assert render.chart("", {"b": [(0, math.nan)]}) == ""
 
 
 def test_one_value_has_a_range_around_it():
     for value in (0.0, -2.0, 1e9):
-        ((place,),) = polylines(chart.chart("", {"a": [(7, value)]}))
-        assert place == ((chart.LEFT + chart.RIGHT) / 2, (chart.TOP + chart.BOTTOM) / 2)
+        ((place,),) = polylines(render.chart("", {"a": [(7, value)]}))
+        assert place == ((render.LEFT + render.RIGHT) / 2, (render.TOP + render.BOTTOM) / 2)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 7), (0.99, 0.991), (0, 123_456), (-1e-9, 1e-9)])
 def test_ticks_are_a_few_round_numbers_within_the_range(low, high):
-    found = chart.ticks(low, high)
+    found = render.ticks(low, high)
     assert 3 <= len(found) <= 7
     assert all(low <= tick <= high for tick in found)
 
@@ -82,8 +82,8 @@ def test_ticks_are_a_few_round_numbers_within_the_range(low, high):
 def test_a_long_curve_is_thinned_out_and_keeps_its_peaks():
     points = [(step, float(step % 7)) for step in range(100_000)]
     points[70_001] = (70_001, 100.0)
-    kept = chart.thinned(points)
-    assert len(kept) <= chart.MANY
+    kept = render.thinned(points)
+    assert len(kept) <= render.MANY
     assert (70_001, 100.0) in kept
     assert list(kept) == sorted(kept)
     assert set(kept) <= set(points)

@@ -13,7 +13,7 @@ import torch
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.reporting.panels_file import encoded, read_panels, write_panels
+from lockstep.reporting.panels import encoded, read_panels, write_panels
 from lockstep.tasks.panel import (
     Bars,
     Durations,

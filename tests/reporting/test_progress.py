@@ -13,22 +13,22 @@ from rich.console import Console
 
 import lockstep
 from lockstep.launch import local
-from lockstep.machine.streams import in_notebook
+from lockstep.machine.process import in_notebook
 from lockstep.machine.world import World
-from lockstep.reporting import progress
-from lockstep.reporting.progress import Line
+from lockstep.reporting import console
+from lockstep.reporting.console import Line
 
 
 @pytest.fixture
 def now_s(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 @pytest.fixture
 def all_lines(monkeypatch):
-    monkeypatch.setattr(progress, "LINES_S", (-1.0, -1.0))
+    monkeypatch.setattr(console, "LINES_S", (-1.0, -1.0))
 
 
 def lines_of(capsys) -> list[str]:
@@ -90,7 +90,7 @@ def test_a_terminal_of_80_columns_shows_everything(total, now_s, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(progress, "out", Console(file=terminal, force_terminal=True, width=80, color_system=None))
+    monkeypatch.setattr(console, "out", Console(file=terminal, force_terminal=True, width=80, color_system=None))
     line = Line("step", total)
     assert not line.due(500) and line.due(1000) == (total is not None)  # the last step is always shown
     now_s[0] += 60

@@ -19,7 +19,7 @@ from lockstep.build_trainer import labels
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.errors import Preempted, UserError
-from lockstep.reporting import loggers, panel_images
+from lockstep.reporting import loggers, panels
 from lockstep.reporting.tracking import flat
 from lockstep.tasks.panel import Bars, Gallery, Lines, Mask, Matrix, Points, Sample, Table
 
@@ -129,10 +129,10 @@ def test_panels_are_drawn():
     points = Points("Scatter", "x", "y", [(0.0, 1.0), (2.0, 3.0)], diagonal=True)
     bars = Bars("Histogram", "x", "y", [0.0, 1.0, 2.0], [3, 4])
     for panel in (matrix, lines, points, bars, Points("Nothing", "x", "y", [])):
-        ((image, caption),) = panel_images.images_of(panel)
+        ((image, caption),) = panels.images_of_panel(panel)
         assert caption.startswith(panel.title)
         assert np.asarray(image).std() > 5  # something is drawn
-    assert panel_images.images_of(Table("Figures", ("a",), [(1,)])) == []
+    assert panels.images_of_panel(Table("Figures", ("a",), [(1,)])) == []
 
 
 def test_samples_are_drawn_with_their_captions():
@@ -143,14 +143,14 @@ def test_samples_are_drawn_with_their_captions():
         Sample(8, {"prediction": mask, "target": mask}, image),
         Sample(9, {"target": "a text"}),
     ]
-    found = panel_images.images_of(Gallery("Largest losses", samples))
+    found = panels.images_of_panel(Gallery("Largest losses", samples))
     assert [caption.splitlines()[0] for _, caption in found] == ["cat → dog", "#8", "#8"]
     small = np.asarray(found[0][0])
     assert (small[::4, ::4] == image.transpose(1, 2, 0)).all()  # enlarged, not changed
-    page = panel_images.sheet(found)
+    page = panels.sheet(found)
     assert page.width > 3 * 120 and page.height > 80
     assert (np.asarray(page)[:80, :120] == small).all()
-    assert panel_images.sheet(found[:1]) is found[0][0]
+    assert panels.sheet(found[:1]) is found[0][0]
 
 
 # --- TensorBoard -----------------------------------------------------------------------------------------------------

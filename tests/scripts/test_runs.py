@@ -24,8 +24,8 @@ from lockstep import ROOT
 from lockstep.checkpoints import resuming, shards
 from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
+from lockstep.launch import sweeps
 from lockstep.launch.exits import exit_code
-from lockstep.sweeps import table
 
 ledger = importlib.import_module("runs")  # an import statement is sorted by whether there is a folder runs/
 DAY_S = 86400
@@ -340,7 +340,7 @@ def test_a_run_that_wrote_nothing_for_long_has_failed(runs, call):
 
 def test_a_job_that_never_began_gets_its_overrides(runs, call):
     typed = ["model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput"]
-    table.record(runs / "sweep" / "2", ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
+    sweeps.record(runs / "sweep" / "2", ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
     assert commands(call)["sweep/2"] == ["run=sweep/2", *typed]
 
 

@@ -148,7 +148,7 @@ def test_what_does_not_take_images_is_not_exported(task, tmp_path):
 
 
 def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeypatch):
-    from lockstep.export import sources as module
+    from lockstep.export import folder as module
 
     monkeypatch.setattr(module, "imported", lambda *_: {"torch", "omegaconf", "einops"})
     with pytest.raises(UserError, match=r"basic_net.py imports einops, omegaconf"):

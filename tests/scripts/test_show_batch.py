@@ -8,7 +8,7 @@ from in_process import options
 from PIL import Image
 
 from lockstep.errors import UserError
-from lockstep.reporting.batch_picture import GAP, LINE, MARGIN, caption, name, with_mask
+from lockstep.reporting.pictures import GAP, LINE, MARGIN, caption, name, with_mask
 from lockstep.training.module import TaskModule
 
 

@@ -12,7 +12,7 @@ from in_process import state
 from torch import nn
 
 import lockstep
-from lockstep.strategies.parallelize import compile_in_place
+from lockstep.strategies.base import compile_in_place
 
 # torch looks whether an activation has a gradient while it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from lockstep.strategies.base import by_index
 from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.one_format import by_index
 
 
 def optimizer(kind: type, **options: object) -> torch.optim.Optimizer:

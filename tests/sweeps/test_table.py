@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from lockstep.launch import sweeps
 from lockstep.reporting.console import differences, sweep_table
-from lockstep.sweeps import table
 
 TYPED = [
     "seed=0",
@@ -17,7 +17,7 @@ TYPED = [
 
 
 def record(folder: Path, *overrides: str) -> dict[str, str]:
-    table.record(folder, ["run=sweep/0", "resume=auto", *overrides], failed=True)
+    sweeps.record(folder, ["run=sweep/0", "resume=auto", *overrides], failed=True)
     report: dict[str, str] = json.loads((folder / "report.json").read_text())
     return report
 
@@ -48,7 +48,7 @@ def test_the_table_has_the_figures_that_were_tested_whatever_they_are_called():
         "evaluated": "test_loss | test_count",
     }
     task = {"monitor": "val/acc", "test/acc": 0.9, "test/count": 9, "evaluated": "test/acc | test/count"}
-    assert table.columns([module, task, {"status": "failed"}]) == [
+    assert sweeps.columns([module, task, {"status": "failed"}]) == [
         "status", "test/acc", "test_count", "test_loss", "val_loss", "val/acc", "train/steps", "wall_s",
     ]  # fmt: skip
 
@@ -66,10 +66,10 @@ def test_jobs_that_differ_by_seed_or_fold_have_a_mean_and_a_spread(tmp_path, cap
 
     rows = [row("optim=sgd seed=0", 0.5), row("optim=sgd seed=1", 0.7), row("optim=adam seed=0", 0.9), row("optim=sgd seed=2", None, "failed"),
             row("data.fold=0 data.folds=2", 0.1), row("data.fold=1 data.folds=2", 0.3)]  # fmt: skip
-    found = table.spread(rows)
+    found = sweeps.spread(rows)
     assert [(each["run"], each["overrides"], round(each["test/acc"], 6)) for each in found] == [
         ("mean of 2", "optim=sgd", 0.6), ("deviation of 2", "optim=sgd", 0.141421),
         ("mean of 2", "data.folds=2", 0.2), ("deviation of 2", "data.folds=2", 0.141421),
     ]  # fmt: skip
-    sweep_table(rows, found, table.columns(rows), tmp_path / "results.csv")
+    sweep_table(rows, found, sweeps.columns(rows), tmp_path / "results.csv")
     assert re.search(r"mean of 2 +│ optim=sgd ", capsys.readouterr().out)

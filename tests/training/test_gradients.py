@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm
+from lockstep.training.optim import clip_grad_norm, exact_norm, gradient_norm
 
 
 def parameters(seed: int = 0) -> list[torch.nn.Parameter]:

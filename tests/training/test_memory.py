@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep import ROOT
+from lockstep.config.batches import accumulations
 from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory
-from lockstep.launch import out_of_memory
+from lockstep.launch import local
 from lockstep.machine.world import World
 from lockstep.models import BasicNet
 from lockstep.reporting import comparison
 from lockstep.training.memory import ran_out
-from lockstep.training.micro_batches import accumulations
 
 AUTO = "trainer.accumulate_grad_batches=auto"
 # 192 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.
@@ -158,11 +158,11 @@ def test_auto_goes_on_after_the_kernel_has_ended_a_process(container, command):
     options = [*LARGE, "data.image_size=64", "data.batch_size=512", CPU, "run=auto", AUTO, f"data.root={command.data}"]
     train = [sys.executable, str(ROOT / "train.py"), *options, f"data.cache_dir={command.cache}"]
     inside = ["sh", "-c", f'echo $$ > {container}/cgroup.procs && exec "$@"', "sh", *train]
-    kills = out_of_memory.kernel_kills()
+    kills = local.kernel_kills()
     done = subprocess.run(inside, cwd=command.folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert batches(command.folder / "runs", "auto")[1] > 1
-    assert out_of_memory.kernel_kills() - kills >= len(done.stderr.splitlines()) >= 1
+    assert local.kernel_kills() - kills >= len(done.stderr.splitlines()) >= 1
     assert all(line.startswith("a micro-batch of ") for line in done.stderr.splitlines())
 
 
@@ -255,7 +255,7 @@ def attempts(monkeypatch, tmp_path, needed: list[int | None]) -> list[int]:
         for answer in answers:
             raise OutOfMemory("too large", answer)
 
-    out_of_memory.until_it_fits(run, compose_config("train", ["run=a", AUTO]), World("cpu", 2, 1, "ddp"))
+    local.until_it_fits(run, compose_config("train", ["run=a", AUTO]), World("cpu", 2, 1, "ddp"))
     return tried
 
 
@@ -275,17 +275,15 @@ def test_a_run_that_goes_on_begins_with_the_micro_batch_that_it_had(monkeypatch,
 
 
 def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
-    monkeypatch.setattr(out_of_memory, "VMSTAT", tmp_path / "vmstat")
-    assert out_of_memory.kernel_kills() == 0
+    monkeypatch.setattr(local, "VMSTAT", tmp_path / "vmstat")
+    assert local.kernel_kills() == 0
     (tmp_path / "vmstat").write_text(f"nr_free_pages 7{os.linesep}oom_kill 3{os.linesep}")
-    assert out_of_memory.kernel_kills() == 3
+    assert local.kernel_kills() == 3
 
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
-    said = out_of_memory.killed(
-        compose_config("train", []), World("cpu", 2, 1, "ddp"), 1, by_kernel=True, trains=trains
-    )
+    said = local.killed(compose_config("train", []), World("cpu", 2, 1, "ddp"), 1, by_kernel=True, trains=trains)
     assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains == (said.accumulate == 2)
     assert str(said).startswith("rank 1 ")
     assert "data.eval_batch_size" in str(said)

@@ -18,9 +18,8 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.tasks import Classification
 from lockstep.training import schedules
-from lockstep.training.evaluation_trial import MOST, try_metric
+from lockstep.training.dry_run import MOST, rehearse, try_metric
 from lockstep.training.module import TaskModule
-from lockstep.training.rehearsal import rehearse
 
 
 class Black(Images):
@@ -103,13 +102,13 @@ def test_what_cannot_run_without_numbers_is_not_refused(train, typed):
 
 def test_a_rehearsal_changes_nothing(train, monkeypatch):
     """Neither weights nor the order of random numbers, on whatever device the step was tried."""
-    from lockstep.training import rehearsal
+    from lockstep.training import dry_run
 
     losses = [train("run=a", "trainer.max_steps=2")["test/loss"]]
     with monkeypatch.context() as patch:
-        patch.setattr(rehearsal, "on_meta", lambda *_: 1 / 0)
+        patch.setattr(dry_run, "on_meta", lambda *_: 1 / 0)
         losses.append(train("run=b", "trainer.max_steps=2")["test/loss"])
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *_, **__: None)
+    monkeypatch.setattr(dry_run, "rehearse", lambda *_, **__: None)
     losses.append(train("run=c", "trainer.max_steps=2")["test/loss"])
     assert len(set(losses)) == 1
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.training import tree_sums
-from lockstep.training.tree_sums import TreeReduceScatter, TreeSum, add_over_processes, tree_sum
+from lockstep.training import logical_ranks
+from lockstep.training.logical_ranks import TreeReduceScatter, TreeSum, add_over_processes, tree_sum
 
 LEAVES = 8
 
@@ -69,9 +69,9 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
     summed = total.total()
     divided = [tensor.clone() for tensor in summed]
     add_over_processes(summed)
-    tree_sums.AT_ONCE, at_once = 6, tree_sums.AT_ONCE  # elements: less than a tensor has
+    logical_ranks.AT_ONCE, at_once = 6, logical_ranks.AT_ONCE  # elements: less than a tensor has
     add_over_processes(divided)
-    tree_sums.AT_ONCE = at_once
+    logical_ranks.AT_ONCE = at_once
     mixed = [torch.full((3,), float(rank)), torch.full((2,), 1, dtype=torch.float64)]
     add_over_processes(mixed)
     # every world-th logical rank, as FSDP2 reduces them

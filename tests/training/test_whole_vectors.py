@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lockstep.training.whole_vectors import WholeVectors
+from lockstep.training.logical_ranks import WholeVectors
 
 COUNT, STEPS = 1003, 12
 CUTS = [[500, 503], [251, 251, 251, 250], [7] * 143 + [2], [1000, 0, 3], [1, 1002]]

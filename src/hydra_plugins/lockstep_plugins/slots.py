@@ -28,19 +28,18 @@ class SlotsLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system ends the launcher."""
-        from lockstep.launch import slots
-        from lockstep.machine import signals
-        from lockstep.sweeps import table
+        from lockstep.launch import sweeps
+        from lockstep.machine import process
 
         free: queue.Queue[dict[str, str]] = queue.Queue()
-        for environment in slots.environments(self.config, self.jobs):
+        for environment in sweeps.environments(self.config, self.jobs):
             free.put(environment)
         stopped = threading.Event()
 
         def run(job: tuple[DictConfig, list[str]]) -> JobReturn:
             environment = free.get()
             try:
-                if stopped.is_set() or signals.received:
+                if stopped.is_set() or process.received:
                     return failed(job[0], "was not started")
                 return self.run(*job, environment)
             finally:
@@ -55,16 +54,16 @@ class SlotsLauncher(Launcher):
             task_config = config.copy()
             with open_dict(task_config):
                 del task_config["hydra"]
-            jobs.append((table.named(task_config, config.hydra), list(filter_overrides(overrides))))
-        with signals.noted(), ThreadPoolExecutor(free.qsize()) as pool:
+            jobs.append((sweeps.named(task_config, config.hydra), list(filter_overrides(overrides))))
+        with process.noted(), ThreadPoolExecutor(free.qsize()) as pool:
             try:
                 returns = list(pool.map(run, jobs))
             except KeyboardInterrupt:  # running jobs end with their parent
                 stopped.set()
-                slots.end_all()
+                sweeps.end_all()
                 raise
-            if signals.received:
-                signals.requeue(0)
+            if process.received:
+                process.requeue(0)
                 raise KeyboardInterrupt
         return returns
 
@@ -72,11 +71,11 @@ class SlotsLauncher(Launcher):
         """Runs one job in its own process; its output goes to a file beside its directory."""
         from lockstep.config.identity import run_dir
         from lockstep.config.run_files import read_report
-        from lockstep.launch import slots
+        from lockstep.launch import sweeps
 
-        code = slots.run_job(self.script, cfg, overrides, environment)
+        code = sweeps.run_job(self.script, cfg, overrides, environment)
         if code:
-            return failed(cfg, f"failed; see {slots.output(cfg)}", code)
+            return failed(cfg, f"failed; see {sweeps.output(cfg)}", code)
         done = JobReturn(overrides=overrides, cfg=cfg, status=JobStatus.COMPLETED)
         done.return_value = read_report(run_dir(cfg))
         return done

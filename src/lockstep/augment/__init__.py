@@ -5,12 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.augment.draws import Draws as Draws
-    from lockstep.augment.erasing import RandomErasing as RandomErasing
-    from lockstep.augment.geometry import Flip as Flip
-    from lockstep.augment.geometry import RandomResizedCrop as RandomResizedCrop
-    from lockstep.augment.geometry import Rotate as Rotate
-    from lockstep.augment.geometry import Shift as Shift
-    from lockstep.augment.jitter import ColorJitter as ColorJitter
     from lockstep.augment.mixing import Cutmix as Cutmix
     from lockstep.augment.mixing import Mixup as Mixup
     from lockstep.augment.mixing import MixupOrCutmix as MixupOrCutmix
@@ -19,23 +13,29 @@ if TYPE_CHECKING:
     from lockstep.augment.operation import PixelOperation as PixelOperation
     from lockstep.augment.policies import RandAugment as RandAugment
     from lockstep.augment.policies import TrivialAugment as TrivialAugment
+    from lockstep.augment.transforms import ColorJitter as ColorJitter
+    from lockstep.augment.transforms import Flip as Flip
+    from lockstep.augment.transforms import RandomErasing as RandomErasing
+    from lockstep.augment.transforms import RandomResizedCrop as RandomResizedCrop
+    from lockstep.augment.transforms import Rotate as Rotate
+    from lockstep.augment.transforms import Shift as Shift
 
 # The module of each name, imported when the name is first used.
 MODULES = {
-    "ColorJitter": "jitter",
+    "ColorJitter": "transforms",
     "Cutmix": "mixing",
     "Draws": "draws",
-    "Flip": "geometry",
+    "Flip": "transforms",
     "GeometricOperation": "operation",
     "Mixup": "mixing",
     "MixupOrCutmix": "mixing",
     "Operation": "operation",
     "PixelOperation": "operation",
     "RandAugment": "policies",
-    "RandomErasing": "erasing",
-    "RandomResizedCrop": "geometry",
-    "Rotate": "geometry",
-    "Shift": "geometry",
+    "RandomErasing": "transforms",
+    "RandomResizedCrop": "transforms",
+    "Rotate": "transforms",
+    "Shift": "transforms",
     "TrivialAugment": "policies",
 }
 

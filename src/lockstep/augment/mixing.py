@@ -2,7 +2,7 @@
 
 The order of an epoch is random, so partners are. Both are in the same micro-batch of the same process, if it has an even number of
 samples, which config/batches.py asks for. Losses are mixed where they are computed, by `share` and `partner` of the batch
-(training/mixed.py), so every task whose loss is per sample can train on mixed samples.
+(training/metrics.py), so every task whose loss is per sample can train on mixed samples.
 """
 
 # B batch · C channel · H W pixel
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.augment.operation import Operation, check, images_of
-from lockstep.config.kinds import number
+from lockstep.config.schema import number
 from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
@@ -22,8 +22,8 @@ from lockstep.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.augment.boxes import Box
     from lockstep.augment.draws import Draws
+    from lockstep.augment.kernels import Box
 
 ALPHA = number(0, 0.2, above=True, high=100)
 PROBABILITY = number(0, 1, high=1)
@@ -121,7 +121,7 @@ class Cutmix(Mix):
         return top_B, left_B, bottom_B - top_B, right_B - left_B
 
     def mixed(self, batch: Batch, draws: "Draws", partner_B: "Tensor") -> tuple[Batch, "Tensor | None"]:
-        from lockstep.augment.boxes import inside
+        from lockstep.augment.kernels import inside
 
         height, width = images_of(batch, draws.name).shape[-2:]
         box = self.boxes(height, width, draws)

@@ -8,7 +8,7 @@ processes, seeds or epochs. All its randomness comes from `draws`, which is a fu
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.config.kinds import Kind
+from lockstep.config.schema import Kind
 from lockstep.config.words import shown
 from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from lockstep.augment.geometry import BYTE, MASK_VALUE
 from lockstep.augment.operation import GeometricOperation, check
-from lockstep.config.kinds import whole
+from lockstep.augment.transforms import BYTE, MASK_VALUE
+from lockstep.config.schema import whole
 from lockstep.config.words import nearest
 from lockstep.data.dataset import Batch
 
@@ -92,14 +92,13 @@ class Policy(GeometricOperation):
         raise NotImplementedError
 
     def plan(self, height: int, width: int, draws: "Draws") -> Any:
-        from lockstep.augment.transforming import matrix
+        from lockstep.augment.kernels import matrix
 
         found = self.magnitudes(draws, height, width)
         return matrix(found, height, width) if self.uncovers else None, found
 
     def move(self, value_BCHW: "Tensor", plan: Any, *, is_mask: bool) -> "Tensor":
-        from lockstep.augment.resampling import affine_bilinear, affine_nearest, to_bytes
-        from lockstep.augment.transforming import recolored
+        from lockstep.augment.kernels import affine_bilinear, affine_nearest, recolored, to_bytes
 
         matrix_B23, found = plan
         if is_mask:

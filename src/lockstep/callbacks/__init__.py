@@ -3,23 +3,23 @@
 A method `report_figures() -> dict` adds figures to report.json; `report_panels() -> list` adds panels to report.html.
 """
 
-from lockstep.callbacks.clock import Clock as Clock
 from lockstep.callbacks.digests import Digests as Digests
-from lockstep.callbacks.early_stopping import EarlyStopping as EarlyStopping
 from lockstep.callbacks.ema import EMA as EMA
-from lockstep.callbacks.finite_loss import FiniteLoss as FiniteLoss
-from lockstep.callbacks.first_batch import FirstBatch as FirstBatch
 from lockstep.callbacks.foreign import Foreign as Foreign
 from lockstep.callbacks.freeze import Freeze as Freeze
-from lockstep.callbacks.monitored import Monitored as Monitored
-from lockstep.callbacks.plan import Plan as Plan
 from lockstep.callbacks.preemption import Preemption as Preemption
-from lockstep.callbacks.progress import PassProgress as PassProgress
-from lockstep.callbacks.progress import Progress as Progress
 from lockstep.callbacks.progressive_resize import ProgressiveResize as ProgressiveResize
 from lockstep.callbacks.pruning import Pruning as Pruning
 from lockstep.callbacks.step_seed import StepSeed as StepSeed
-from lockstep.callbacks.task_collectives import TaskCollectives as TaskCollectives
-from lockstep.callbacks.throughput import Throughput as Throughput
-from lockstep.callbacks.timer import Timer as Timer
+from lockstep.callbacks.stopping import EarlyStopping as EarlyStopping
+from lockstep.callbacks.stopping import FiniteLoss as FiniteLoss
+from lockstep.callbacks.stopping import Monitored as Monitored
+from lockstep.callbacks.stopping import TaskCollectives as TaskCollectives
+from lockstep.callbacks.stopping import Timer as Timer
+from lockstep.callbacks.summary import FirstBatch as FirstBatch
+from lockstep.callbacks.summary import PassProgress as PassProgress
+from lockstep.callbacks.summary import Plan as Plan
+from lockstep.callbacks.summary import Progress as Progress
+from lockstep.callbacks.timing import Clock as Clock
+from lockstep.callbacks.timing import Throughput as Throughput
 from lockstep.callbacks.watch import Watch as Watch

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
 from lockstep.callbacks.step_seed import seed_generators, step_seed
-from lockstep.checkpoints.plain import refused
+from lockstep.checkpoints.content import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
 from lockstep.config.auto import log_interval
 from lockstep.config.instantiate import has_own_loaders, to_plain

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.errors import UserError
-from lockstep.training.parameters import head_of
+from lockstep.training.optim import head_of
 
 BODY = "body"  # everything except the head
 Patterns = str | Sequence[str]

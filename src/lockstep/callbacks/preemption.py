@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.errors import Interrupted, Preempted
-from lockstep.machine import process, signals
-from lockstep.machine.launchers import TORCHRUN, external_launcher
+from lockstep.machine import process
+from lockstep.machine.world import TORCHRUN, external_launcher
 from lockstep.training.steps import steps_done
 
 looks = itertools.count()  # of this process; all processes look at the same steps
@@ -35,8 +35,8 @@ class Preemption(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. A process of a launcher gets
         # each Ctrl-C from the terminal and from its parent.
-        alone = trainer.world_size == 1 and not signals.supervised
-        signals.install(interrupt=signals.on_interrupt if alone else signals.on_signal)
+        alone = trainer.world_size == 1 and not process.supervised
+        process.install(interrupt=process.on_interrupt if alone else process.on_signal)
         self.next_look = steps_done(trainer) + 1
         self.looked_at = steps_done(trainer), time.monotonic()
 
@@ -48,25 +48,25 @@ class Preemption(Callback):
         raise self.kind()(self.words(trainer))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.install()
+        process.install()
 
     on_test_start = on_predict_start = on_validation_start
 
     def on_test_batch_start(self, *_: Any) -> None:
         """Everything is saved already, so processes need not agree."""
-        if signals.received:
-            raise self.kind()(f"ended by {signals.received[0].name} during the test; {AGAIN}.")
+        if process.received:
+            raise self.kind()(f"ended by {process.received[0].name} during the test; {AGAIN}.")
 
     def on_predict_batch_start(self, *_: Any) -> None:
-        if signals.received:
-            by = signals.received[0].name
+        if process.received:
+            by = process.received[0].name
             raise self.kind()(f"ended by {by} during the prediction; nothing was written. Type the command again.")
 
     def kind(self) -> type[Preempted]:
-        return Interrupted if signals.received[:1] == [signal.SIGINT] else Preempted
+        return Interrupted if process.received[:1] == [signal.SIGINT] else Preempted
 
     def words(self, trainer: Trainer) -> str:
-        by = signals.received[0].name if signals.received else process.store.get(WARNED).decode()
+        by = process.received[0].name if process.received else process.store.get(WARNED).decode()
         ended = f"ended by {by} after {steps_done(trainer)} steps"
         if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
             return (
@@ -78,14 +78,14 @@ class Preemption(Callback):
     def warned(self, trainer: Trainer) -> bool:
         """Whether any process was warned; the answer is the same in all of them."""
         if trainer.world_size == 1:
-            return bool(signals.received)
+            return bool(process.received)
         step = steps_done(trainer)
         if step < self.next_look:
             return False
         store = process.store
         look = next(looks)
-        if signals.received:
-            store.set(WARNED, f"{signals.received[0].name} to rank {trainer.global_rank}")
+        if process.received:
+            store.set(WARNED, f"{process.received[0].name} to rank {trainer.global_rank}")
         if trainer.global_rank == 0:
             since, began_s = self.looked_at
             self.looked_at = step, time.monotonic()

@@ -6,9 +6,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional as F
 
+from lockstep.data.datamodule import nearest
 from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial
-from lockstep.data.transforms import nearest
 from lockstep.errors import UserError
 from lockstep.training.steps import steps_done, total_steps
 

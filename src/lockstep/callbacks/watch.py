@@ -17,8 +17,8 @@ import lightning.pytorch as pl
 
 from lockstep.config.words import readable
 from lockstep.errors import TrainingFailed
-from lockstep.machine import lock, process
-from lockstep.reporting.report_file import mark_ended
+from lockstep.machine import files, process
+from lockstep.reporting.recorder import mark_ended
 
 QUIET, PATIENCE = 0.75, 0.1  # shares of strategy.timeout_s: without a batch, and without an answer; together below 1
 LOOK_S = 2.0  # seconds between two looks, at most
@@ -145,11 +145,11 @@ class Watcher:
         how = "no answer, as from a stopped process" if silent else f"in {signs[found[0]].where}"
         return (
             f"{who} hung ({how}) and the others waited for it: no batch was finished for {self.sign.quiet_s:.0f} s, at "
-            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.folder / lock.FILE}."
+            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.folder / files.FILE}."
         )
 
     def write_stacks(self, quiet_s: float) -> None:
-        with suppress(OSError), (self.folder / lock.FILE).open("a", encoding="utf-8") as log:
+        with suppress(OSError), (self.folder / files.FILE).open("a", encoding="utf-8") as log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             log.write(f"{stamp} WARNING [rank {self.rank}] no batch finished for {quiet_s:.0f} s; its threads:\n")
             log.flush()

@@ -1,14 +1,49 @@
-"""The content of a checkpoint, and its network. Free of Lightning."""
+"""The content of a checkpoint, and how its weights get into a network. Free of Lightning."""
 
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.checkpoints import shards
-from lockstep.checkpoints.weights import load_into
+from lockstep.checkpoints.finding import mapped
 from lockstep.errors import UserError
 from lockstep.models.network import network
+
+# --- Values that torch.load accepts with weights_only=True, as it does those of checkpoints ---
+
+MAPPINGS = (dict, OrderedDict, Counter)
+SEQUENCES = (list, tuple, set)
+VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def refused(tree: Any, place: str = "") -> Iterator[str]:
+    """The places and types of the values that it refuses."""
+    if type(tree) in MAPPINGS:
+        for key, value in tree.items():
+            yield from refused(key, f"{place}/{key}")
+            yield from refused(value, f"{place}/{key}")
+    elif type(tree) in SEQUENCES:
+        for index, value in enumerate(tree):
+            yield from refused(value, f"{place}/{index}")
+    elif type(tree) not in VALUES and not isinstance(tree, Tensor):
+        yield f"{place} ({type(tree).__module__}.{type(tree).__qualname__})"
+
+
+def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """`tree` with NumPy's values as Python's. Raises UserError before training, not at the first checkpoint, for any others."""
+    found: dict[str, Any] = mapped(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
+    if odd := next(refused(found), None):
+        raise UserError(f"{name}{odd} cannot be saved in a checkpoint. Use Python's own values and lists of them.")
+    return found
+
+
+# --- The content of a checkpoint, and its network. Free of Lightning ---
 
 DATA = "DataModule"  # Lightning's key for the datamodule's state
 # What every checkpoint of a run has, at its top and in its loop.
@@ -73,3 +108,41 @@ def load_module_weights(module: Any, path: Path) -> None:
     content = read(path)
     module.on_load_checkpoint(content)
     load_into(module.state_dict(), content["state_dict"], path)
+
+
+# --- Loading the weights of a checkpoint into a network: the one place where names and shapes are compared ---
+
+SHOWN = 5  # names in a message
+
+
+def sharded_like(value: Any, own: Tensor) -> Any:
+    """A value of a checkpoint as this process holds `own`: its shard of the value, or the whole."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != own.shape:  # an optimizer's step count
+        return value
+    # Every process has read the checkpoint and takes its own shard: no communication.
+    return distribute_tensor(value.to(own.device).contiguous(), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> Iterator[str]:
+    for what, names in (("missing", own.keys() - saved.keys()), ("unexpected", saved.keys() - own.keys())):
+        if names:
+            yield f"{what}: {', '.join(sorted(names)[:SHOWN])}"
+    both = [name for name in own if name in saved and own[name].shape != saved[name].shape]
+    yield from (f"{name} is {tuple(saved[name].shape)} instead of {tuple(own[name].shape)}" for name in both[:SHOWN])
+
+
+@torch.no_grad()
+def load_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: object) -> None:
+    """Copies the weights `saved` into the tensors `own` of a network's state_dict.
+
+    Raises:
+        UserError: names or shapes differ. The message calls the checkpoint `source`.
+    """
+    if found := list(differences(own, saved)):
+        raise UserError(
+            f"{source} does not fit the network: {'; '.join(found)}. Use the model and data that it was trained with."
+        )
+    for name, tensor in own.items():
+        tensor.copy_(sharded_like(saved[name], tensor))

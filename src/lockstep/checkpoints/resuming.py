@@ -1,28 +1,85 @@
-"""The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py."""
+"""The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py. Free of torch."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.checkpoints.changes import changes
 from lockstep.checkpoints.finding import (
     checkpoint_if_any,
     checkpoint_of_report,
+    checkpoints,
     complete_checkpoint,
     find_run,
     newest_checkpoint,
+    step_of,
     tested_checkpoint,
 )
+from lockstep.config.batches import accumulated
 from lockstep.config.checks import without_effect
-from lockstep.config.compose import is_group, key_of
+from lockstep.config.compose import dotted, is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
-from lockstep.config.run_files import load_config, refuse_damage
+from lockstep.config.rules import batches_of, epochs_of
+from lockstep.config.run_files import load_config, read_report, refuse_damage
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
+
+# --- The keys that cannot change when a run is resumed ---
+
+# Another network does not fit the checkpoint. Another split would validate on images that were trained on. Other batches would
+# repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
+FIXED = (
+    "task._target_",
+    "model._target_",
+    "model.name",
+    "data._target_",
+    "data.val_fraction",
+    "data.folds",
+    "data.fold",
+    "data.limit_train",
+    "data.balance",
+    "data.batch_size",
+    "data.repeats",
+    "exact.shards",
+    "exact.threads",
+    "seed",
+    "optim",
+    "callbacks.ema",
+)
+COUNTS_MICRO_BATCHES = ("limit_train_batches", "val_check_interval")  # of the trainer, where they are integers
+
+
+def values(cfg: DictConfig, key: str) -> dict[str, Any]:
+    """The values at and below `key`, by their dotted keys."""
+    value: Any = OmegaConf.select(cfg, key)
+    return dotted(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value, key)
+
+
+def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
+    """Where the resumed run `cfg` differs from `saved` in what must stay."""
+    for fixed in FIXED:
+        now, then = values(cfg, fixed), values(saved, fixed)
+        for key in {**now, **then}:
+            if now.get(key) != then.get(key):
+                yield (
+                    f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
+                    "Type init_from=<run> for a new run."
+                )
+    parts, before = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
+    for key in COUNTS_MICRO_BATCHES if parts != before else ():
+        if isinstance(cfg.trainer[key], int):
+            yield (
+                f"trainer.accumulate_grad_batches={parts} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which "
+                f"counts micro-batches; there it is {before}. Type trainer.accumulate_grad_batches={before}."
+            )
+
+
+# --- The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py ---
 
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 # Keys of these values are decided when the run first begins, then kept.
@@ -226,3 +283,50 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint), False
         cfg.callbacks, cfg.trainer.accumulate_grad_batches = {}, 1
     return cfg
+
+
+# --- A finished run that is typed again, with nothing left to train ---
+
+PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that change nothing of the training
+
+
+def training(cfg: DictConfig) -> dict[str, Any]:
+    values = dotted(OmegaConf.to_container(cfg, resolve=True))
+    return {key: value for key, value in values.items() if not key.startswith(PLACE)}
+
+
+def longer(cfg: DictConfig, steps: int, per_epoch: int | None) -> Iterator[str]:
+    """The keys that end the run after `steps` steps, each with a larger value."""
+    epochs = epochs_of(cfg)
+    if epochs * (per_epoch or 0) <= steps:
+        yield f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(epochs) + 1}"
+    if 0 < cfg.trainer.max_steps <= steps:
+        yield f"trainer.max_steps={2 * steps}"
+
+
+def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
+    """What to tell if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
+
+    `samples` are those of an epoch; None where nobody knows. Early stopping and max_time may end a run before its last step, so a
+    config that trains alike has nothing left either.
+    """
+    if not cfg.resume:
+        return None
+    folder = Path(cfg.resume).resolve().parents[1]
+    report, newest = read_report(folder), next(checkpoints(folder), None)
+    ended = report.get("status") == "done" and (folder / "report.html").is_file()  # which is written last
+    if not ended or newest is None or step_of(Path(cfg.resume)) < step_of(newest):
+        return None
+    steps = int(report["train/steps"])
+    per_epoch = batches_of(cfg, samples) // accumulated(cfg) if samples else None
+    limits = list(longer(cfg, steps, per_epoch))
+    reached = limits if per_epoch else []
+    if not reached and training(cfg) != training(load_config(folder / "config.yaml")):
+        return None
+    early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
+    early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
+    keys = " ".join(reached or early or limits)
+    return (
+        f"{report['run']} is already finished: {steps:,}{f' of {steps:,}' if reached else ''} steps"
+        f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.checkpoints.trees import mapped
+from lockstep.checkpoints.finding import mapped
 from lockstep.errors import Damaged
 
 REST = "rest.pt"

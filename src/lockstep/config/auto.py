@@ -1,7 +1,7 @@
 """Resolves `auto` for this run and machine: once, in the process that reads the command line, and writes it into the run's config.
 
 So a resumed run and its evaluation compute as the run began. Processes that decide separately, such as torchrun's, must agree
-(callbacks/plan.py).
+(callbacks/summary.py).
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, open_dict
 
-from lockstep.config.length import total_steps
+from lockstep.config.rules import total_steps
 from lockstep.machine.hardware import memory_bytes, multiplies_bf16, multiplies_fp16
 from lockstep.machine.world import World, cores
 

@@ -1,13 +1,16 @@
-"""Whether batches divide among processes and accumulated micro-batches. Free of torch."""
+"""How a global batch is divided among processes and into micro-batches, and whether it can be. Free of torch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.admitted import is_shipped
-from lockstep.config.augmentation import mixing
 from lockstep.config.identity import title
+from lockstep.config.instantiate import has_own_loaders, mixing
+from lockstep.config.targets import is_shipped
 from lockstep.machine.world import World
+
+# --- Whether batches divide among processes and accumulated micro-batches. Free of torch ---
 
 
 def accumulated(cfg: DictConfig) -> int:
@@ -99,3 +102,21 @@ def fold_problems(cfg: DictConfig, _: World) -> Iterator[str]:
         yield f"data.fold={fold} has no effect without data.folds. Type data.folds=5 as well."
     if folds is not None and fold >= folds:
         yield f"data.fold={fold} is not possible with data.folds={folds}; folds are counted from 0 to {folds - 1}."
+
+
+# --- How a global batch is divided into micro-batches. Free of torch ---
+
+
+def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
+    """The possible numbers of micro-batches per process and step, smallest first. Each has a multiple of `unit` samples."""
+    return [count for count in range(1, batch // world + 1) if batch % (world * count * unit) == 0]
+
+
+def batches(cfg: DictConfig, world: World) -> dict[str, Any]:
+    """For the report: the global batch and how it is divided; None for the user's own dataloaders."""
+    accumulate = parts_of_step(cfg, world.size)
+    if has_own_loaders(cfg):
+        return {"batch_size": None, "accumulate_grad_batches": accumulate, "micro_batch": None}
+    batch = int(cfg.data.batch_size)
+    micro_batch = batch // (world.size * accumulate)  # per process
+    return {"batch_size": batch, "accumulate_grad_batches": accumulate, "micro_batch": micro_batch}

@@ -5,8 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config import augmentation
-from lockstep.config.admitted import is_shipped
+from lockstep.config import instantiate
 from lockstep.config.batches import division_of_whole_batch, division_problems
 from lockstep.config.checks import fused_problem, loading_problems, wrong_values
 from lockstep.config.identity import title
@@ -19,6 +18,7 @@ from lockstep.config.instantiate import (
     target_problems,
     to_plain,
 )
+from lockstep.config.targets import is_shipped
 from lockstep.errors import UserError
 from lockstep.machine.world import World, accelerator_of
 
@@ -83,9 +83,9 @@ def data_problems(cfg: DictConfig, world: World, *, evaluating: bool) -> Iterato
 
 def operation_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     """Checks the user's own operations; config/checks.py has checked those of Lockstep, and the batch with them."""
-    if not augmentation.names(cfg, shipped=False):
+    if not instantiate.names(cfg, shipped=False):
         return
-    yield from (wrong := list(augmentation.operation_problems(cfg, shipped=False)))
+    yield from (wrong := list(instantiate.operation_problems(cfg, shipped=False)))
     if not wrong and is_shipped(cfg.data):
         yield from division_problems(cfg, world)
 

@@ -1,7 +1,4 @@
-"""Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them.
-
-Only classes of a key's kind may be named (config/admitted.py), so a config or a checkpoint cannot run arbitrary code.
-"""
+"""Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them."""
 
 import inspect
 import re
@@ -12,11 +9,14 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config import admitted
-from lockstep.config.admitted import is_shipped
-from lockstep.config.signatures import locate, parameters, takes_one, type_problem
+from lockstep.config import targets
+from lockstep.config.targets import accepted, is_shipped, locate, parameters, takes_one, type_problem
 from lockstep.config.words import nearest, shown
 from lockstep.errors import UserError, raise_problems
+
+# --- Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them ---
+#
+# Only classes of a key's kind may be named (config/targets.py), so a config or a checkpoint cannot run arbitrary code.
 
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
 # Keys of a node that the engine reads itself. They are passed on only if the signature names them.
@@ -47,7 +47,7 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
     kept = {k: v for k, v in plain.items() if k not in ENGINE.get(key, ()) or (named is not None and k in named)}
     try:
         return instantiate(
-            kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in admitted.trusted()], _convert_="all"
+            kept, **given, _execution_whitelist_=[f"{prefix}*" for prefix in targets.trusted()], _convert_="all"
         )
     except InstantiationException as e:
         raise (e.__cause__ or UserError(f"{key}: {' '.join(str(e).split())}")) from None
@@ -120,8 +120,8 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
-    if not path.startswith(admitted.trusted()):
-        allowed = ", ".join(prefix.removesuffix(".") for prefix in admitted.trusted())
+    if not path.startswith(targets.trusted()):
+        allowed = ", ".join(prefix.removesuffix(".") for prefix in targets.trusted())
         raise UserError(
             f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
             "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
@@ -130,7 +130,7 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         found: Callable[..., Any] = locate(path)
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
-    if refusal := admitted.refusal(found, path, key):
+    if refusal := targets.refusal(found, path, key):
         raise UserError(refusal)
     return found
 
@@ -149,7 +149,7 @@ def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
 
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
-    places = {key: node, **dict(admitted.nodes(node, key))}  # it may have no `_target_` itself
+    places = {key: node, **dict(targets.nodes(node, key))}  # it may have no `_target_` itself
     if wrong := [problem for place, each in places.items() for problem in target_problems(each, place)]:
         yield from wrong
         return
@@ -171,3 +171,60 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:
                 offered = f" The data and the task offer {', '.join(given)}." if given else ""
                 yield f"{key}.{name} is missing: {target} needs it. Type +{key}.{name}=<value>.{offered}"
+
+
+# --- The operations of the `augment` group. Lockstep's own are free of torch, so a check makes them to check their arguments ---
+
+
+def names(cfg: DictConfig, *, shipped: bool) -> list[str]:
+    """Names of the nodes with a class of Lockstep's own, or with one of the user's."""
+    return [str(name) for name, node in (cfg.get("augment") or {}).items() if is_shipped(node) == shipped]
+
+
+def operation(cfg: DictConfig, name: str) -> Any:
+    """Creates an operation. The data offers it `image_size`. Raises UserError if its arguments are wrong."""
+    node = to_plain(cfg.augment[name])
+    offered = accepted(str(node.get("_target_")), {"image_size": cfg.data.get("image_size")})
+    return create(node, f"augment.{name}", **{key: value for key, value in offered.items() if key not in node})
+
+
+def operations(cfg: DictConfig) -> dict[str, Any]:
+    """All operations by name, in the order of the config."""
+    return {str(name): operation(cfg, str(name)) for name in cfg.get("augment") or {}}
+
+
+def mixing(cfg: DictConfig, *, shipped_only: bool = False) -> list[str]:
+    """Names of the operations that mix samples with their partners."""
+    known = [*names(cfg, shipped=True), *(() if shipped_only else names(cfg, shipped=False))]
+    return [name for name in known if operation(cfg, name).mixes]
+
+
+def operation_problems(cfg: DictConfig, _: object = None, *, shipped: bool = True) -> Iterator[str]:
+    if names(cfg, shipped=shipped) and has_own_loaders(cfg):
+        yield f"augment.{names(cfg, shipped=shipped)[0]} has no effect: {cfg.data._target_} makes its own batches. Type augment=none."
+        return
+    for name in names(cfg, shipped=shipped):
+        try:
+            operation(cfg, name)
+        except UserError as e:
+            yield from e.problems
+
+
+# --- The mean and standard deviation that images are normalised with ---
+
+
+def with_numbers(cfg: DictConfig) -> DictConfig:
+    """`cfg` with numbers in place of data.mean=model and data.std=model, so a newer timm cannot change a resumed run."""
+    if not (wanted := [key for key in ("mean", "std") if cfg.data.get(key) == "model"]):
+        return cfg
+    cfg = cfg.copy()
+    dataset = locate(cfg.data._target_)
+    network_class = locate(cfg.model._target_) if cfg.model else None
+    of_network = getattr(network_class, "normalisation", lambda _: None)(cfg.model.get("name"))
+    own = dataset.normalisation(to_plain(cfg.data))
+    if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colour images, used on grey ones
+        of_network = None
+    numbers = dict(zip(("mean", "std"), of_network or own, strict=True))
+    for key in wanted:
+        cfg.data[key] = list(numbers[key])
+    return cfg

@@ -4,29 +4,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.data.cifar10 import Cifar10 as Cifar10
+    from lockstep.data.adapters import TorchDataset as TorchDataset
+    from lockstep.data.adapters import Torchvision as Torchvision
+    from lockstep.data.dataset import Arrays as Arrays
     from lockstep.data.dataset import Batch as Batch
     from lockstep.data.dataset import DataSet as DataSet
     from lockstep.data.folder import Folder as Folder
-    from lockstep.data.from_torch import TorchDataset as TorchDataset
-    from lockstep.data.from_torchvision import Torchvision as Torchvision
     from lockstep.data.huggingface import HuggingFace as HuggingFace
     from lockstep.data.images import Images as Images
-    from lockstep.data.mnist import Mnist as Mnist
-    from lockstep.data.samples import Arrays as Arrays
+    from lockstep.data.published import Cifar10 as Cifar10
+    from lockstep.data.published import Mnist as Mnist
 
 # The module of each name, imported when the name is first used: a run on MNIST needs no other data set.
 MODULES = {
-    "Arrays": "samples",
+    "Arrays": "dataset",
     "Batch": "dataset",
-    "Cifar10": "cifar10",
+    "Cifar10": "published",
     "DataSet": "dataset",
     "Folder": "folder",
     "HuggingFace": "huggingface",
     "Images": "images",
-    "Mnist": "mnist",
-    "TorchDataset": "from_torch",
-    "Torchvision": "from_torchvision",
+    "Mnist": "published",
+    "TorchDataset": "adapters",
+    "Torchvision": "adapters",
 }
 
 

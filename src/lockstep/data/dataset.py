@@ -1,14 +1,170 @@
-"""The base class of data sets. A data set knows nothing about processes, devices or checkpoints. Free of torch and NumPy.
-
-A batch is a dict of named tensors of B samples. The data set provides `input`, `target` and whatever else its task reads. The
-engine adds `index` (int64, each sample's index in its part, -1 for a filler) and `count` (the number of real samples,
-which come first).
+"""Data sets: their base class, the kinds of samples that they may have, and what is held out. A data set knows nothing about processes, devices or
+checkpoints. Free of torch and Lightning.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+# --- The kinds of samples that a data set may have, and their fingerprints. Free of torch ---
+
+Indices = NDArray[np.int64]
+CLASSES = ("target_N", "targets", "labels")  # where samples keep their classes
+HELD = ("data", "targets", "labels")  # where torchvision's Datasets keep their arrays
+READ = 32  # samples of a part that its fingerprint reads
+
+
+class Samples(Protocol):
+    """Map-style samples, read several at a time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
+        """The samples at `indices`, as named arrays or tensors whose first dimension is the sample."""
+        ...
+
+
+class Arrays:
+    """Named arrays of N samples, in memory or mapped from a file that all processes share."""
+
+    def __init__(self, **arrays: NDArray[Any]) -> None:
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"the arrays of a data set have one length; these have {lengths}")
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
+        # `wrap` lets a filler, -1, be some sample.
+        return {name: array.take(indices, axis=0, mode="wrap") for name, array in self.arrays.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    @property
+    def sample_bytes(self) -> int:
+        return self.nbytes // max(1, len(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
+        return {name: place_of(array) for name, array in self.arrays.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
+
+
+def place_of(array: NDArray[Any]) -> Any:
+    """The arguments of np.memmap for the same array, if it is a whole mapped file: a slice does not know its offset in the file."""
+    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
+        return array
+    return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
+
+
+class Items:
+    """Samples of a torch Dataset, which gives one at a time: a dict, or (input, target).
+
+    With `size`, PIL images become bytes of `size` x `size`.
+    """
+
+    def __init__(self, dataset: Any, *, channels: int = 3, size: int | None = None) -> None:
+        self.dataset, self.channels, self.size = dataset, channels, size
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
+        from torch.utils.data import default_collate
+
+        return default_collate([self.sample(self.dataset[int(place)]) for place in indices])
+
+    def sample(self, given: Any) -> dict[str, Any]:
+        found = dict(given) if isinstance(given, Mapping) else dict(zip(("input", "target"), given, strict=True))
+        if self.size is not None and type(found["input"]).__module__.startswith("PIL."):
+            from lockstep.data.pixels import to_array
+
+            found["input"] = np.array(to_array(found["input"], channels=self.channels, size=self.size))
+        return {name: np.float32(value) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def samples_of(part: Any) -> Samples:
+    """A part of a data set, read several samples at a time."""
+    # A torch Dataset gives one at a time; this asks without importing torch.
+    is_torch = any(base.__module__.startswith("torch.utils.data") for base in type(part).__mro__)
+    return Items(part) if is_torch else part
+
+
+def classes_of(part: Any) -> NDArray[np.int64] | None:
+    """class_N of a part's samples, if it holds them as one array: Arrays with `target`, or an attribute of CLASSES."""
+    samples = samples_of(part)
+    if isinstance(samples, Arrays):
+        found = samples.arrays.get("target")
+    else:
+        holder = samples.dataset if isinstance(samples, Items) else samples
+        found = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
+    array = np.asarray(found)  # that of None has no dimension
+    good = array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
+    return array.astype(np.int64) if good else None
+
+
+def content_of(part: Any) -> bytes:
+    """Digest of the whole of Arrays; of other samples, of their `fingerprint`, or of the arrays they hold and some samples."""
+    digest, samples = hashlib.sha256(), samples_of(part)
+    if isinstance(samples, Arrays):
+        for name, array in samples.arrays.items():
+            digest.update(f"{name}{array.dtype}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.digest()
+    holder = samples.dataset if isinstance(samples, Items) else samples
+    digest.update(f"{type(holder).__qualname__}{len(holder)}".encode())
+    if isinstance(own := getattr(holder, "fingerprint", None), str):
+        digest.update(own.encode())
+        return digest.digest()
+    for value in [*(getattr(holder, name, None) for name in HELD), *getattr(holder, "tensors", ())]:
+        with contextlib.suppress(ValueError):  # lists of lists of several lengths are no array
+            array = np.asarray(value) if hasattr(value, "dtype") or isinstance(value, list) else np.empty(0, object)
+            digest.update(np.ascontiguousarray(array).tobytes() if array.dtype != object else b"")
+    digest.update(bytes_of(samples) or b"random")
+    return digest.digest()
+
+
+def bytes_of(samples: Samples) -> bytes | None:
+    """The bytes of some samples, read one by one, because shapes may differ. None if a second read gives other bytes."""
+    found = []
+    for _ in range(2):
+        digest = hashlib.sha256()
+        for place in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
+            for value in samples[np.array([place])].values():
+                for part in parts_of(value):
+                    digest.update(np.asarray(part).tobytes())
+        found.append(digest.digest())
+    return found[0] if found[0] == found[1] else None
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """What a nested value consists of: an array of dicts would be one of pointers."""
+    if isinstance(value, Mapping):
+        value = [part for item in value.items() for part in item]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from parts_of(each)
+    else:
+        yield value
+
+
+# --- The base class of data sets. A data set knows nothing about processes, devices or checkpoints. Free of torch and NumPy ---
+#
+# A batch is a dict of named tensors of B samples. The data set provides `input`, `target` and whatever else its task reads. The
+# engine adds `index` (int64, each sample's index in its part, -1 for a filler) and `count` (the number of real samples,
+# which come first).
 
 Batch = dict[str, Any]
 
@@ -71,7 +227,6 @@ class DataSet:
     @property
     def bytes_in_memory(self) -> int | None:
         """Size of in-memory data; None if workers read the samples one by one."""
-        from lockstep.data.samples import Arrays
 
         parts = [part for part in (self.train, self.val, self.test) if part is not None]
         return sum(part.nbytes for part in parts) if all(isinstance(part, Arrays) for part in parts) else None
@@ -79,7 +234,6 @@ class DataSet:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content. A run resumes only on the same data."""
-        from lockstep.data.samples import content_of
 
         digest = hashlib.sha256()
         for part in (self.train, self.val, self.test):

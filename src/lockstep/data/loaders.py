@@ -3,7 +3,9 @@
 import itertools
 import logging
 import math
+import re
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,10 +19,39 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.config.words import size
-from lockstep.data.dataset import Batch
+from lockstep.data.dataset import Arrays, Batch, Indices, Samples
 from lockstep.data.sampler import FILLER, Sampler
-from lockstep.data.samples import Arrays, Indices, Samples
-from lockstep.errors import TrainingFailed
+from lockstep.errors import TrainingFailed, chain
+
+# --- Explains how processes that load data ended, which torch reports from the main process ---
+
+LOST = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)\.|exited unexpectedly(?: with exit code (\d+))?)"
+)
+SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
+WHY = {
+    signal.SIGKILL: ", which usually means that memory ran out",
+    signal.SIGBUS: ": there was no room in /dev/shm, through which batches are passed",
+}
+ADVICE = (
+    "Try fewer data.num_workers, or data.num_workers=0 to load data in the main process. "
+    "A training run continues from its last checkpoint with resume=auto."
+)
+
+
+def lost(error: BaseException) -> str | None:
+    """How a worker ended, if that is what the error says."""
+    found = [match for each in chain(error) if isinstance(each, RuntimeError) and (match := LOST.search(str(each)))]
+    if not found:
+        return None
+    pids, by, code = max((match.groups() for match in found), key=lambda groups: sum(map(bool, groups)))
+    how = f"ended with exit code {code}" if code else "ended"
+    if number := SIGNALS.get(by):
+        how = f"was ended by {signal.Signals(number).name}{WHY.get(number, '')}"
+    return f"a process that loads data (pid {pids}) {how}. {ADVICE}"
+
+
+# --- Two kinds of loaders: indexing arrays in memory, or torch's DataLoader with workers ---
 
 SHM = Path("/dev/shm")
 SHARED = 2**22  # less room is left to semaphores, without which no worker starts

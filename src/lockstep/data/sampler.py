@@ -1,10 +1,6 @@
-"""Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size.
+"""Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size."""
 
-Nothing is drawn, stored or sent. A permutation of n samples is a bijection, computed only where it is needed: a process holds
-the indices of a few thousand samples at a time, not of n, and resuming at a step is an addition.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,9 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import DataSet
-from lockstep.data.samples import Indices
+from lockstep.data.dataset import CLASSES, DataSet, Indices, classes_of
 from lockstep.errors import UserError
+
+# --- Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size ---
+#
+# Nothing is drawn, stored or sent. A permutation of n samples is a bijection, computed only where it is needed: a process holds
+# the indices of a few thousand samples at a time, not of n, and resuming at a step is an addition.
 
 FILLER = -1  # the index where a rank has no sample left in an evaluation's last batch
 ROUNDS = 16  # of the Feistel network: with 8, orders of 5 samples are not equally frequent (chi2/df 5.8; with 16, 0.9)
@@ -247,3 +247,76 @@ class EvalShares:
 
 
 Sampler = TrainBatches | EvalBatches | EvalShares
+
+
+# --- Holds out a fixed part of every class; it does not depend on `seed`. Free of torch ---
+
+PARTS = ("train", "val", "test")
+
+
+def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
+    """Indices of a `fraction` of each stratum: at least one sample, never all."""
+    order = np.argsort(strata, kind="stable")
+    ends = np.flatnonzero(np.diff(strata[order])) + 1
+    chosen = []
+    for members in np.split(order, ends):
+        count = min(max(1, round(len(members) * fraction)), len(members) - 1)
+        if count > 0:
+            chosen.append(members[permute(np.arange(count), len(members), SPLIT_SEED, int(strata[members[0]]))])
+    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
+
+
+def taken_from_train(*, test: float, val: float, folds: int | None) -> dict[str, float]:
+    """The share of each part that is taken from train if the data lacks it. With `folds`, the engine divides train for validation."""
+    return {"test": test} if folds else {"test": test, "val": val}
+
+
+def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:
+    """The part of each sample. Parts in `fractions` that `part_N` lacks are taken from its train part."""
+    part_N = part_N.copy()
+    for name, fraction in fractions.items():
+        if not (part_N == name).any():
+            train = np.flatnonzero(part_N == "train")
+            part_N[train[held_out(strata_N[train], fraction)]] = name
+    return part_N
+
+
+# --- Balanced sampling: every class equally often, as arithmetic over (seed, epoch, place) ---
+
+ROUND = 2**40  # apart: the orders of one class from those of another, and from those of epochs
+
+
+@dataclass(frozen=True)
+class Balanced(Split):
+    """A split whose epochs take every class equally often, and the samples of a class in turn."""
+
+    members: tuple[Indices, ...] = ()  # positions in the split, by class
+
+    def ordered(self, places: Indices, seed: int, epoch: int) -> Indices:
+        place_N = permute(places, self.count, seed, epoch)
+        before = epoch * self.count  # the turns go on from epoch to epoch
+        turn_N, class_N = np.divmod(place_N + before, len(self.members))
+        position_N = np.empty_like(place_N)
+        for number, members in enumerate(self.members):
+            own = np.flatnonzero(class_N == number)
+            round_N, within_N = np.divmod(turn_N[own], len(members))
+            for each in np.unique(round_N):
+                of_round = own[round_N == each]
+                order = permute(within_N[round_N == each], len(members), seed, (number + 1) * ROUND + int(each))
+                position_N[of_round] = members[order]
+        return self.indices(position_N)
+
+
+def balanced(split: Split, part: Any, unit: str) -> Balanced:
+    """Raises UserError: the classes of the samples are not known, or there is only one."""
+    class_N = classes_of(part)
+    if class_N is None:
+        raise UserError(
+            f"data.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
+            "of your samples. This data has none; leave it out."
+        )
+    own = class_N[split.indices(np.arange(split.count))]
+    members = tuple(np.flatnonzero(own == number) for number in np.unique(own))
+    if len(members) < 2:
+        raise UserError(f"data.balance=true has no effect: all training {unit} have one class. Leave it out.")
+    return Balanced(split.total, split.first, split.count, split.shuffled, members)

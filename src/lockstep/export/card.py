@@ -9,13 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from lockstep.checkpoints.content import DATA
-from lockstep.config.compose import CONFIG_ERRORS, compose_config
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
 from lockstep.config.identity import model_title, title
-from lockstep.config.keys import dotted
 from lockstep.config.run_files import read_report
 from lockstep.config.words import shown
-from lockstep.reporting.provenance import versions
-from lockstep.reporting.report_file import evaluated
+from lockstep.reporting.recorder import evaluated, versions
 from lockstep.tasks import Task
 
 SHOWN = 50  # names of classes

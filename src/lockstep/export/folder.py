@@ -1,12 +1,12 @@
 """Exports a trained network as a folder that needs only torch and Pillow, and timm for a timm network."""
 
-# B batch · C channel · H W pixel
-
+import ast
+import importlib.util
 import inspect
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,105 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lockstep.checkpoints.content import DATA, network_of, read
-from lockstep.checkpoints.weights import load_into
-from lockstep.config.admitted import nodes
+from lockstep.checkpoints.content import DATA, load_into, network_of, read
 from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
-from lockstep.config.signatures import accepted, parameters
-from lockstep.data import pixels, transforms
-from lockstep.data.image_files import NEEDED, Readable
-from lockstep.data.inputs import find_inputs
-from lockstep.data.samples import samples_of
+from lockstep.config.targets import accepted, nodes, parameters
+from lockstep.data import datamodule, pixels
+from lockstep.data.dataset import samples_of
+from lockstep.data.image_files import NEEDED, Readable, find_inputs
 from lockstep.errors import UserError, raise_problems
-from lockstep.export import exported, graphs, sources
+from lockstep.export import exported, graphs
 from lockstep.export.card import card
 from lockstep.machine.files import remove, replacing
 from lockstep.models.network import WEIGHTS, network
 from lockstep.tasks import Task
+
+# --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---
+
+ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable besides Python's own
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module; None if there is no such module or it is not Python's."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def needed(module: str) -> dict[str, Path]:
+    """The modules of its package that a module needs, itself first, with their files.
+
+    Raises:
+        UserError: one of them imports a package that the folder may not need.
+    """
+    package, found, foreign = module.partition(".")[0], dict[str, Path](), dict[str, set[str]]()
+    left = [module]
+    while left:
+        name = left.pop(0)
+        if name in found:
+            continue
+        path = source_of(name)
+        assert path is not None, name
+        found[name] = path
+        names = imported(path, name)
+        own = {each for each in names if each.partition(".")[0] == package}
+        if others := {each.partition(".")[0] for each in names - own} - ALLOWED - sys.stdlib_module_names:
+            foreign[path.name] = others
+        left += sorted(each for each in own if source_of(each))
+    if package == "lockstep" and len(found) > 1:
+        foreign[found[module].name] = {"lockstep"}
+    if foreign:
+        which = "; ".join(f"{file} imports {', '.join(sorted(names))}" for file, names in foreign.items())
+        raise UserError(
+            f"{which}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. "
+            "Put other code that they need into your package."
+        )
+    return found
+
+
+def imported(path: Path, module: str) -> set[str]:
+    """The modules that a file imports, in full; without those for type checkers."""
+    inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), inside)
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            modules = {name for name in inner if name.partition(".")[0] == module.partition(".")[0] and source_of(name)}
+            found |= modules | ({base} if len(modules) < len(inner) else set())
+    return found
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes except those under `if TYPE_CHECKING`."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from walk(child)
+
+
+def copy(modules: dict[str, Path], folder: Path) -> None:
+    """Writes the modules into `folder` as packages; an __init__.py that no other needs is empty."""
+    for name, path in modules.items():
+        *above, last = name.split(".")
+        for depth in range(1, len(above) + 1):
+            init = folder.joinpath(*above[:depth], "__init__.py")
+            init.parent.mkdir(parents=True, exist_ok=True)
+            init.touch()
+        place = folder.joinpath(*above, last)
+        target = place / "__init__.py" if path.name == "__init__.py" else place.with_suffix(".py")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+
+
+# --- Exports a trained network as a folder that needs only torch and Pillow, and timm for a timm network ---
+
+# B batch · C channel · H W pixel
+
 
 TIMM = "lockstep.models.from_timm"
 IMAGES = 100  # that the files are compared on
@@ -112,7 +196,7 @@ def compared_images(
         good = [not problem for problem in read_images["problem"]]
         if not any(good):
             raise UserError(f"--images {images}: no file can be read: {read_images['problem'][0]}.")
-        return torch.from_numpy(read_images["input"][good]), transforms.Preprocess(**given)
+        return torch.from_numpy(read_images["input"][good]), datamodule.Preprocess(**given)
     cfg = OmegaConf.create(content["config"])
     assert isinstance(cfg, DictConfig)
     try:
@@ -130,7 +214,7 @@ def compared_images(
             ) from None
         why = f"the run's data cannot be read. {e}"
         print(f"WARNING: the folder was not compared with the network: {why}", file=sys.stderr)
-        return None, transforms.Preprocess(**given)
+        return None, datamodule.Preprocess(**given)
     if image_BCHW.dtype != torch.uint8 or image_BCHW.dim() != 4:
         raise UserError(
             f"the run's data has {image_BCHW.dtype} of shape {tuple(image_BCHW.shape)}, no images of bytes (uint8, BCHW)."
@@ -148,7 +232,7 @@ def write_all(part: Path, content: dict[str, Any], task: Task, net: nn.Module, w
     write(part / "classes.json", task.about[task.names])
     write(part / "preprocessing.json", {key: task.about[key] for key in NEEDED})
     (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["config"]))))
-    for name, source in {"preprocess.py": transforms, "decode.py": pixels, "load.py": exported}.items():
+    for name, source in {"preprocess.py": datamodule, "decode.py": pixels, "load.py": exported}.items():
         shutil.copyfile(inspect.getfile(source), part / name)
 
 
@@ -177,11 +261,11 @@ def write_network(folder: Path, content: dict[str, Any], net: nn.Module) -> dict
     made = {"timm": None, "arguments": {**accepted(target, offered), **own}}
     where: Any = target_of(target, "model")
     home, name = where.__module__, where.__qualname__
-    if home.partition(".")[0] in sources.ALLOWED:
+    if home.partition(".")[0] in ALLOWED:
         return {**made, "target": target}
-    modules = sources.needed(home)
+    modules = needed(home)
     if len(modules) == 1:
         shutil.copyfile(modules[home], folder / "network.py")
         return {**made, "target": f"network.{name}"}
-    sources.copy(modules, folder / "source")
+    copy(modules, folder / "source")
     return {**made, "target": f"{home}.{name}"}

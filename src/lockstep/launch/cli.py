@@ -1,4 +1,4 @@
-"""The command line: `python train.py key=value ...`, and the processes that a command starts."""
+"""The command line `python train.py key=value ...`, its processes, and the same from Python, with exceptions instead of exit codes."""
 
 import atexit
 import inspect
@@ -21,7 +21,9 @@ from lockstep.config import project
 from lockstep.config.checks import wrong_values
 from lockstep.config.compose import (
     CONFIG_ERRORS,
+    callers_hydra_restored,
     compose_config,
+    composed,
     explain,
     fails_to_compose,
     key_of,
@@ -31,14 +33,14 @@ from lockstep.config.compose import (
 )
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError, raise_problems
-from lockstep.launch import local, slots
+from lockstep.launch import jobs, local, sweeps
 from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process, exit_with_agent
 from lockstep.launch.jobs import EVALUATIONS, Job, Run
 from lockstep.launch.start import FIRST, start
-from lockstep.machine import process, signals, streams
-from lockstep.machine.launchers import TORCHRUN, external_launcher, launcher_problems
-from lockstep.machine.world import rank_of
-from lockstep.sweeps import table
+from lockstep.machine import process
+from lockstep.machine.world import TORCHRUN, World, external_launcher, launcher_problems, rank_of
+
+# --- The command line: `python train.py key=value ...`, and the processes that a command starts ---
 
 # What the hydra node may name, besides the packages of the project.
 TRUSTED = ("lockstep.*", "torch.optim.*", "lightning.pytorch.*", "hydra.*", "hydra_plugins.*", "logging.*")
@@ -49,12 +51,12 @@ def main(run: Run, name: str) -> None:
 
     Call it last in a script: it ends the process with that code, even if SystemExit is caught.
     """
-    streams.secure()
+    process.secure()
     ended: list[int] = []
     atexit.register(lambda: exit_process(ended[0]) if ended else None)  # registered first, called last
     process.owned = True
     job = Job(name, running_script(), run)
-    received, given = local.received_job(), slots.received_config()
+    received, given = local.received_job(), sweeps.received_config()
     todo: Callable[[], Any]
     if received is not None:
         todo, rank = partial(local.report_out_of_memory, partial(run, *received)), received[1].rank
@@ -65,7 +67,7 @@ def main(run: Run, name: str) -> None:
         todo, rank = partial(command, job, sys.argv[1:]), 0 if alone else rank_of()
     if external_launcher(os.environ) == TORCHRUN:
         threading.Thread(target=exit_with_agent, args=(os.getppid(),), daemon=True).start()
-    with signals.noted(interrupt=signals.end_once) if received else nullcontext():
+    with process.noted(interrupt=process.end_once) if received else nullcontext():
         ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
     if ended[0] and (received or external_launcher(os.environ)):
         process.report_failure(rank)
@@ -140,16 +142,56 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
     hydra_cfg = HydraConfig.get()
     overrides = list(hydra_cfg.overrides.task)
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
-    cfg = table.named(cfg, hydra_cfg) if multirun else cfg
+    cfg = sweeps.named(cfg, hydra_cfg) if multirun else cfg
     result: list[dict[str, Any]] = []
     code = exit_code(lambda: result.append(start(job, cfg, overrides)), rank_of())
     if not multirun:
         outcome.append(code)
         return None
     if rank_of() == 0:
-        table.record(run_dir(cfg), overrides, failed=bool(code))
-    if code == INTERRUPTED or signals.received:
+        sweeps.record(run_dir(cfg), overrides, failed=bool(code))
+    if code == INTERRUPTED or process.received:
         raise KeyboardInterrupt  # ends a multirun as a whole
     if code:
         raise RunFailed(f"{cfg.run} failed", code)  # Hydra marks the job as failed and continues
     return result[0]
+
+
+# --- Runs a job from Python: like its command, but with exceptions instead of exit codes, in the caller's process ---
+
+
+def call(name: str, overrides: list[str]) -> Any:
+    """Runs `python <name>.py <overrides>` and leaves this process as it was."""
+    raise_problems(launcher_problems(os.environ))
+    with process.restored():
+        cfg = composed(name, overrides)
+        script = jobs.script(name)
+        return start(jobs.Job(name, script, guarded(jobs.load(script))), cfg, overrides)
+
+
+def sweep(overrides: list[str]) -> list[dict[str, Any]]:
+    """Runs `python train.py -m <overrides>` and leaves this process as it was. Returns the rows of the sweep's table."""
+    raise_problems(f"{o}: sweep takes key=value alone, no options." for o in overrides if o.startswith("-"))
+    with process.restored(), process.logging_restored(), callers_hydra_restored():
+        script = jobs.script("train")
+        sys.argv[:] = [str(script), "-m", *overrides]
+        sweeps.last.clear()
+        process.received.clear()  # of an earlier call: it would end this sweep
+        try:
+            command(jobs.Job("train", script, guarded(jobs.load(script))), sys.argv[1:])
+        except RunFailed:
+            if not sweeps.last:
+                raise
+        return list(sweeps.last)
+
+
+def guarded(run: jobs.Run) -> jobs.Run:
+    """Runs `run` and restores the state of this process's libraries."""
+
+    def run_and_restore(cfg: DictConfig, world: World) -> Any:
+        import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
+
+        with process.libraries_restored():
+            return run(cfg, world)
+
+    return run_and_restore

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from lockstep.config.words import readable
 from lockstep.errors import RunFailed, TrainingFailed, UserError
-from lockstep.machine import process, signals
+from lockstep.machine import process
 
 INTERRUPTED = 130
 LOOK_S = 1.0  # seconds between two looks for torchrun's agent
@@ -97,7 +97,7 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     except SystemExit as e:
         if isinstance(e.__context__, KeyboardInterrupt):  # Lightning's answer to Ctrl-C
             return INTERRUPTED
-        if signals.received:  # Lightning's answer to SIGTERM
+        if process.received:  # Lightning's answer to SIGTERM
             return 1
         raise
     except Exception as e:

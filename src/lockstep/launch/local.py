@@ -1,11 +1,8 @@
-"""The processes of a run on this machine, one per device. All end when one fails or when their parent dies.
-
-Lightning starts processes by repeating the command line; under a Hydra multirun, each child would repeat the whole sweep
-(Lightning#11300). Here each process gets the resolved config of its job, and LOCAL_RANK tells Lightning that it is started.
-"""
+"""The processes of a run on this machine, one per device. All end when one fails or when their parent dies. Restarts them with smaller micro-batches."""
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,15 +17,23 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
+from lockstep.config.batches import accumulations, batches, unit
 from lockstep.config.identity import run_dir
+from lockstep.config.instantiate import has_own_loaders
+from lockstep.config.run_files import read_report
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed
 from lockstep.launch.jobs import EVALUATIONS
-from lockstep.launch.out_of_memory import kernel_kills, killed
-from lockstep.machine import signals
+from lockstep.machine import process
 from lockstep.machine.files import write_text
-from lockstep.machine.streams import NOTEBOOK, in_notebook
+from lockstep.machine.process import NOTEBOOK, in_notebook
 from lockstep.machine.world import World, cores
+
+# --- The processes of a run on this machine, one per device. All end when one fails or when their parent dies ---
+#
+# Lightning starts processes by repeating the command line; under a Hydra multirun, each child would repeat the whole sweep
+# (Lightning#11300). Here each process gets the resolved config of its job, and LOCAL_RANK tells Lightning that it is started.
 
 JOB = "LOCKSTEP_JOB"
 ERROR_FILE = "LOCKSTEP_ERROR_FILE"  # where a process reports that memory ran out
@@ -62,7 +67,7 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
 def received_job() -> tuple[DictConfig, World] | None:
     """The job that `run_processes` gave to this process; None in a process that a user started."""
     if job := received(JOB):
-        signals.supervised = True
+        process.supervised = True
     return (OmegaConf.create(job["config"]), World(**job["world"])) if job else None
 
 
@@ -109,7 +114,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         kills = kernel_kills()
         code, rank = run_and_wait(script, cfg, world, error_files)
         errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
-    if code and signal.SIGINT in signals.received:
+    if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
@@ -125,7 +130,7 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
     """The first exit code that is not 0, and the rank of its process; or 0."""
     port = free_port()
     if script.stem not in EVALUATIONS:
-        signals.install(interrupt=signals.on_interrupt)
+        process.install(interrupt=process.on_interrupt)
     processes = []
     for local_rank, path in enumerate(error_files):
         env = environment(cfg, world, local_rank, port) | {ERROR_FILE: str(path)}
@@ -150,7 +155,7 @@ def wait(
     """
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
-        for warning in signals.received[passed_on:]:
+        for warning in process.received[passed_on:]:
             send_signal(processes, warning)
             passed_on += 1
         codes = [child.poll() for child in processes]
@@ -182,3 +187,74 @@ def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
             child.wait()
         if child.stdin is not None:
             child.stdin.close()
+
+
+# --- Restarts a run with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch ---
+
+VMSTAT = Path("/proc/vmstat")
+
+
+def first(cfg: DictConfig, world: World) -> int:
+    """The fewest micro-batches; for a resumed run, the number that gives the micro-batch it had."""
+    had, batch = read_report(run_dir(cfg)).get("micro_batch"), cfg.data.batch_size
+    return next(
+        k for k in accumulations(batch, world.size, unit(cfg)[0]) if had is None or batch // (world.size * k) <= had
+    )
+
+
+def begin_anew(cfg: DictConfig) -> None:
+    """Removes the files of a run that died before its first checkpoint."""
+    for left in ("config.yaml", "metrics.csv"):
+        (run_dir(cfg) / left).unlink(missing_ok=True)
+    shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
+
+
+def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, world: World) -> None:
+    """Runs with as few micro-batches per step as memory allows. Each attempt continues from the previous one's last checkpoint.
+
+    Raises:
+        OutOfMemory: a smaller micro-batch does not help, or does not exist.
+    """
+    cfg = cfg.copy()
+    cfg.trainer.accumulate_grad_batches = first(cfg, world)
+    while True:
+        try:
+            return run(cfg, world)
+        except OutOfMemory as e:
+            if e.accumulate is None or process.received:
+                raise
+            before = batches(cfg, world)["micro_batch"]
+            cfg.trainer.accumulate_grad_batches = e.accumulate
+        newest = checkpoint_if_any(run_dir(cfg))
+        cfg.resume = str(newest) if newest else cfg.resume
+        if not cfg.resume:
+            begin_anew(cfg)
+        now = batches(cfg, world)
+        words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
+        print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
+
+
+def kernel_kills() -> int:
+    """How many processes the kernel has killed because the machine or a container ran out of memory; 0 if unknown."""
+    try:
+        lines = VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
+    """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
+    by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
+    who = f"rank {rank}" if world.size > 1 else "the process"
+    fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
+    if not trains:
+        return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
+    if has_own_loaders(cfg):
+        return OutOfMemory(
+            f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
+        )
+    now, batch = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
+    more = next((k for k in accumulations(batch, world.size, unit(cfg)[0]) if k > now), None)
+    smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
+    return OutOfMemory(f"{who} of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)

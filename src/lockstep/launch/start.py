@@ -9,27 +9,24 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from lockstep.checkpoints import resuming
-from lockstep.checkpoints.finished import already_finished
+from lockstep.checkpoints.resuming import already_finished
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check, wrong_values
-from lockstep.config.components import about_problems
+from lockstep.config.checks import check, missing_keys, wrong_values
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
-from lockstep.config.length import step_problems
-from lockstep.config.structure import missing_keys
+from lockstep.config.rules import about_problems, step_problems
 from lockstep.config.words import readable
 from lockstep.errors import raise_problems
-from lockstep.launch import local, out_of_memory
+from lockstep.launch import local
 from lockstep.launch.jobs import EVALUATIONS, Job
-from lockstep.machine import lock, signals
+from lockstep.machine import files, process
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
 from lockstep.prediction.request import with_request, wrong_request
-from lockstep.reporting.loaded import Report
-from lockstep.reporting.recorder import Recorder
-from lockstep.reporting.report_file import mark_ended
+from lockstep.reporting.recorder import Recorder, mark_ended
+from lockstep.reporting.runs_page import Report
 
 FIRST = ("run", "runs_dir", "resume", "init_from")  # a resumed run's own config is found by them
 SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
@@ -133,9 +130,9 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
             print(readable(told))
         return Report(Path(cfg.resume).resolve().parents[1])
     if not evaluating and world.rank == 0:
-        lock.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
+        files.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
     if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
-        out_of_memory.begin_anew(cfg)
+        local.begin_anew(cfg)
     execute(job, cfg, world)
     if not evaluating:
         return Report(run_dir(cfg))
@@ -147,10 +144,10 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
 def execute(job: Job, cfg: DictConfig, world: World) -> None:
     """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
     in_processes = partial(local.run_processes, job.script)
-    with signals.noted():
+    with process.noted():
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":
-                out_of_memory.until_it_fits(in_processes, cfg, world)
+                local.until_it_fits(in_processes, cfg, world)
             elif runs_here(world):
                 job.run(cfg, world)
             else:
@@ -158,5 +155,5 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
         except BaseException as e:
             if world.rank == 0:
                 mark_ended(run_dir(cfg), e)
-            signals.requeue(world.rank)
+            process.requeue(world.rank)
             raise

@@ -80,4 +80,4 @@ def normalisation(name: str) -> tuple[list[float], list[float]] | None:
     return (list(config.mean), list(config.std)) if config else None
 
 
-from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # for data.mean=model, see config/normalisation.py
+from_timm.normalisation = normalisation  # type: ignore[attr-defined]  # for data.mean=model, see config/instantiate.py

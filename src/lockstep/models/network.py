@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.config.instantiate import create
-from lockstep.config.signatures import accepted
+from lockstep.config.targets import accepted
 from lockstep.errors import raise_problems
 
 WEIGHTS = ("pretrained", "checkpoint_path")  # keys that fetch weights to start from

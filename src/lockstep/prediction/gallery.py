@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.machine.files import write_text
 from lockstep.prediction.formats import Row, text
-from lockstep.prediction.parts import THUMBNAIL
+from lockstep.prediction.writer import THUMBNAIL
 from lockstep.reporting.render import render
 
 

@@ -13,7 +13,7 @@ from lockstep.config.compose import key_of
 from lockstep.config.identity import run_dir
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import nearest
-from lockstep.data.inputs import PARTS, find_inputs
+from lockstep.data.image_files import PARTS, find_inputs
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.world import world_of

@@ -1,9 +1,8 @@
-"""Writes the predictions of a process while it makes them."""
+"""Writes the predictions of a process while it makes them; rank 0 joins those of all in input order."""
 
-# B batch
-
+import heapq
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,10 +14,157 @@ from lockstep.data.image_files import ImageFiles
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.machine.files import remove
-from lockstep.prediction import columns, parts
-from lockstep.prediction.formats import Row
+from lockstep.machine.files import remove, replacing
+from lockstep.prediction.formats import Row, write_table
 from lockstep.reporting.pictures import data_uri, overlaid, restored, thumbnail
+
+# --- Columns of predictions as the rows of a table: plain values by name ---
+
+# B batch · K class, label, ... · H W pixel
+
+
+WIDE = "probabilities"  # a column of a number for each class or label, written on request
+
+
+def digits(value: Any) -> Any:
+    """A float with the digits that float32 has."""
+    if isinstance(value, list):
+        return [digits(each) for each in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def is_mask(value: Any) -> bool:
+    """Whether it is an image of whole numbers for each sample."""
+    return isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
+
+
+def cells(name: str, value: Sequence[Any] | Tensor, names: Sequence[str], *, wide: bool) -> dict[str, list[Any]]:
+    """The columns that one column of a task's predictions becomes."""
+    if not isinstance(value, Tensor):
+        return {name: list(value)}
+    if value.dim() > 2:
+        raise UserError(
+            f"the predictions have a column `{name}` of shape {tuple(value.shape)}; a row holds numbers, texts, lists of them, or an "
+            "image of whole numbers (HW). Return something smaller."
+        )
+    if value.dim() == 2 and name == WIDE and names:
+        columns = value.unbind(1) if wide else ()
+        return {f"probability/{label}": digits(column.tolist()) for label, column in zip(names, columns, strict=False)}
+    return {name: digits(value.tolist())}
+
+
+def table_rows(
+    columns: Mapping[str, Sequence[Any] | Tensor], names: Sequence[str], *, wide: bool
+) -> list[dict[str, Any]]:
+    """A dict for each sample. Raises UserError if the columns differ in length."""
+    found: dict[str, list[Any]] = {}
+    for name, value in columns.items():
+        found |= cells(name, value, names, wide=wide)
+    lengths = {name: len(column) for name, column in found.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"the columns of the predictions differ in length: {lengths}. Each needs a value per sample.")
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
+
+
+def of_module(output: Any) -> dict[str, Any]:
+    """The columns of what a user's `predict_step` returned."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, Tensor | list | tuple):
+        return {"output": output}
+    raise UserError(
+        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of them by column."
+    )
+
+
+# --- What the processes of a prediction leave for rank 0: each a file of lines, joined in input order as streams. Free of torch ---
+
+ERROR = "error"  # the column of why a file could not be read
+THUMBNAIL = "thumbnail"  # of a row, for the gallery; no column
+
+
+def folder_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.parts")
+
+
+def part(output: Path, rank: int) -> Path:
+    """The file of one process: a line holds the number of a batch and a row."""
+    return folder_of(output) / f"rank-{rank}.jsonl"
+
+
+def masks(output: Path, column: str) -> Path:
+    """The folder of a column of masks, beside the table."""
+    return output.with_name(f"{output.stem}-{column}")
+
+
+def lines(path: Path) -> Iterator[tuple[int, Row]]:
+    """The rows of one process, each with the number of its batch."""
+    if not path.is_file():
+        raise UserError(f"{path} is not there: output needs a folder that all machines share. Type another output=.")
+    with path.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def joined(output: Path, world: int) -> Iterator[Row]:
+    """All rows in input order: a batch is shared out by rank, so rows of a batch come by rank."""
+    streams = [lines(part(output, rank)) for rank in range(world)]
+    for _, row in heapq.merge(*streams, key=lambda line: line[0]):
+        yield row
+
+
+def example_of(output: Path, world: int) -> Row:
+    """The first row with a prediction; empty if all files are broken."""
+    for row in joined(output, world):
+        if not row.get(ERROR):
+            return {name: value for name, value in row.items() if name != THUMBNAIL}
+    return {}
+
+
+class Counted:
+    """Rows as they pass: how many, the broken ones, and the first of them with their reasons."""
+
+    def __init__(self, shown: int) -> None:
+        self.count = self.broken = 0
+        self.shown, self.examples = shown, list[str]()
+
+    def __call__(self, rows: Iterator[Row]) -> Iterator[Row]:
+        for row in rows:
+            self.count += 1
+            if row.get(ERROR):
+                self.broken += 1
+                if len(self.examples) < self.shown:
+                    self.examples.append(f"\n  {row.get('path')}: {row[ERROR]}")
+            yield row
+
+    @property
+    def listed(self) -> str:
+        more = self.broken - len(self.examples)
+        return "".join(self.examples) + (f"\n  and {more:,} more" if more else "")
+
+
+def write(output: Path, world: int, shown: int = 10) -> Counted:
+    """Joins the parts to the table `output`, which appears whole or not at all, with its masks.
+
+    Raises:
+        UserError: all files are broken.
+    """
+    example, counted = example_of(output, world), Counted(shown)
+    if not example:
+        for _ in counted(joined(output, world)):
+            pass
+        raise UserError(f"none of {counted.count:,} files can be read:{counted.listed}\nNothing was written.")
+    with replacing(output) as new:
+        write_table(new, output.suffix, example, counted(joined(output, world)))
+        for folder in sorted(path for path in folder_of(output).iterdir() if path.is_dir()):
+            remove(masks(output, folder.name))
+            folder.replace(masks(output, folder.name))
+    return counted
+
+
+# --- Writes the predictions of a process while it makes them ---
+
+# B batch
+
 
 Columns = dict[str, Any]
 KEPT = 200  # thumbnails of a gallery
@@ -48,7 +194,7 @@ class Writer(pl.Callback):
         return {"path": self.files.test.name(index)} | ({} if target is None else {"target": target})
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        folder = parts.folder_of(self.output)
+        folder = folder_of(self.output)
         if trainer.is_global_zero:
             remove(folder)
             folder.mkdir(parents=True)
@@ -58,7 +204,7 @@ class Writer(pl.Callback):
                 "input: the processes found different files, because the folder changes. Type a CSV of the files."
             )
         trainer.strategy.barrier("the folder of the parts")
-        self.file = parts.part(self.output, trainer.global_rank).open("w", encoding="utf-8")
+        self.file = part(self.output, trainer.global_rank).open("w", encoding="utf-8")
         self.order = iter(trainer.predict_dataloaders.sampler)  # type: ignore[union-attr]  # the loader's own order again
 
     def on_predict_batch_end(
@@ -70,16 +216,16 @@ class Writer(pl.Callback):
         if not indices:
             return
         found, problems = self.made(outputs), self.data.problems
-        masks = {name: found.pop(name) for name in list(found) if columns.is_mask(found[name])}
+        masks = {name: found.pop(name) for name in list(found) if is_mask(found[name])}
         found |= {name: self.saved(name, mask_BHW, indices, problems) for name, mask_BHW in masks.items()}
-        rows = columns.rows(found, self.names, wide=self.asked.probabilities)
+        rows = table_rows(found, self.names, wide=self.asked.probabilities)
         if len(rows) != len(indices):
             raise UserError(
                 f"the predictions have {len(rows)} rows for a batch of {len(indices)}. Return one for each."
             )
         rows = [self.first(index) | row for index, row in zip(indices, rows, strict=True)]
         for place, why in enumerate((problems or ())[: len(rows)]):
-            rows[place] = {**(self.first(indices[place]) if why else rows[place]), parts.ERROR: why}
+            rows[place] = {**(self.first(indices[place]) if why else rows[place]), ERROR: why}
         if self.asked.gallery and self.kept < KEPT:
             self.kept += len(rows)
             image_BCHW = restored(batch["input"] if isinstance(batch, dict) else batch[0], self.data.about)
@@ -87,15 +233,15 @@ class Writer(pl.Callback):
             drawn = next((mask_BHW.cpu().numpy() for mask_BHW in masks.values()), None)
             for place, row in enumerate(rows):
                 image = thumbnail(images[place]) if drawn is None else overlaid(images[place], drawn[place])
-                row[parts.THUMBNAIL] = data_uri(image)
+                row[THUMBNAIL] = data_uri(image)
         self.file.writelines(f"{json.dumps([batch_idx, row])}\n" for row in rows)
 
     def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int], problems: Sequence[str] | None) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
-        there = parts.masks(self.output, name)
+        there = masks(self.output, name)
         if there.exists() and not self.asked.overwrite:
             raise UserError(f"{there} exists. Type another output=, or overwrite=true.")
-        folder = parts.folder_of(self.output) / name
+        folder = folder_of(self.output) / name
         folder.mkdir(exist_ok=True)
         for place, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
             if problems and problems[place]:

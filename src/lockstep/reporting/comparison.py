@@ -8,9 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep.checkpoints.finding import run_with
-from lockstep.checkpoints.trees import leaves
-from lockstep.config.keys import dotted
+from lockstep.checkpoints.finding import leaves, run_with
+from lockstep.config.compose import dotted
 from lockstep.config.run_files import load_config, read_report, refuse_damage, whole_rows
 from lockstep.reporting.digests import parting
 

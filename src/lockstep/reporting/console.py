@@ -1,16 +1,88 @@
-"""Console output: lines and tables. Silences known messages of the frameworks."""
+"""Console output: lines, tables, progress; train.log. Silences known messages of the frameworks."""
 
 import logging
+import math
+import re
 import shlex
+import sys
+import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from lockstep.config.words import number, readable
+from lockstep.machine.process import in_notebook
+
+# --- A line that says how far something is: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then ---
+
+# Seconds between two lines: at least so many, and a hundredth of the time so far; a notebook is read while it runs.
+LINES_S, NOTEBOOK_S = (10.0, math.inf), (1.0, 10.0)
+BAR_S = 0.1  # between two changes of a bar
+
+
+def clock(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
+
+
+class Line:
+    """Counts up to `total`, None if that is not known, from `first`: what a resumed run has done took no time now."""
+
+    def __init__(self, what: str, total: float | None, first: int = 0) -> None:
+        self.what, self.total, self.first = what, None if total is None or math.isinf(total) else int(total), first
+        self.began_s = self.shown_s = time.monotonic()
+        self.notebook, self.width = in_notebook(), 0
+        self.bar: Progress | None = None
+        if sys.stdout.isatty() and not out.is_dumb_terminal:
+            rest = TextColumn("{task.fields[rest]}", markup=False, table_column=Column(no_wrap=False))
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), rest)
+            self.bar = Progress(*columns, console=out, refresh_per_second=4)
+            self.bar.add_task("", total=self.total, completed=first, rest=f"first {what}")  # it may compile
+            self.bar.start()
+
+    def left(self, done: int, now_s: float) -> str:
+        if self.total is None or done <= self.first:
+            return ""
+        return f"{clock((now_s - self.began_s) * (self.total - done) / (done - self.first))} left"
+
+    def due(self, done: int) -> bool:
+        """Whether `show` would change anything: asked at every step, before the figures are put into words."""
+        now_s = time.monotonic()
+        if self.bar is not None:
+            return done == self.total or now_s - self.shown_s > BAR_S
+        least, most = NOTEBOOK_S if self.notebook else LINES_S
+        return now_s - self.shown_s > min(most, max(least, (now_s - self.began_s) / 100))
+
+    def show(self, title: str, done: int, *figures: str) -> None:
+        self.shown_s = now_s = time.monotonic()
+        place = f"{done:,}/{'?' if self.total is None else format(self.total, ',')}"
+        rest = [part for part in (self.left(done, now_s), *figures) if part]
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, description=title, rest=" · ".join([place, *rest]))
+            return
+        text = " · ".join([title, f"{self.what} {place}", *rest])
+        if self.notebook:
+            print(f"\r{text:{self.width}}", end="", flush=True)
+            self.width = len(text)
+        else:
+            say(text)
+
+    def end(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        elif self.width:
+            print(flush=True)
+        self.bar, self.width = None, 0
+
+
+# --- Console output: lines and tables. Silences known messages of the frameworks ---
 
 log = logging.getLogger("lockstep")
 # Names are shown as they are: a[red]b, callbacks=[default,ema].
@@ -31,7 +103,7 @@ NOISE = (
     r".*It is recommended to use `self.log\(.*sync_dist=True\)`",  # torchmetrics has reduced these values already
     r".*Checkpoint directory .* exists and is not empty",  # resuming
     r".*The dirpath has changed from",  # resuming under another run name
-    r".*The `srun` command is available on your system but is not used",  # where SLURM is installed; config/devices.py has the checks
+    r".*The `srun` command is available on your system but is not used",  # where SLURM is installed; config/rules.py has the checks
     r".*You are trying to `self.log\(\)` but the .* is not registered",
     r".*`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning 2.6 on torch 2.9 and newer
     r".*`torch.distributed._.*` is deprecated",
@@ -111,3 +183,56 @@ def print_wide(*what: Any, columns: int = 160) -> None:
     wide = out if out.is_terminal else Console(highlight=False, markup=False, emoji=False, width=columns)
     for each in what:
         wide.print(each)
+
+
+# --- train.log: what Lockstep and Lightning log, and all warnings, which also go to the screen ---
+
+LOGGED = ("lockstep", "lightning.pytorch", "py.warnings")
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ([A-Z]+) (.*)")
+
+
+class LogFile(logging.FileHandler):
+    """A full disk ends no run here, and prints no traceback for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class Logs:
+    """The handlers of a run."""
+
+    def __init__(self) -> None:
+        self.handlers: list[logging.Handler] = []
+
+    def open(self, folder: Path) -> None:
+        to_file, to_screen = LogFile(folder / "train.log", encoding="utf-8"), logging.StreamHandler()
+        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        to_screen.setLevel(logging.WARNING)
+        logging.captureWarnings(True)  # warnings go to both
+        self.handlers = [to_file, to_screen]
+        for name in ("lockstep", "py.warnings"):
+            logging.getLogger(name).addHandler(to_screen)
+        for name in LOGGED:
+            logging.getLogger(name).addHandler(to_file)
+        logging.getLogger("lockstep").setLevel(logging.INFO)
+
+    def close(self) -> None:
+        for handler in self.handlers:
+            for name in LOGGED:
+                logging.getLogger(name).removeHandler(handler)
+            with suppress(OSError):  # what a full disk did not take
+                handler.close()
+        logging.captureWarnings(False)
+
+
+def lines_of(path: Path) -> list[str]:
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return []
+
+
+def warnings_in(lines: list[str]) -> list[str]:
+    """The warnings of a train.log, each once."""
+    found = (LINE.match(line) for line in lines)
+    return list(dict.fromkeys(match[2] for match in found if match and match[1] == "WARNING"))

@@ -1,12 +1,13 @@
-"""metrics.csv, which is always written, and what all loggers need at a resume. The others each have a file of their own."""
+"""metrics.csv, which is always written, and what all loggers need. W&B and MLflow have a file of their own."""
 
 import csv
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -15,9 +16,12 @@ from lockstep.errors import TrainingFailed
 from lockstep.machine import files
 from lockstep.reporting import digests
 from lockstep.reporting.background import Background
-from lockstep.reporting.tensorboard_logger import tensorboard
+from lockstep.reporting.panels import sheet
+from lockstep.reporting.tracking import flat
 from lockstep.reporting.wandb_logger import wandb
 from lockstep.training.steps import steps_done
+
+# --- metrics.csv, which is always written, and what all loggers need at a resume. The others each have a file of their own ---
 
 # Configs name the last two by this module.
 __all__ = ["CutAtResume", "MetricsCsv", "in_background", "tensorboard", "wandb"]
@@ -112,3 +116,38 @@ class CutAtResume(pl.Callback):
 def in_background(logger: Logger, name: str) -> Logger:
     logger.background = Background(logger, name)  # type: ignore[attr-defined]
     return logger
+
+
+# --- TensorBoard: figures, the config, panels as images, the status ---
+
+
+class TensorBoard(TensorBoardLogger):
+    """The config is a text, and the run a row in the tab HParams, beside all figures."""
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
+        super().log_hyperparams(params)  # adds them to `hparams`, for hparams.yaml
+        values = flat(dict(self.hparams))
+        rows = ["| key | value |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in values.items())]
+        self.experiment.add_text("config", "\n".join(rows), 0)
+        self.add_row(1, values)
+
+    def add_row(self, part: int, params: dict[str, Any]) -> None:
+        """Part 1 is the begin of the row in HParams, part 2 its end. A list of figures would be part 0: all are shown without it."""
+        from torch.utils.tensorboard.summary import hparams
+
+        self.experiment.file_writer.add_summary(hparams(params, {})[part])
+
+    @rank_zero_only
+    def log_pictures(self, name: str, pictures: Sequence[tuple[Any, str]], step: int) -> None:
+        self.experiment.add_image(name, np.asarray(sheet(pictures).convert("RGB")), step, dataformats="HWC")
+
+    @rank_zero_only
+    def end(self, status: str, error: str | None, step: int) -> None:
+        self.experiment.add_text("status", f"{status}: {error}" if error else status, step)
+        if status == "done":  # of several ends TensorBoard shows the first, and a run that failed may be resumed
+            self.add_row(2, {})
+
+
+def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
+    return TensorBoard(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from lockstep.errors import UserError
-from lockstep.reporting.panel_images import sheet
+from lockstep.reporting.panels import sheet
 from lockstep.reporting.tracking import flat
 from lockstep.reporting.wandb_logger import unreachable
 

@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.config.compose import as_overrides, typed
 from lockstep.config.identity import run_dir
-from lockstep.config.overrides import as_overrides, typed
 from lockstep.config.project import command
 from lockstep.config.run_files import read_metrics
 from lockstep.config.words import number, seconds, size
 from lockstep.machine.files import write_text
-from lockstep.reporting.chart import chart, coloured
-from lockstep.reporting.drawing import FILTERS
-from lockstep.reporting.log_file import lines_of, warnings_in
-from lockstep.reporting.panels_file import write_panels
-from lockstep.reporting.render import render
-from lockstep.reporting.report_file import evaluated
+from lockstep.reporting.console import lines_of, warnings_in
+from lockstep.reporting.panels import FILTERS, write_panels
+from lockstep.reporting.recorder import evaluated
+from lockstep.reporting.render import chart, coloured, render
 from lockstep.tasks.panel import Content, Durations, Gallery
 
 if TYPE_CHECKING:

@@ -3,34 +3,119 @@
 import logging
 import math
 import os
+import platform
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import found_in, step_of
+from lockstep.config import project
+from lockstep.config.batches import batches
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.run_files import read_metrics, read_report
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.machine import lock, process
+from lockstep.machine import files, process
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
-from lockstep.reporting.log_file import Logs
-from lockstep.reporting.provenance import git_sha, peak_memory_bytes, versions
-from lockstep.reporting.report_file import SEPARATOR
+from lockstep.reporting.console import Logs
 from lockstep.reporting.tracking import Tracking
-from lockstep.training.micro_batches import batches
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    import torch
 
     from lockstep.tasks.panel import Content
+
+
+# --- Provenance of a run: commit, versions, memory ---
+
+PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
+
+
+def git_sha() -> str | None:
+    """The commit of the project, else of Lockstep's checkout, with `-dirty` if files were changed since; None without git."""
+    root = project.current().root or (None if WHEEL else ROOT)
+    if root is None:
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+@cache  # asked at every checkpoint; reading the packages' metadata takes 30 ms
+def versions() -> str:
+    found = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return ", ".join(found)
+
+
+def peak_bytes(device: "torch.device") -> int | None:
+    """The most memory that this process has had so far: of its GPU if it has one, else of the host."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_memory_bytes(trainer: "pl.Trainer") -> int | None:
+    """That of the process with the most. Call it on all ranks."""
+    import torch
+
+    device = trainer.strategy.root_device
+    peak = peak_bytes(device)
+    if peak is None:
+        return None
+    return int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))
+
+
+# --- The status of a run that could not write its own end, and the names of its test figures. Free of torch ---
+
+SEPARATOR = " | "  # of names in `evaluated`: values of report.json are neither lists nor dicts
+
+
+def evaluated(report: dict[str, Any]) -> list[str]:
+    """The names of the test figures, which a LightningModule may call as it likes."""
+    return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
+
+
+def status(folder: Path, report: dict[str, Any]) -> str:
+    """The status of a run; `died` if it did not write its end: `running`, on this machine, but no process holds its lock."""
+    died = report["status"] == "running" and report.get("host") == socket.gethostname() and not files.is_taken(folder)
+    return "died" if died else str(report["status"])
+
+
+def mark_ended(folder: Path, error: BaseException) -> None:
+    """Sets the final status if the processes could not. At Ctrl-C, one may fail because another is gone already."""
+    if getattr(error, "exit_code", 1) == 2 or isinstance(error, UserError) or not (folder / "report.json").is_file():
+        return
+    report = read_report(folder)
+    if report["status"] in ("running", "failed" if isinstance(error, KeyboardInterrupt) else "running"):
+        ended = "failed" if isinstance(error, Exception) else "interrupted"
+        write_json(folder / "report.json", report | {"status": ended, "error": str(error) or type(error).__name__})
+
+
+# --- A run's files: config.yaml, train.log, report.json and report.html, written by rank 0 ---
 
 
 def offered_figures(trainer: "pl.Trainer") -> dict[str, Any]:
@@ -107,7 +192,7 @@ class Recorder:
     def open(self) -> None:
         config, report = self.dir / "config.yaml", self.dir / "report.json"
         self.make_folder()
-        lock.take(self.dir)
+        files.take(self.dir)
         self.before = {path: path.read_text() for path in (config, report) if path.is_file()}
         if self.cfg.resume:
             self.resumed_at = step_of(Path(self.cfg.resume))
@@ -180,7 +265,7 @@ class Recorder:
         try:
             self.end(error)
         finally:
-            lock.release(self.dir)
+            files.release(self.dir)
 
     def end(self, error: BaseException | None) -> None:
         ended = "failed" if isinstance(error, Exception) else "interrupted"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.keys import dotted
+from lockstep.config.compose import dotted
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -89,7 +89,7 @@ def count_samples(logger: "Logger", trainer: "pl.Trainer", figure: str, batch: i
 
 def drawn(panels: "Sequence[Content]") -> dict[str, list[Any]]:
     """Images and captions of each panel that can be drawn, by its name."""
-    from lockstep.reporting.panel_images import images_of
+    from lockstep.reporting.panels import images_of_panel as images_of
 
     found: dict[str, list[Any]] = {}
     for panel in panels:

@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lockstep.strategies.one_format import OneFormat
+from lockstep.strategies.base import OneFormat
 from lockstep.strategies.rendezvous import meet
 from lockstep.training import dropout
 from lockstep.training.module import TaskModule

@@ -20,9 +20,9 @@ from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.machine import files
-from lockstep.strategies.one_format import OneFormat, gathered
+from lockstep.strategies.base import OneFormat, gathered
 from lockstep.strategies.rendezvous import meet
-from lockstep.training.tree_sums import TreeReduceScatter
+from lockstep.training.logical_ranks import TreeReduceScatter
 
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 

@@ -3,7 +3,7 @@
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lockstep.strategies.one_format import OneFormat
+from lockstep.strategies.base import OneFormat
 
 
 class Single(OneFormat, SingleDeviceStrategy):

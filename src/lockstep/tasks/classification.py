@@ -11,8 +11,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
-from lockstep.tasks.class_panels import Calibration, Confusion
 from lockstep.tasks.panel import Panel, wilson
+from lockstep.tasks.panels import Calibration, Confusion
 from lockstep.tasks.task import Task, class_weight, refuse_count, refuse_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy

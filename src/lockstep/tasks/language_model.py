@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lockstep.tasks.panel import Panel, Tokens
+from lockstep.tasks.panels import ByPosition
 from lockstep.tasks.task import Task, refuse_outputs
-from lockstep.tasks.value_panels import ByPosition
 
 
 class LanguageModel(Task):

@@ -11,8 +11,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 
 from lockstep.errors import UserError
-from lockstep.tasks.class_panels import ByLabel
 from lockstep.tasks.panel import Panel
+from lockstep.tasks.panels import ByLabel
 from lockstep.tasks.task import Task, class_weight, refuse_count, refuse_outputs
 
 

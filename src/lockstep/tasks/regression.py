@@ -13,8 +13,8 @@ from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from lockstep.tasks.panel import Panel
+from lockstep.tasks.panels import Residuals
 from lockstep.tasks.task import Task
-from lockstep.tasks.value_panels import Residuals
 
 
 class Regression(Task):

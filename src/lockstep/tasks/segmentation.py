@@ -12,8 +12,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from lockstep.errors import UserError
-from lockstep.tasks.class_panels import ByPixel
 from lockstep.tasks.panel import Mask, Panel
+from lockstep.tasks.panels import ByPixel
 from lockstep.tasks.task import Task, refuse_outputs
 
 

@@ -24,7 +24,7 @@ from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.tasks import Task
-from lockstep.training.mixed import one_per_sample
+from lockstep.training.metrics import one_per_sample
 from lockstep.training.trees import float32, samples_at
 
 

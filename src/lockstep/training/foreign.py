@@ -8,9 +8,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
-from lockstep.config.augmentation import mixing
 from lockstep.config.identity import title
-from lockstep.config.instantiate import create, target_of, to_plain
+from lockstep.config.instantiate import create, mixing, target_of, to_plain
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
 

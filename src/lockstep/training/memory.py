@@ -13,11 +13,10 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig
 
-from lockstep.config.batches import unit
-from lockstep.data import workers
+from lockstep.config.batches import accumulations, unit
+from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import LostProcess, OutOfMemory
-from lockstep.training.micro_batches import accumulations
 from lockstep.training.module import TaskModule
 
 log = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ def explained(
     try:
         yield
     except Exception as e:
-        if worker := workers.lost(e):
+        if worker := loaders.lost(e):
             log.info("%s: %s", type(e).__name__, e)
             raise LostProcess(worker) from None
         if not ran_out(e):

@@ -23,15 +23,13 @@ from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
 from lockstep.training.between_samples import evaluation_loss, whole_batch
-from lockstep.training.gradients import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
-from lockstep.training.logical_ranks import LogicalRanks
-from lockstep.training.metrics import MeanLoss, named, names_without_samples
-from lockstep.training.mixed import one_per_sample, weighted_loss
+from lockstep.training.logical_ranks import LogicalRanks, WholeVectors
+from lockstep.training.metrics import MeanLoss, named, names_without_samples, one_per_sample, weighted_loss
+from lockstep.training.optim import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import completes_step, has_row, total_steps
 from lockstep.training.trees import first_rows, first_samples, float32
-from lockstep.training.whole_vectors import WholeVectors
 
 
 class TaskModule(QuickHookNames):

@@ -1,0 +1,271 @@
+"""What a config may name at which key, and the arguments of what it names. Free of torch."""
+
+import contextlib
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from lockstep import PACKAGE
+from lockstep.config import project
+from lockstep.config.schema import KEYS
+from lockstep.config.words import nearest, shown
+
+# --- What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch ---
+#
+# A config may come from a stranger: every checkpoint holds one. So no package is admitted as a whole. Classes are known by the names
+# of their bases, so a check of the user's own classes imports no more than they do.
+
+# Packages whose modules a config may import, besides those of the project (config/project.py).
+TRUSTED = (
+    "lockstep.",
+    "torch.nn.",
+    "torch.optim.",
+    "torchvision.",
+    "torchmetrics.",
+    "timm.",
+    "lightning.pytorch.",
+    "optuna.pruners.",
+)
+SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
+# Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
+BASES: dict[str, tuple[str, ...]] = {
+    "lockstep.tasks.task.Task": (),
+    "lockstep.data.dataset.DataSet": (),
+    "lockstep.data.dataset.Arrays": (),
+    "lockstep.augment.operation.Operation": (),
+    "lightning.pytorch.core.module.LightningModule": (),
+    "lightning.pytorch.core.datamodule.LightningDataModule": (),
+    "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
+    "lightning.pytorch.loggers.logger.Logger": ("lightning.pytorch.loggers.",),
+    "lightning.pytorch.strategies.strategy.Strategy": ("lightning.pytorch.strategies.",),
+    "torch.nn.modules.module.Module": (
+        "torch.nn.", "torchvision.models.", "torchvision.ops.", "timm.models.", "timm.layers.", "timm.loss.",
+    ),
+    "torch.optim.optimizer.Optimizer": ("torch.optim.", "timm.optim."),
+    "torch.optim.lr_scheduler.LRScheduler": ("torch.optim.",),
+    "torchmetrics.metric.Metric": ("torchmetrics.",),
+    "torch.utils.data.dataset.Dataset": ("torchvision.datasets.",),
+    "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
+    "builtins.object": ("torchvision.transforms.",),  # its classes have no base in common; each only changes samples
+}  # fmt: skip
+UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
+# The kinds of a key, by the last parts of their bases. A node within another node may be of any kind, or anything of the project's.
+KINDS = {
+    "task": ("Task", "LightningModule"),
+    "model": ("Module",),
+    "data": ("DataSet", "LightningDataModule"),
+    "strategy": ("Strategy",),
+    "optim": ("Optimizer",),
+    "schedule": ("LRScheduler",),
+    "task.metrics.*": ("Metric",),
+    "augment.*": ("Operation",),
+    "callbacks.*": ("Callback",),
+    "logger.*": ("Logger",),
+}
+
+
+def trusted() -> tuple[str, ...]:
+    """The beginnings of names that may be looked up."""
+    project.make_importable()
+    return (*TRUSTED, *(pattern.removesuffix("*") for pattern in project.trusted()))
+
+
+def own() -> tuple[str, ...]:
+    """The packages of the project, without those of Lockstep, which a checkout has among them."""
+    return tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
+
+
+def wanted(key: str) -> tuple[str, ...] | None:
+    """The kinds of a key; None for a node within another one."""
+    return KINDS.get(key) or KINDS.get(f"{key.rpartition('.')[0]}.*")
+
+
+def home(target: Any) -> str:
+    """Where a class or function is defined, whatever name it was found by."""
+    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+
+
+def may_be(made: type, where: str, names: tuple[str, ...] | None) -> bool:
+    """Whether a class is of one of these kinds (None: of any), and `where` is a place that may define such a target."""
+    lineage = {home(base) for base in made.__mro__}
+    here = (f"{PACKAGE.name}.", *own())
+    return any(
+        base in lineage and where.startswith(modules if base == "builtins.object" else (*modules, *here))
+        for base, modules in BASES.items()
+        if names is None or base.rpartition(".")[2] in names
+    )
+
+
+def returned(function: Any) -> Any:
+    """The annotation of what a function returns; None without one, or if only a type checker understands it."""
+    function = getattr(function, "__func__", function)
+    try:
+        return typing.get_type_hints(function).get("return")
+    except Exception:  # another annotation of it, such as one under TYPE_CHECKING
+        return None
+
+
+def admitted(target: Any, key: str) -> bool:
+    """Whether a config may name `target` at `key`. Calls nothing."""
+    while isinstance(target, partial):
+        target = target.func
+    where, names = home(target), wanted(key)
+    if where.startswith(UNPICKLING) or not callable(target):
+        return False
+    if where.startswith(own()) and names is None:
+        return True
+    if isinstance(target, type):
+        return may_be(target, where, names)
+    made = returned(target)
+    if isinstance(made, type) and made is not Any:
+        return may_be(made, where, names)
+    return where.startswith(own())
+
+
+def refusal(target: Any, path: str, key: str) -> str | None:
+    """Why a config may not name `target`; None if it may."""
+    if admitted(target, key):
+        return None
+    bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (wanted(key) or ())]
+    kinds = (
+        " or ".join(f"{library}'s {name}" for library, *_, name in bases)
+        or "Module, Optimizer, Dataset, Metric or the like"
+    )
+    return (
+        f"{key}._target_={path} may not be named here: {key} takes a subclass of {kinds}, or a function annotated to return one, "
+        "of your own packages or of the library that it belongs to."
+    )
+
+
+def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A node with a `_target_` and those within it, which Hydra makes too, with their keys."""
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield key, value
+        value = {} if value.get("_recursive_") is False else value
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    for name, item in value.items() if isinstance(value, Mapping) else ():
+        yield from nodes(item, f"{key}.{name}")
+
+
+def is_shipped(node: Mapping[Any, Any]) -> bool:
+    """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
+    return str(node.get("_target_")).startswith(SHIPPED)
+
+
+# --- The arguments and their types of a class or function named by a config, including those of base classes ---
+
+
+def locate(path: str) -> Any:
+    """The object of a dotted path. Raises LookupError if there is none; lets errors of the modules themselves through.
+
+    Imports only what a config may name, as importing a module runs it.
+    As in Hydra, a package's attribute comes before its module of the same name: `lockstep.strategies.base` is a function.
+    """
+    if not path.startswith(trusted()):
+        raise LookupError(f"a config may not name {path}")
+    found, parts = None, path.split(".")
+    for place, part in enumerate(parts):
+        if found is not None and hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        here, module = ".".join(parts[:place]), ".".join(parts[: place + 1])
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as e:
+            if e.name is None or not f"{module}.".startswith(f"{e.name}."):
+                raise  # raised by an import inside that module
+            if not here:
+                raise LookupError(f"there is no package {part}") from None
+            raise LookupError(f"{here} has no {part}{nearest(part, dir(found))}") from None
+    return found
+
+
+def parameters(path: str) -> dict[str, inspect.Parameter] | None:
+    """The arguments of a target by name, with those that `**kwargs` passes on to base classes; None if unknown, or if there is no such target.
+
+    Inherited arguments are optional: the class may set them itself.
+    """
+    try:
+        target = locate(path)
+        bases = iter(constructors(target)[1:])
+        found = dict(inspect.signature(target).parameters)
+        while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
+            _, *inherited = inspect.signature(base).parameters.values()  # without `self`
+            own = {k: p for k, p in found.items() if k not in rest}
+            found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | own
+    except (LookupError, TypeError, ValueError):
+        return None
+    return found
+
+
+def takes_one(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def constructors(target: Any) -> list[Callable[..., Any]]:
+    """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
+    classes = getattr(target, "__mro__", (object,))[:-1]
+    return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
+
+
+def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """The `offered` arguments that the signature of a target names."""
+    named = parameters(path)
+    return {name: value for name, value in offered.items() if named is not None and name in named}
+
+
+def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
+    """Whether the annotation of an argument accepts a value; an argument without annotation accepts any."""
+    if parameter.annotation is inspect.Parameter.empty or has_target(value):
+        return
+    if key in KEYS and is_shipped({"_target_": target}):
+        return  # config/checks.py has better words
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not wait for
+
+    try:
+        annotation = hints(target).get(parameter.name, parameter.annotation)
+        config: Any = None if is_model(annotation) else {"arbitrary_types_allowed": True}
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)
+    except Exception:  # annotations that only a type checker understands
+        return
+    try:
+        found = adapter.validate_python(value)
+        wrong = isinstance(value, str | bool) and isinstance(found, int | float) and type(found) is not type(value)
+    except ValidationError:
+        wrong = True
+    except Exception:
+        return
+    if wrong:
+        name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
+        yield f"{key}={shown(value)} is not possible; it takes {name or str(annotation).replace('typing.', '')}."
+
+
+def is_model(annotation: Any) -> bool:
+    """Types with their own pydantic settings accept no others."""
+    known = hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
+    return isinstance(annotation, type) and known
+
+
+def has_target(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "_target_" in value or any(map(has_target, value.values()))
+    return isinstance(value, list) and any(map(has_target, value))
+
+
+def hints(target: str) -> dict[str, Any]:
+    """Annotations as types, also those written as strings; without those that only a type checker understands."""
+    found: Any = locate(target)
+    functions = constructors(found) if isinstance(found, type) else [found]
+    types: dict[str, Any] = {}
+    for function in reversed(functions):
+        for name, written in getattr(function, "__annotations__", {}).items():
+            alone: Any = SimpleNamespace(__annotations__={name: written})  # so an unreadable one hides no other
+            with contextlib.suppress(Exception):
+                types |= typing.get_type_hints(alone, getattr(function, "__globals__", {}))
+    return types

@@ -1,0 +1,190 @@
+"""The jobs of a multirun side by side on one machine, and the table of their results."""
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lockstep.config import project
+from lockstep.config.identity import run_dir
+from lockstep.config.run_files import read_report
+from lockstep.errors import RunFailed, UserError
+from lockstep.launch import local
+from lockstep.machine.files import write_csv, write_json
+from lockstep.machine.world import accelerator_of, cores, visible_gpus, world_of
+from lockstep.reporting.recorder import evaluated, mark_ended, status
+
+# --- A multirun's table of results, read from the reports of its jobs ---
+
+INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
+REPEATS = ("seed=", "data.fold=")  # jobs that differ by these alone repeat one experiment
+FIRST, LAST = ("status",), ("train/steps", "wall_s")
+last: list[dict[str, Any]] = []  # the rows of the last multirun of this process, for lockstep.sweep
+
+
+def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
+    """The config of a multirun's job. Its run directory is inside the multirun's, unless the sweep is over `run` itself."""
+    sweep_dir = Path(hydra_cfg.sweep.dir)
+    name = str(sweep_dir.relative_to(cfg.runs_dir))
+    if cfg.run is None or str(cfg.run) == name:
+        cfg.run = f"{name}/{hydra_cfg.job.num}"
+    return cfg
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Status, test figures, the monitored figure, speed and time."""
+    tested = [key for row in rows for key in evaluated(row) if not key.endswith("/count")]
+    monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
+    rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
+    return list(dict.fromkeys([*FIRST, *sorted(tested), *monitored, LAST[0], *rates, LAST[1]]))
+
+
+def typed(overrides: list[str]) -> list[str]:
+    """The overrides that the user typed for a job."""
+    return [o for o in overrides if not o.startswith(INNER)]
+
+
+def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
+    """Adds a job's overrides to its report; a job that failed before it had one gets one."""
+    path = folder / "report.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {"status": "failed"} | read_report(folder)
+    if failed and report["status"] in ("done", "running"):
+        return  # the report belongs to another run, which kept its directory
+    write_json(path, report | {"overrides": shlex.join(typed(overrides))})
+
+
+def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and sample standard deviation of the figures of finished jobs that differ by nothing but what REPEATS names."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        typed = [o for o in shlex.split(str(row.get("overrides", ""))) if not o.startswith(REPEATS)]
+        if row["status"] == "done":
+            groups.setdefault(shlex.join(typed), []).append(row)
+    found = []
+    for own, jobs in groups.items():
+        figures: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
+        numbers = {key: v for key, v in figures.items() if all(type(each) in (int, float) for each in v)}
+        for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
+            of_jobs = {key: of(values) for key, values in numbers.items()}
+            found.append({"run": f"{name} of {len(jobs)}", "overrides": own, **of_jobs})
+    return found
+
+
+class SweepTable(Callback):
+    """Prints and saves a multirun's table at the end, with mean and spread over seeds and folds."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        sweep_dir = Path(config.hydra.sweep.dir)
+        reports = sorted(
+            sweep_dir.glob("*/report.json"),
+            key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else -1,
+        )
+        rows = []
+        for folder in (path.parent for path in reports):
+            report = {"run": f"{sweep_dir.name}/{folder.name}", **read_report(folder)}
+            rows.append(report | {"status": status(folder, report)})
+        last[:] = rows
+        if not rows:
+            return
+        names, repeated = columns(rows), spread(rows)
+        write_csv(sweep_dir / "results.csv", ["run", "overrides", *names], rows)
+        if repeated:
+            write_csv(sweep_dir / "spread.csv", ["run", "overrides", *names[1:]], repeated)
+        from lockstep.reporting.console import sweep_table
+
+        sweep_table(rows, repeated, names, sweep_dir / "results.csv")
+
+
+# --- Runs jobs of a multirun side by side on one machine: assigns devices and starts a process per job ---
+
+CONFIG = "LOCKSTEP_CONFIG"
+running: list[subprocess.Popen[bytes]] = []
+printing = threading.Lock()
+
+
+def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
+    """One environment per simultaneous job: its GPUs, or its share of the cores.
+
+    Raises:
+        UserError: `jobs` is not a number, or needs more GPUs than there are.
+    """
+    if jobs != "auto" and not (type(jobs) is int and jobs > 0):
+        raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
+    if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
+        raise UserError(
+            f"trainer.devices={cfg.trainer.devices}: hydra/launcher=slots assigns the GPUs. Type trainer.devices=<how many per job>."
+        )
+    accelerator = accelerator_of(str(cfg.trainer.accelerator))
+    each = world_of(cfg).devices
+    if accelerator == "cuda":
+        gpus = visible_gpus()
+        count = len(gpus) // each if jobs == "auto" else int(jobs)
+        if not count or count * each > len(gpus):
+            raise UserError(
+                f"hydra.launcher.jobs={jobs} with {each} GPUs per job needs {max(1, count) * each} GPUs; this machine has {len(gpus)}. "
+                f"Type hydra.launcher.jobs={max(1, len(gpus) // each)}, or fewer trainer.devices."
+            )
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
+    count = max(1, cores() // each) if jobs == "auto" else int(jobs)
+    return [{"OMP_NUM_THREADS": str(max(1, cores() // count // each))}] * count
+
+
+def output(cfg: DictConfig) -> Path:
+    folder = run_dir(cfg)
+    return folder.with_name(f"{folder.name}.log")
+
+
+def say(line: str) -> None:
+    with printing:
+        print(line, flush=True)
+
+
+def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> int:
+    """Runs `script` for one job and waits; returns its exit code. A killed process gets a report as well."""
+    job = json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})
+    place = environment.get("CUDA_VISIBLE_DEVICES")
+    say(f"{cfg.run} begins" + (f" on GPU {place}" if place else "") + f": {' '.join(typed(overrides))}")
+    output(cfg).parent.mkdir(parents=True, exist_ok=True)
+    # Hide the SLURM job around all jobs: the launcher requeues that one.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment = {**outside, **environment, **project.environment(), CONFIG: job}
+    command, pipe = [sys.executable, str(script)], subprocess.PIPE
+    # In a session of its own, so Ctrl-C reaches it once, through end_all.
+    with (
+        output(cfg).open("ab") as log,
+        subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=log, stderr=log, start_new_session=True
+        ) as process,
+    ):
+        running.append(process)
+        try:
+            code = local.wait([process])
+        finally:
+            running.remove(process)
+    if code:
+        mark_ended(run_dir(cfg), RunFailed(f"its process ended with exit code {code}"))
+    record(run_dir(cfg), overrides, failed=bool(code))
+    say(f"{cfg.run} {read_report(run_dir(cfg)).get('status')}")
+    return 2 if code == 2 else int(code != 0)
+
+
+def end_all() -> None:
+    """Interrupts the jobs: Ctrl-C reaches only the parent, because jobs have their own process groups."""
+    local.stop(list(running), signal.SIGINT)
+
+
+def received_config() -> tuple[DictConfig, list[str]] | None:
+    """The config and the overrides that `run_job` gave to this process."""
+    job = local.received(CONFIG)
+    return (OmegaConf.create(job["config"]), job["overrides"]) if job else None
