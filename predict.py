@@ -10,13 +10,14 @@ from lockstep import launch
 
 def predict(cfg: DictConfig, world: launch.World) -> None:
     """The part of one process. `cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
-    from lockstep import build, build_prediction
+    from lockstep import build
+    from lockstep.extras import prediction
     from lockstep.reporting.summary import show_predictions
 
     build.process(cfg, world)
-    data = build_prediction.data(cfg)
+    data = prediction.data(cfg)
     module = build.module(cfg, data, weights=cfg.init_from)
-    found = build_prediction.predict(cfg, world, data, module)
+    found = prediction.predict(cfg, world, data, module)
     if world.rank == 0:
         show_predictions(cfg, world, found)
 

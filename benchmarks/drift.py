@@ -12,7 +12,7 @@ from pathlib import Path
 
 import parity
 
-from lockstep.reporting import comparison
+from lockstep.extras import comparison
 
 COMMON = [
     "trainer.precision=32-true", "data.source=embedded", "data.batch_size=64", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1",

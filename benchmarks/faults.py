@@ -30,7 +30,7 @@ from fault_kinds import FAULTS, Fault, Target, fill, repair, send, small_disk
 
 from lockstep import ROOT
 from lockstep.checkpoints.finding import found_in, is_checkpoint, step_of
-from lockstep.reporting import comparison
+from lockstep.extras import comparison
 
 sys.path.append(str(ROOT / "tests"))
 import forked  # processes from a server that has imported torch

@@ -23,7 +23,7 @@ from pathlib import Path
 import hosts
 
 from lockstep import ROOT
-from lockstep.reporting import comparison
+from lockstep.extras import comparison
 
 STEPS_PER_EPOCH, EPOCHS = 60, 5
 COMMON = [

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.reporting.comparison import ENDS, agree, compare, find, grown_rounding
+from lockstep.extras.comparison import ENDS, agree, compare, find, grown_rounding
 
 
 def main() -> int:

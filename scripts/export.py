@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
-from lockstep.export.folder import export
+from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
 

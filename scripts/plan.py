@@ -37,7 +37,7 @@ def costs_of(cfg: DictConfig) -> tuple[Any, int]:
 
     from lockstep import build
     from lockstep.callbacks import Freeze
-    from lockstep.planning.costs import costs
+    from lockstep.extras.planning import costs
 
     cfg = build.with_numbers(cfg)
     for key in ("pretrained", "checkpoint_path"):
@@ -62,7 +62,7 @@ def in_half(cfg: DictConfig) -> bool:
 
 def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[str, Any, Any]]:
     """Strategy, setting and plan for each number of devices that divides the batch."""
-    from lockstep.planning.costs import DEVICES, Setting, plan
+    from lockstep.extras.planning import DEVICES, Setting, plan
 
     batch = int(cfg.data.batch_size)
     copies = sum(getattr(locate(node._target_), "saved_weights", 0) for node in cfg.callbacks.values())
@@ -122,7 +122,7 @@ def measure(overrides: list[str], costs: Any) -> dict[str, float]:
     """Trains a few steps here. The predicted growth of memory and the measured one, and the speed."""
     import resource
 
-    from lockstep.planning.costs import Setting, device_bytes, sample_bytes
+    from lockstep.extras.planning import Setting, device_bytes, sample_bytes
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = train([*overrides, f"trainer.max_steps={STEPS}", "trainer.max_epochs=-1", "trainer.log_every_n_steps=2", "trainer.limit_val_batches=0",
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--price", type=float, default=0.0, help="of a device for an hour")
     parser.add_argument("--measure", action="store_true", help="train some steps here as well")
     args = parser.parse_intermixed_args()
-    from lockstep.planning.costs import DEVICES
+    from lockstep.extras.planning import DEVICES
 
     if args.on not in DEVICES:
         raise UserError(f"--on {args.on}: the known kinds are {', '.join(DEVICES)}.")

@@ -138,9 +138,9 @@ def connected(address: Path) -> Connection | None:
 
 def preload() -> None:
     import lockstep.build
+    import lockstep.extras.comparison
     import lockstep.launch.start
     import lockstep.launch.sweeps
-    import lockstep.reporting.comparison
     import lockstep.reporting.page
     import lockstep.training.memory  # noqa: F401
 

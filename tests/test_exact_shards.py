@@ -9,7 +9,7 @@ from in_process import Crash, same, state
 
 import lockstep
 from lockstep.callbacks import step_seed
-from lockstep.reporting.comparison import agree, compare, find
+from lockstep.extras.comparison import agree, compare, find
 from lockstep.training import logical_ranks
 from lockstep.training.logical_ranks import TreeSum
 

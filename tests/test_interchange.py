@@ -11,7 +11,7 @@ from in_process import SMALL
 import lockstep
 from lockstep.checkpoints.content import read
 from lockstep.checkpoints.finding import leaves
-from lockstep.reporting import comparison
+from lockstep.extras import comparison
 
 SETUPS = {
     "single": ["strategy=single"],

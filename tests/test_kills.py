@@ -10,7 +10,7 @@ from in_process import SMALL
 
 import lockstep
 from lockstep.errors import OutOfMemory, RunFailed
-from lockstep.reporting import comparison
+from lockstep.extras import comparison
 
 SETUPS = {
     "single": ["strategy=single"],

@@ -13,8 +13,8 @@ LOCKSTEP = SRC / "lockstep"
 FILES = sorted(SRC.rglob("*.py"))
 
 # From the bottom up; a room imports from those before it. `data` and `models` know nothing of training. `checkpoints` comes before
-# `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `sweeps` comes before `callbacks`,
-# one of which reports to a study. `build` joins all of these, and `launch` runs the scripts that call `build`.
+# `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `build` joins all of these, and `launch` runs the scripts that
+# call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (
     "errors",
     "compat",
@@ -28,15 +28,11 @@ ORDER = (
     "checkpoints",
     "strategies",
     "reporting",
-    "sweeps",
     "callbacks",
-    "export",
-    "planning",
-    "prediction",
     "build_trainer",
     "build",
-    "build_prediction",
     "launch",
+    "extras",
     "__init__",
     "testing",
     "__main__",

@@ -15,7 +15,7 @@ import slurm
 from in_process import SMALL
 
 from lockstep import ROOT
-from lockstep.reporting import comparison
+from lockstep.extras import comparison
 
 pytestmark = [
     pytest.mark.xdist_group("slurm"),

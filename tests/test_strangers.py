@@ -13,11 +13,11 @@ import lockstep
 from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.errors import UserError
-from lockstep.export.folder import export
+from lockstep.extras import study_files
+from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 from lockstep.reporting import console
 from lockstep.strategies.base import shape_problems
-from lockstep.sweeps import study_files
 
 pytestmark = pytest.mark.xdist_group("strangers")
 
@@ -37,9 +37,9 @@ def evil(run_a, mnist, cache) -> dict[str, dict]:
     (folder / "model.json").write_text('{"timm": null, "class": "Net", "arguments": {}}')
     return {
         "pickle": {"_target_": "timm.models.load_state_dict", "checkpoint_path": "evil.pth", "weights_only": False},
-        "module": {"_target_": "lockstep.export.exported.load", "folder": "exported"},
+        "module": {"_target_": "lockstep.extras.exported.load", "folder": "exported"},
         "import": {"_target_": "stranger.Net"},
-        "nested": {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "lockstep.export.exported.load", "folder": "exported"}]},
+        "nested": {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "lockstep.extras.exported.load", "folder": "exported"}]},
     }  # fmt: skip
 
 

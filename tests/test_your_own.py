@@ -17,9 +17,8 @@ from your_own import FOLDER, Page, forget, samples_seen
 import lockstep
 from lockstep.checkpoints import finding
 from lockstep.errors import OutOfMemory, RunFailed, UserError
-from lockstep.export import exported
-from lockstep.export.folder import export
-from lockstep.reporting import comparison
+from lockstep.extras import comparison, exported
+from lockstep.extras.export import export
 
 TWO = ("strategy=ddp", "trainer.devices=2")
 SHARDED = ("strategy=fsdp", "trainer.devices=2")

@@ -1,4 +1,4 @@
-"""From config nodes to objects, one function per stage. Only this file, build_trainer.py and build_prediction.py join the packages."""
+"""From config nodes to objects, one function per stage. Only this file, build_trainer.py and extras/prediction.py join the packages."""
 
 from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
 

@@ -71,7 +71,7 @@ class KillAt(pl.Callback):
 
 def assert_survives_a_kill(project: Project) -> None:
     """A run killed in mid-training and typed again is bit-identical to an undisturbed run."""
-    from lockstep.reporting import comparison
+    from lockstep.extras import comparison
 
     report = project.single
     killed = project.command("killed", "resume=auto", "+callbacks.kill._target_=lockstep.testing.KillAt")

@@ -5,8 +5,8 @@ import torch
 from in_process import same, state
 from torch.nn import functional as F
 
-from lockstep.callbacks import ProgressiveResize
 from lockstep.errors import UserError
+from lockstep.extras.progressive_resize import ProgressiveResize
 
 RESIZED = [
     "callbacks=[default,progressive_resize]",

@@ -43,7 +43,7 @@ def project(tmp_path, monkeypatch):
     ("key", "target"),
     [
         ("callbacks.x", "timm.models.load_state_dict"),
-        ("callbacks.x", "lockstep.export.exported.load"),
+        ("callbacks.x", "lockstep.extras.exported.load"),
         ("callbacks.x", "lockstep.machine.files.remove"),
         ("callbacks.x", "torchvision.datasets.utils.download_url"),
         ("callbacks.x", "torchvision.datasets.utils.extract_archive"),
@@ -81,7 +81,7 @@ def test_what_is_not_of_the_keys_kind_is_refused(key, target):
         create({"_target_": target}, key)
 
 
-@pytest.mark.parametrize("bad", ["timm.models.load_state_dict", "os.system", "lockstep.export.exported.load"])
+@pytest.mark.parametrize("bad", ["timm.models.load_state_dict", "os.system", "lockstep.extras.exported.load"])
 @pytest.mark.parametrize(
     "around", [lambda node: {"given": node}, lambda node: {"given": [[{"a": node}]]}, lambda node: {"_args_": [node]}]
 )

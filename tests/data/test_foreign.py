@@ -12,10 +12,11 @@ from conftest import digits, write_idx
 from pictures import COLOURS, picture, write_classes
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from lockstep.data import HuggingFace, TorchDataset, Torchvision
 from lockstep.data.dataset import content_of
 from lockstep.data.loaders import as_tensor
 from lockstep.errors import UserError
+from lockstep.extras.adapters import TorchDataset, Torchvision
+from lockstep.extras.huggingface import HuggingFace
 
 PLACES = np.arange(4)
 

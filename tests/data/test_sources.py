@@ -18,7 +18,7 @@ from lockstep.callbacks import FiniteLoss
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.data.datamodule import DataModule
-from lockstep.export.folder import export
+from lockstep.extras.export import export
 
 SIZE, BATCH, TEST = 12, 6, 21  # 21 test samples: neither two processes nor the batches divide them
 
@@ -205,7 +205,7 @@ def test_classes_are_named_in_the_checkpoint_and_the_export(case, whole):
     assert whole.get("data/skipped", 0) == 0
     assert whole["data/sha256"] == case.state("whole")["DataModule"]["sha256"]
     export(case.folder / "runs/whole" / whole["checkpoint"], case.folder / "exported")
-    from lockstep.export.exported import load
+    from lockstep.extras.exported import load
 
     model = load(case.folder / "exported")
     image = picture(COLOURS["red"], 1).convert("L" if case.name == "torchvision" else "RGB")

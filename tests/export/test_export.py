@@ -18,8 +18,8 @@ from PIL import Image, ImageOps
 import lockstep
 from lockstep.checkpoints import finding
 from lockstep.errors import UserError
-from lockstep.export import exported, graphs
-from lockstep.export.folder import export, needed
+from lockstep.extras import export_graphs, exported
+from lockstep.extras.export import export, needed
 
 pytestmark = pytest.mark.xdist_group("export")
 CPU = ["trainer.accelerator=cpu"]
@@ -291,7 +291,7 @@ def test_a_graph_that_differs_is_refused_with_the_difference_and_nothing_is_kept
         (part / "model.onnx").write_text("")
         return {"model.onnx": lambda image_BCHW: model.outputs(image_BCHW) + 0.01 * (len(image_BCHW) == 1)}
 
-    monkeypatch.setattr(graphs, "write_graphs", wrong)
+    monkeypatch.setattr(export_graphs, "write_graphs", wrong)
     with pytest.raises(UserError, match=r"model.onnx differs from the network by 0.01 on 3 images in batches of 1"):
         export(checkpoint, tmp_path / "exported", ["onnx"])
 
@@ -302,7 +302,7 @@ def test_a_graph_that_differs_is_refused_with_the_difference_and_nothing_is_kept
 
         return {"model.onnx": run}
 
-    monkeypatch.setattr(graphs, "write_graphs", frozen)
+    monkeypatch.setattr(export_graphs, "write_graphs", frozen)
     with pytest.raises(UserError, match=r"model.onnx does not run on a batch of 5: Got invalid dimensions"):
         export(checkpoint, tmp_path / "exported", ["onnx"])
     assert list(tmp_path.iterdir()) == []
@@ -346,7 +346,7 @@ def test_a_task_with_its_own_predictions_is_refused(place, run, tmp_path):
 
 
 def test_packages_that_onnx_needs_are_named(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(graphs, "find_spec", lambda _: None)
+    monkeypatch.setattr(export_graphs, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"--onnx needs onnx, onnxscript, onnxruntime, which are not installed"):
         export(run("own"), tmp_path / "exported", ["onnx"])
 

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.models import AirbenchNet, BasicNet, airbench, from_timm
+from lockstep.extras import airbench
+from lockstep.extras.airbench import AirbenchNet
+from lockstep.models import BasicNet, from_timm
 from lockstep.models.from_timm import go_offline_without_network, normalisation
 
 SMALL = "test_resnet"  # timm's own for tests: 0.4 million parameters

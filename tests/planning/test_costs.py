@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.planning.costs import BUCKET_BYTES, DEVICES, Costs, Setting, plan
+from lockstep.extras.planning import BUCKET_BYTES, DEVICES, Costs, Setting, plan
 
 SINGLE = Setting(world=1, nodes=1, shards=False, half=False, micro_batch=32, accumulate=1)
 COSTS = Costs(parameters=1000, trained=1000, weight_bytes=4000, gradient_bytes=4000, optimizer_bytes=8000, largest_block_bytes=400,

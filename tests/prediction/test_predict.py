@@ -15,7 +15,7 @@ from PIL import Image
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.prediction import formats
+from lockstep.extras import tables
 
 pytestmark = pytest.mark.xdist_group("predict")
 CPU = ["trainer.accelerator=cpu"]
@@ -212,10 +212,10 @@ def test_every_format_says_the_same(predict, broken):
 
 
 def test_parquet_has_the_types_of_a_row_that_could_be_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "CHUNK", 2)
+    monkeypatch.setattr(tables, "CHUNK", 2)
     rows = [{"path": str(i), "error": "broken"} for i in range(4)] + [{"path": "4", "price": 0.5, "error": ""}]
     parquet = pytest.importorskip("pyarrow.parquet")
-    formats.write_table(tmp_path / "a.parquet", ".parquet", rows[-1], iter(rows))
+    tables.write_table(tmp_path / "a.parquet", ".parquet", rows[-1], iter(rows))
     assert parquet.read_table(tmp_path / "a.parquet")["price"].to_pylist() == [None] * 4 + [0.5]
 
 
@@ -280,7 +280,7 @@ def test_a_mistake_is_refused(place, given, said):
 
 def test_parquet_without_pyarrow_is_refused(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    from lockstep.prediction.request import output_problems
+    from lockstep.launch.request import output_problems
 
     assert "Type uv pip install pyarrow, or output=a.csv" in next(output_problems(Path("a.parquet"), False))
 

@@ -13,7 +13,7 @@ from lockstep.config import rules
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted, UserError
-from lockstep.reporting import mlflow_logger
+from lockstep.extras import mlflow_logger
 
 SEEN = "train/images_seen"
 

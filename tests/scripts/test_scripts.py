@@ -20,7 +20,7 @@ import lockstep
 from lockstep import ROOT
 from lockstep.checkpoints import finding
 from lockstep.errors import UserError
-from lockstep.export.folder import export
+from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
 pytestmark = pytest.mark.xdist_group("scripts")
@@ -148,7 +148,7 @@ def test_what_does_not_take_images_is_not_exported(task, tmp_path):
 
 
 def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeypatch):
-    from lockstep.export import folder as module
+    from lockstep.extras import export as module
 
     monkeypatch.setattr(module, "imported", lambda *_: {"torch", "omegaconf", "einops"})
     with pytest.raises(UserError, match=r"basic_net.py imports einops, omegaconf"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.reporting.comparison import Run, figure_differences, grown_rounding
+from lockstep.extras.comparison import Run, figure_differences, grown_rounding
 
 
 def run(**figures: float) -> Run:

@@ -11,12 +11,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from omegaconf import OmegaConf
 from optuna.trial import TrialState
 
-from lockstep.callbacks import Pruning
 from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.errors import Pruned
-from lockstep.sweeps import study_files
-from lockstep.sweeps.study import StudySweeper
-from lockstep.sweeps.trials import STORAGE, trial_id
+from lockstep.extras import study_files
+from lockstep.extras.pruning import STORAGE, Pruning, trial_id
+from lockstep.extras.study import StudySweeper
 
 SPACE = ["optim.lr=tag(log,interval(1e-4,1e-1))", "seed=3"]
 DONE = {"status": "done", "val/acc": 0.5}

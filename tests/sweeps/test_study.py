@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from lockstep.config import compose
 from lockstep.config.identity import sweep_name
 from lockstep.errors import UserError
-from lockstep.sweeps import study, study_files
+from lockstep.extras import study, study_files
 
 
 def composed_best(tmp_path, fixed: dict, params: dict, distributions: dict):

@@ -17,7 +17,7 @@ from lockstep.config.classes import own_loader_problems
 from lockstep.config.compose import compose_config
 from lockstep.config.project import make_importable
 from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
-from lockstep.export.folder import export
+from lockstep.extras.export import export
 from lockstep.training import dropout, foreign
 
 MODULES = """import lightning.pytorch as pl

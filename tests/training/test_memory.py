@@ -17,10 +17,10 @@ from lockstep import ROOT
 from lockstep.config.batches import accumulations
 from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory
+from lockstep.extras import comparison
 from lockstep.launch import local
 from lockstep.machine.world import World
 from lockstep.models import BasicNet
-from lockstep.reporting import comparison
 from lockstep.training.memory import ran_out
 
 AUTO = "trainer.accumulate_grad_batches=auto"

@@ -1,4 +1,4 @@
-"""An Optuna sweeper that continues a study, records failures, prunes trials, and writes plots; see lockstep/sweeps/study.py."""
+"""An Optuna sweeper that continues a study, records failures, prunes trials, and writes plots; see lockstep/extras/study.py."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class ContinuedOptunaSweeper(Sweeper):
         self.options = options
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from lockstep.sweeps.study import StudySweeper
+        from lockstep.extras.study import StudySweeper
 
         self.sweeper = StudySweeper(**self.options)
         self.sweeper.setup(hydra_context=hydra_context, task_function=task_function, config=config)

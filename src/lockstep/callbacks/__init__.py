@@ -8,8 +8,6 @@ from lockstep.callbacks.ema import EMA as EMA
 from lockstep.callbacks.foreign import Foreign as Foreign
 from lockstep.callbacks.freeze import Freeze as Freeze
 from lockstep.callbacks.preemption import Preemption as Preemption
-from lockstep.callbacks.progressive_resize import ProgressiveResize as ProgressiveResize
-from lockstep.callbacks.pruning import Pruning as Pruning
 from lockstep.callbacks.step_seed import StepSeed as StepSeed
 from lockstep.callbacks.stopping import EarlyStopping as EarlyStopping
 from lockstep.callbacks.stopping import FiniteLoss as FiniteLoss

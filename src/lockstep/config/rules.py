@@ -149,7 +149,7 @@ def exact_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 WANDB = "lockstep.reporting.loggers.wandb"
 WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
 # Each with the module that it imports, which is also the name of the extra, and the package to install.
-OPTIONAL = {"lockstep.reporting.mlflow_logger.mlflow": ("mlflow", "mlflow-skinny")}
+OPTIONAL = {"lockstep.extras.mlflow_logger.mlflow": ("mlflow", "mlflow-skinny")}
 
 
 def environment_problems(cfg: DictConfig, _: object) -> Iterator[str]:

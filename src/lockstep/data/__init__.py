@@ -4,13 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep.data.adapters import TorchDataset as TorchDataset
-    from lockstep.data.adapters import Torchvision as Torchvision
     from lockstep.data.dataset import Arrays as Arrays
     from lockstep.data.dataset import Batch as Batch
     from lockstep.data.dataset import DataSet as DataSet
     from lockstep.data.folder import Folder as Folder
-    from lockstep.data.huggingface import HuggingFace as HuggingFace
     from lockstep.data.images import Images as Images
     from lockstep.data.published import Cifar10 as Cifar10
     from lockstep.data.published import Mnist as Mnist
@@ -22,11 +19,8 @@ MODULES = {
     "Cifar10": "published",
     "DataSet": "dataset",
     "Folder": "folder",
-    "HuggingFace": "huggingface",
     "Images": "images",
     "Mnist": "published",
-    "TorchDataset": "adapters",
-    "Torchvision": "adapters",
 }
 
 

@@ -20,11 +20,11 @@ from lockstep.config.words import readable
 from lockstep.errors import raise_problems
 from lockstep.launch import local
 from lockstep.launch.jobs import EVALUATIONS, Job
+from lockstep.launch.request import with_request, wrong_request
 from lockstep.machine import files, process
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
-from lockstep.prediction.request import with_request, wrong_request
 from lockstep.reporting.recorder import Recorder, mark_ended
 from lockstep.reporting.runs_page import Report
 

@@ -1,7 +1,5 @@
 """A network with its preprocessing and activation as one graph: ONNX, and torch.export. Compared before they are kept."""
 
-# B batch · C channel · H W pixel
-
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -13,7 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.errors import UserError
-from lockstep.export.exported import ACTIVATIONS, Model
+from lockstep.extras.exported import ACTIVATIONS, Model
+
+# B batch · C channel · H W pixel
+
 
 TOLERANCE = 1e-4
 BATCHES = (1, 5)  # the exporter has frozen the batch of a network to that of its example (pytorch#157621)

@@ -22,8 +22,8 @@ from lockstep.data import datamodule, pixels
 from lockstep.data.dataset import samples_of
 from lockstep.data.image_files import NEEDED, Readable, find_inputs
 from lockstep.errors import UserError, raise_problems
-from lockstep.export import exported, graphs
-from lockstep.export.card import card
+from lockstep.extras import export_graphs, exported
+from lockstep.extras.export_card import card
 from lockstep.machine.files import remove, replacing
 from lockstep.models.network import WEIGHTS, network
 from lockstep.tasks import Task
@@ -130,7 +130,7 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), images: str | 
             possible, or its outputs differ.
     """
     exists = [f"{folder} exists. Type another folder, or remove it."] if folder.exists() else []
-    raise_problems([*exists, *graphs.missing(list(formats))])
+    raise_problems([*exists, *export_graphs.missing(list(formats))])
     content = read(path)
     task = exportable_task(path, content)
     weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
@@ -143,11 +143,11 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), images: str | 
         write_all(part, content, task, net, weights)
         model = exported.load(part)
         runners: dict[str, Callable[[Tensor], Tensor]] = {"load.py": model.outputs}
-        runners |= graphs.write_graphs(model, list(formats), part)
+        runners |= export_graphs.write_graphs(model, list(formats), part)
         activate = exported.ACTIVATIONS[str(task.activation)]
         found: dict[str, float] = {}
         if image_BCHW is not None:
-            found = graphs.compared(runners, lambda x: activate(net.eval()(prepared(x))), image_BCHW)
+            found = export_graphs.compared(runners, lambda x: activate(net.eval()(prepared(x))), image_BCHW)
         for compiled in list(part.rglob("__pycache__")):  # of what was loaded to compare
             remove(compiled)
         (part / "README.md").write_text(card(path, content, task, net, part, found, len(image_BCHW) if found else 0))  # type: ignore[arg-type]

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.config.words import nearest
-from lockstep.data.adapters import Foreign
 from lockstep.data.cache import cache_folder, decoded, key_of
 from lockstep.data.dataset import Indices
 from lockstep.data.folder import part_names
 from lockstep.data.images import decoded_all
 from lockstep.data.sampler import PARTS, divided, taken_from_train
 from lockstep.errors import UserError
+from lockstep.extras.adapters import Foreign
 
 # --- Rows of a table of Hugging Face's datasets as batches. Free of torch ---
 

@@ -171,7 +171,7 @@ class Torchvision(Datasets):
         if (name := str(data.get("dataset"))) == "???":
             yield "data.dataset is missing; type data.dataset=<name>, one of torchvision.datasets, such as Flowers102."
         elif name not in (known := torchvision_names()):
-            yield f"data.dataset={name} is not in torchvision.datasets{nearest(name, known)}. For another class, see data._target_=lockstep.data.TorchDataset."
+            yield f"data.dataset={name} is not in torchvision.datasets{nearest(name, known)}. For another class, see data._target_=lockstep.extras.adapters.TorchDataset."
         if data.get("source") == "embedded":
             yield "data.source=embedded: no package contains torchvision's data sets. Type data.source=auto."
 

@@ -1,11 +1,12 @@
 """A network that learns small images quickly: that of K. Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU" (2024,
-arXiv:2404.00498), without its whitening layer, whose weights come from the training data."""
-
-# B batch · C channel · H W pixel · K class
+arXiv:2404.00498), without its whitening layer, whose weights come from the training data.
+"""
 
 from collections.abc import Sequence
 
 from torch import Tensor, nn
+
+# B batch · C channel · H W pixel · K class
 
 
 class AirbenchNet(nn.Module):

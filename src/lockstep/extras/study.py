@@ -29,8 +29,8 @@ from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.config.run_files import read_report
 from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
-from lockstep.sweeps import study_files
-from lockstep.sweeps.trials import STORAGE, trial_id
+from lockstep.extras import study_files
+from lockstep.extras.pruning import STORAGE, trial_id
 
 COSTS = ("peak_memory_bytes", "parameters", "wall_s")
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
@@ -115,7 +115,7 @@ class StudySweeper(SweeperSteps):
         self.folder = Path(str(config.hydra.sweep.dir))
         self.name = str(self.folder.relative_to(str(config.runs_dir)))
         self.url = self.storage or f"sqlite:///{self.folder.resolve() / 'study.db'}"
-        os.environ[STORAGE] = self.url  # for callbacks/pruning.py
+        os.environ[STORAGE] = self.url  # for extras/pruning.py
         self.study_name = self.study_name or self.name
 
     def sweep(self, arguments: list[str]) -> None:
@@ -196,7 +196,7 @@ class StudySweeper(SweeperSteps):
         if not self.pruner:
             return []
         values = {"study": self.study_name, "trial": trial.number, "monitor": self.objectives[0]}
-        values |= {"_target_": "lockstep.callbacks.Pruning", **{f"pruner.{k}": v for k, v in self.pruner.items()}}
+        values |= {"_target_": "lockstep.extras.pruning.Pruning", **{f"pruner.{k}": v for k, v in self.pruner.items()}}
         return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
 
     def record(self, trial: Trial, done: bool) -> None:

@@ -1,14 +1,29 @@
-"""Lets an Optuna study end a trial early."""
+""""""
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.errors import Pruned
-from lockstep.sweeps.trials import STORAGE, trial_id
 from lockstep.training.steps import steps_done
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+
+# --- Names shared by a sweep and the pruning callback of its trials ---
+
+STORAGE = "LOCKSTEP_STORAGE"  # an environment variable: a URL may hold a password, which must not be in config.yaml
+
+
+def trial_id(storage: "BaseStorage", study_name: str, number: int) -> int:
+    """The storage's id of a trial, from its number in the study."""
+    return storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(study_name), number)
+
+
+# --- Lets an Optuna study end a trial early ---
 
 
 class Pruning(Callback):

@@ -8,8 +8,6 @@ model.predict_files(["a.png", "b.jpg"])    # the same with `path` and `error`, o
 python load.py <folder or images> ... [--csv <file>]
 """
 
-# B batch · C channel · H W pixel · K class
-
 import argparse
 import csv
 import importlib
@@ -29,6 +27,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+# B batch · C channel · H W pixel · K class
+
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 AT_ONCE = 16  # files

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.extras.prediction_writer import THUMBNAIL
+from lockstep.extras.tables import Row, text
 from lockstep.machine.files import write_text
-from lockstep.prediction.formats import Row, text
-from lockstep.prediction.writer import THUMBNAIL
 from lockstep.reporting.render import render
 
 

@@ -14,8 +14,8 @@ from lockstep.data.image_files import ImageFiles
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.extras.tables import Row, write_table
 from lockstep.machine.files import remove, replacing
-from lockstep.prediction.formats import Row, write_table
 from lockstep.reporting.pictures import data_uri, overlaid, restored, thumbnail
 
 # --- Columns of predictions as the rows of a table: plain values by name ---

@@ -19,12 +19,12 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.image_files import ImageFiles, find_inputs
 from lockstep.data.images import Images
 from lockstep.errors import UserError
+from lockstep.extras import prediction_writer
+from lockstep.extras.gallery import write_gallery
+from lockstep.extras.prediction_writer import KEPT, Writer
+from lockstep.launch.request import gallery_of
 from lockstep.machine.files import remove
 from lockstep.machine.world import World
-from lockstep.prediction import writer
-from lockstep.prediction.gallery import write_gallery
-from lockstep.prediction.request import gallery_of
-from lockstep.prediction.writer import KEPT, Writer
 from lockstep.tasks import Task
 from lockstep.training import memory
 from lockstep.training.module import TaskModule
@@ -62,7 +62,9 @@ def data(cfg: DictConfig) -> DataModule:
     return DataModule(files, batch_size=1, eval_batch_size=batch, num_workers=workers)
 
 
-def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule) -> writer.Counted | None:
+def predict(
+    cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule
+) -> prediction_writer.Counted | None:
     """Writes the table; returns what rank 0 counted.
 
     Raises:
@@ -81,7 +83,7 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
             raise UserError(f"{what}. Leave it out.")
         made, about_names = partial(of_task, module.task, asked.top_k), module.task.about.get(module.task.names, ())
     else:
-        made, about_names = writer.of_module, ()
+        made, about_names = prediction_writer.of_module, ()
     if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
         raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
     table = Writer(data, asked, made, about_names)
@@ -92,18 +94,18 @@ def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.Lightnin
         if world.rank:
             return None
         if asked.gallery:
-            write_gallery(gallery_of(output), output.stem, writer.joined(output, world.size), KEPT)
-        counted = writer.write(output, world.size)
+            write_gallery(gallery_of(output), output.stem, prediction_writer.joined(output, world.size), KEPT)
+        counted = prediction_writer.write(output, world.size)
         if counted.broken:
             print(
                 f"WARNING: {counted.broken:,} of {counted.count:,} files cannot be read; their rows have the reason in the column "
-                f"{writer.ERROR}:{counted.listed}",
+                f"{prediction_writer.ERROR}:{counted.listed}",
                 file=sys.stderr,
             )
         return counted
     finally:
         if world.rank == 0:
-            remove(writer.folder_of(output))
+            remove(prediction_writer.folder_of(output))
 
 
 def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:

@@ -1,1 +1,0 @@
-"""What a run will need: memory, time, communication."""

@@ -1,1 +1,0 @@
-"""Multiruns: their table of results, and sweeps with Optuna."""
