@@ -5,6 +5,7 @@ the weights after the step.
 """
 
 import csv
+from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep.config.run_files import whole_rows
@@ -23,7 +24,7 @@ def rows(folder: Path) -> list[Row]:
     return [tuple(row.values()) for row in whole_rows(path_in(folder))]
 
 
-def append(folder: Path, added: list[Row]) -> None:
+def append(folder: Path, added: Iterable[Row]) -> None:
     path = path_in(folder)
     with files.naming(path), path.open("a", newline="") as file:
         csv.writer(file).writerows(added)
