@@ -170,8 +170,9 @@ class TaskModule(QuickHookNames):
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
-        part = batch_idx * self.trainer.world_size + self.trainer.global_rank  # of all global batches
-        rank = part % self.logical_ranks.count if self.logical_ranks else 0
+        rank = 0
+        if self.logical_ranks:
+            rank = (batch_idx * self.trainer.world_size + self.trainer.global_rank) % self.logical_ranks.count
         self.mean_loss.update(loss_B, self.task.weight(batch), rank)
         for metric in self.figures.values():
             update(metric, batch_idx, *self.task.metric_inputs(output, batch))
