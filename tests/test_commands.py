@@ -286,7 +286,8 @@ def test_processes_that_see_other_files_end_at_once_and_say_so(command, forked_c
     """As two nodes whose runs_dir is not shared: rank 0 finds a checkpoint to go on from, rank 1 finds none."""
     done = forked_command("train.py", "run=a", "runs_dir=disk0/runs", *SHORT)
     assert done.code == 0, done
-    done = torchrun(command, "strategy=ddp", "run=a", "resume=auto", "runs_dir=disk${oc.env:RANK}/runs", *SHORT)
+    longer = ["run=a", "resume=auto", "trainer.max_epochs=2"]
+    done = torchrun(command, "strategy=ddp", "runs_dir=disk${oc.env:RANK}/runs", *SHORT, *longer)
     assert done.returncode == 1
     assert "rank 1 starts from new weights, but rank 0 disk0/runs/a/checkpoints/last.ckpt" in done.stderr
     assert "all nodes must see the same files" in done.stderr

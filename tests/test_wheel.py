@@ -68,7 +68,7 @@ def installed(tmp_path_factory, mnist, cache) -> Installed:
 def test_the_command_trains_and_evaluates_in_an_empty_folder(installed):
     done = installed.lockstep("train", "run=one", *installed.options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "evaluate it: lockstep eval run=one"
+    assert done.stdout.splitlines()[-1] == f"evaluate it: {installed.bin / 'lockstep'} eval run=one"  # as typed
     report = installed.report("one")
     assert (report["status"], report["train/steps"], report["git_sha"]) == ("done", 2, None)
     done = installed.lockstep("eval", "run=one", *TWO)
