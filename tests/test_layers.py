@@ -1,6 +1,8 @@
 """The rules of the layout that a reader relies on."""
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +15,8 @@ LOCKSTEP = SRC / "lockstep"
 FILES = sorted(SRC.rglob("*.py"))
 
 # From the bottom up; a room imports from those before it. `data` and `models` know nothing of training. `checkpoints` comes before
-# `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `build` joins all of these, and `launch` runs the scripts that
-# call `build`. `extras` are not needed to train: scripts use them, and configs name them.
+# `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `build` joins all of these, and `launch`
+# runs the scripts that call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (
     "errors",
     "compat",
@@ -209,3 +211,26 @@ def test_the_network_and_the_task_know_no_device():
 def test_files_are_short_enough_to_be_read():
     for path in FILES:
         assert len(path.read_text().splitlines()) <= 400, path
+
+
+def lines_of_code(path: Path) -> int:
+    """Without docstrings, comments and blank lines."""
+    text = path.read_text()
+    nodes = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    documented = [node.body[0] for node in nodes if ast.get_docstring(node, clean=False) is not None]
+    left_out = {line for node in documented for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len({line for each in tokens(text) for line in range(each.start[0], each.end[0] + 1)} - left_out)
+
+
+def tokens(text: str) -> Iterator[tokenize.TokenInfo]:
+    empty = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    return (each for each in tokenize.generate_tokens(io.StringIO(text).readline) if each.type not in empty)
+
+
+@pytest.mark.parametrize(("extras", "lines", "modules"), [(False, 12_800, 142), (True, 2_070, 19)])
+def test_the_house_does_not_grow(extras, lines, modules):
+    """Ceilings, to be lowered by whoever deletes: of the engine, and of the extras."""
+    files = [path for path in FILES if (room(path) == "extras") == extras]
+    assert (sum(map(lines_of_code, files)) <= lines, len(files) <= modules) == (True, True)
