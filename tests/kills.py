@@ -13,7 +13,8 @@ ROOM = "TEST_ROOM"  # where it is set, the disk has no more room for larger file
 def count_events() -> None:
     """Counts the moments, and kills this process at the one that is asked for."""
     from lockstep.callbacks import FiniteLoss
-    from lockstep.checkpoints import io, saving, shards
+    from lockstep.checkpoints import saving, shards
+    from lockstep.machine import files
     from lockstep.reporting.loggers import MetricsCsv
 
     at, seen, one_thread = int(os.environ[AT]), [0], threading.Lock()
@@ -53,9 +54,8 @@ def count_events() -> None:
     shards.write = write_in_two_parts
     for name in ("rename", "replace"):
         around(Path, name, after=False)
-    around(shards, "take_place")
-    for module in (io, saving, shards):
-        around(module, "remove")
+    around(files, "take_place")
+    around(files, "remove")
     around(MetricsCsv, "log_metrics")
     around(MetricsCsv, "write")
     around(FiniteLoss, "on_train_batch_end")

@@ -95,7 +95,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
-            own.append(saving.BestCheckpoint(dirpath=folder, **named))
+            own.append(saving.ModelCheckpoint(dirpath=folder, **named))
         own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
         save = last.save_and_wait
     own.append(callbacks.Preemption(save))

@@ -52,13 +52,13 @@ print(f"hello from {local_rank}", flush=True)
 PARENT = """
 import sys
 from pathlib import Path
-from lockstep.launch import local, out_of_memory
+from lockstep.launch import local
 from lockstep.config.compose import compose_config
 from lockstep.machine.world import World
-from lockstep.machine import signals
+from lockstep.machine import process
 from lockstep.errors import RunFailed
 try:
-    with signals.noted():
+    with process.noted():
         local.run_processes(Path(sys.argv[1]), compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp"))
 except RunFailed as e:
     sys.exit(e.exit_code)
@@ -158,8 +158,8 @@ def test_a_screen_that_fails_changes_neither_the_run_nor_its_exit_code(output, c
 import sys
 from pathlib import Path
 from lockstep.launch import exits
-from lockstep.machine import streams
-streams.secure()
+from lockstep.machine import process
+process.secure()
 for stream in (sys.stdout, sys.stderr) * 999:
     print("a word \u00b7", file=stream, flush=stream is sys.stderr)
 Path("done").write_text("not the screen")

@@ -15,8 +15,8 @@ from lockstep.reporting.recorder import status
 HOLDER = """
 import os, sys
 from pathlib import Path
-from lockstep.machine import lock
-lock.take(Path(sys.argv[1]))
+from lockstep.machine import files
+files.take(Path(sys.argv[1]))
 if os.fork() == 0:
     print("held", flush=True)  # by the fork, which has given up its copy by now
 sys.stdin.read()  # in both: the fork, like a worker of a dataloader, may outlive its parent

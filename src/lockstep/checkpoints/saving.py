@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 
 from lockstep.checkpoints import io
 from lockstep.checkpoints.finding import BEST, is_checkpoint
@@ -21,7 +21,7 @@ from lockstep.training.steps import steps_done
 # --- The best checkpoints by the monitored metric ---
 
 
-class BestCheckpoint(callbacks.ModelCheckpoint):
+class ModelCheckpoint(callbacks.ModelCheckpoint):
     """Lightning's keeps the first of equal scores. Here the lower val/loss decides, then the later step.
 
     Names have the steps done: `trainer.global_step` counts those of every optimizer. A run resumed from an earlier checkpoint writes
@@ -229,7 +229,9 @@ def moved(path: str, folder: Path | None) -> str:
 
 def best_checkpoint(trainer: Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated. Raises Damaged."""
-    paths = [c.best_model_path or "absent" for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    paths = [
+        c.best_model_path or "absent" for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint)
+    ]
     paths += [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
     found = next((path for path in paths if Path(path).exists()), None)
     whole = not found or not trainer.is_global_zero or is_checkpoint(Path(found))  # rank 0 reads it for all
