@@ -57,7 +57,7 @@ def count_events() -> None:
     around(files, "take_place")
     around(files, "remove")
     around(MetricsCsv, "log_metrics")
-    around(MetricsCsv, "write")
+    around(files, "write_csv")
     around(FiniteLoss, "on_train_batch_end")
     around(saving.LastCheckpoint, "save")
     around(saving.LastCheckpoint, "setup")
