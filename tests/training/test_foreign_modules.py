@@ -1,6 +1,7 @@
 """What the engine gives to a LightningModule of the user's, what it refuses, and what it leaves alone. In this process."""
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 import lockstep
 from lockstep import build
+from lockstep.callbacks.step_seed import step_seed
 from lockstep.checkpoints.finding import step_of
 from lockstep.config.checks import check
 from lockstep.config.classes import own_loader_problems
@@ -20,7 +22,9 @@ from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
 from lockstep.extras.export import export
 from lockstep.training import dropout, foreign
 
-MODULES = """import lightning.pytorch as pl
+MODULES = """import random
+
+import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -154,6 +158,24 @@ class Stream(Data):
                 return iter([(torch.ones(1, 28, 28), torch.tensor(3))] * 48)
 
         return DataLoader(Endless(), batch_size=12)
+
+
+class Lazy(Data):
+    '''Draws each batch from Python's generator when it is due.'''
+
+    drawn = []
+
+    def train_dataloader(self):
+        def batches():
+            for _ in range(4):
+                self.drawn.append(random.sample(range(48), 12))
+                yield self.drawn[-1]
+
+        class Batches:
+            __iter__ = staticmethod(batches)
+            __len__ = lambda self: 4
+
+        return DataLoader(self.loader(48).dataset, batch_sampler=Batches())
 
 
 class TwoTests(Data):
@@ -450,6 +472,13 @@ def test_a_run_on_dataloaders_of_ones_own_goes_on_exactly_from_an_epochs_end(tra
     whole, parts = checkpoint(f"{run}-whole"), checkpoint(f"{run}-parts")
     assert parts["global_step"] == 12
     assert all(torch.equal(parts["state_dict"][key], value) for key, value in whole["state_dict"].items())
+
+
+def test_an_order_that_processes_share_depends_on_no_process(train):
+    """The steps of a rank draw from torch's generators alone: own dataloaders may draw from Python's on every rank alike."""
+    report = train("Small", "run=lazy", "data=odd", "data._target_=odd.Lazy")
+    random.seed(step_seed(report["seed"], 0, -1))
+    assert sys.modules["odd"].Lazy.drawn == [random.sample(range(48), 12) for _ in range(4)]
 
 
 # --- what it is called ---

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
-from lockstep.callbacks.step_seed import seed_generators, step_seed
+from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.checkpoints.content import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
 from lockstep.config.auto import log_interval
@@ -55,7 +55,9 @@ class Foreign(Callback):
         """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
         if self.own_loaders:
             # the same on every rank, because ranks may share one order; -1 is no rank's
-            seed_generators(step_seed(self.cfg.seed, trainer.current_epoch, -1), trainer.strategy.root_device.type)
+            seed = step_seed(self.cfg.seed, trainer.current_epoch, -1)
+            seed_host(seed)
+            seed_generators(seed, trainer.strategy.root_device.type)
             if not self.begun:  # in later epochs Lightning starts them after this hook
                 begin_loaders_anew(trainer)
         self.begun = True

@@ -167,7 +167,8 @@ class Monitored(Callback):
                 self.save(trainer)
             module, goes_on = trainer.lightning_module, " resume=auto to continue" if self.save else ""
             name = type(module.task if isinstance(module, TaskModule) else module).__name__
-            last = ", or checkpoint.monitor=null to keep the last checkpoint only" * (key == "checkpoint.monitor")
+            keeps = key == "checkpoint.monitor"
+            last = ", or checkpoint.monitor=null to keep the last checkpoint only" if keeps else ""
             raise TrainingFailed(
                 f"{key}={monitor} is not logged by {name}, which logs {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
                 f"Type {key}=<one of them>{goes_on}{last}."

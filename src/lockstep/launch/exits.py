@@ -18,8 +18,13 @@ INTERRUPTED = 130
 LOOK_S = 1.0  # seconds between two looks for torchrun's agent
 SPOKEN_S = 5.0  # for rank 0 to say what is wrong: torchrun ends all processes as soon as one has ended
 # Of gloo and nccl where another process has ended. The traceback is in train.log.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL communicator was aborted",
-        "Connection was likely closed")  # fmt: skip
+LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL communicator was aborted",
+    "Connection was likely closed",
+)
 SILENT = ("Timed out waiting", "Application timeout caused pair closure")  # gloo, after strategy.timeout_s
 PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # how gloo names it
 

@@ -1,8 +1,8 @@
 """The scripts that commands run, the project's own or Lockstep's, and the jobs that they define."""
 
-import runpy
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,13 @@ def script(name: str) -> Path:
 
 def load(path: Path) -> Run:
     """The JOB of a script. Raises UserError: it has none."""
-    run: Run | None = runpy.run_path(str(path), run_name=f"lockstep_{path.stem}").get("JOB")
+    spec = util.spec_from_file_location(
+        f"lockstep_{path.stem}", path
+    )  # runpy does not promise that functions outlive it
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run: Run | None = getattr(module, "JOB", None)
     if run is None:
         raise UserError(f'{path} has no JOB. Add JOB = launch.job("{path.stem}") to it, or JOB = <your own function>.')
     return run
