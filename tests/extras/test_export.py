@@ -1,5 +1,6 @@
 """Exported folders: the predictions of the run, for every task whose network takes images, without Lockstep; ONNX and torch.export."""
 
+import ast
 import csv
 import json
 import runpy
@@ -17,6 +18,7 @@ from PIL import Image, ImageOps
 
 import lockstep
 from lockstep.checkpoints import finding
+from lockstep.data import pixels, preprocess
 from lockstep.errors import UserError
 from lockstep.extras import export_graphs, exported
 from lockstep.extras.export import export, needed
@@ -363,3 +365,12 @@ def test_the_card_has_the_data_the_figures_and_what_differs(run, place, tmp_path
         assert said in card, said
     assert "`seed=" not in card
     assert len({path.stat().st_mode for path in made.iterdir() if path.is_file()}) == 1
+
+
+@pytest.mark.parametrize("source", [pixels, preprocess, exported], ids=lambda module: module.__name__)
+def test_a_copied_file_imports_only_what_the_folder_needs(source):
+    tree = ast.parse(Path(source.__file__).read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    packages = {name.partition(".")[0] for name in names}
+    assert packages - sys.stdlib_module_names <= {"torch", "numpy", "PIL", "timm", "torchvision", "safetensors"}

@@ -22,7 +22,7 @@ from lockstep.machine.world import cores, rank_of
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from lockstep.data.datamodule import Preprocess
+    from lockstep.data.preprocess import Preprocess
 
 
 # --- Image files to bytes of one size, with Pillow. Free of torch ---
@@ -204,7 +204,7 @@ class Images(DataSet):
 
     @cached_property
     def preprocessing(self) -> "Preprocess":
-        from lockstep.data.datamodule import Preprocess
+        from lockstep.data.preprocess import Preprocess
 
         numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
         return Preprocess(image_size=self.image_size, channels_last=self.channels_last, **numbers)
@@ -216,10 +216,10 @@ class Images(DataSet):
                 f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
             )
         if image_BCHW.shape[-2:] != (self.image_size, self.image_size):
-            from lockstep.data.datamodule import nearest
+            from lockstep.data.preprocess import resize_nearest
 
             masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == image_BCHW.shape[-2:]}
-            batch = {**batch, **{name: nearest(value, self.image_size) for name, value in masks.items()}}
+            batch = {**batch, **{name: resize_nearest(value, self.image_size) for name, value in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
 
