@@ -28,6 +28,7 @@ from pathlib import Path
 
 from benchmark_table import FP32, Contenders, Figures, accuracy_problems, table, too_slow, waits_long
 from benchmark_turns import REST, Contender
+from sections import write_section
 
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
@@ -205,7 +206,7 @@ def main(args: argparse.Namespace) -> None:
     figures = measure(args, plan, contenders | (NETWORKS if args.networks else {}))
     print(page(args, plan, figures))
     if args.out:
-        args.out.write_text(page(args, plan, figures))
+        write_section(args.out, page(args, plan, figures))
     limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
     problems = list(accuracy_problems(figures))
     if args.check:

@@ -1,6 +1,6 @@
 """Measures what more processes, parameters and samples cost: tables in Markdown and, with --out, a page with plots beside it.
 
-python benchmarks/growth.py [--only world,memory,sampler,data,long] [--rounds 3] [--data-root <folder>] [--out docs/growth.md]
+python benchmarks/growth.py [--only world,memory,sampler,data,long] [--rounds 3] [--data-root <folder>] [--out docs/measurements/growth.md]
 
 world: images per second; memory: of each process under ddp and fsdp; sampler: of the order of a billion samples; data: of the
 images that the processes of a machine share; long: memory, open files and threads over the steps of a long run. All on the CPU.

@@ -1,6 +1,6 @@
 """Measures, on this machine, what is usually advised: workers, prefetching, persistent workers, larger batches, SyncBatchNorm.
 
-python benchmarks/measure_advice.py [--repeat 3] [--out docs/advice.md]
+python benchmarks/measure_advice.py [--repeat 3] [--out docs/measurements/speed.md]
 
 Each row is compared with the default in the same round, and rounds alternate, because machines are shared: read the ratios.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
+from sections import write_section
 
 import lockstep
 from lockstep.config.compose import compose_config
@@ -101,7 +102,7 @@ def main() -> int:
     print(text)
     if args.out:
         made = f"`python benchmarks/measure_advice.py --repeat {args.repeat}` with {versions()}"
-        args.out.write_text(f"# Advice, measured\n\nMade by {made}.\n\n{text}\n")
+        write_section(args.out, f"# Advice, measured\n\nMade by {made}.\n\n{text}\n")
     return 0
 
 

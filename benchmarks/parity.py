@@ -1,6 +1,6 @@
 """How far the same command differs under other strategies, numbers of processes and accumulation: a table in Markdown.
 
-python benchmarks/parity.py [--steps 50] [--out docs/parity.md]
+python benchmarks/parity.py [--steps 50] [--out docs/measurements/agreement.md]
 
 Recipes are trained for some steps in fp32 with clipping and augmentation: BasicNet with its dropout at a low learning rate, the
 default recipe (AdamW at 1e-3, dropout), and a ResNet of timm whose batch norm is synchronised. Each is compared with one process.
@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sections import write_section
 
 from lockstep.extras import comparison
 
@@ -173,7 +175,7 @@ for gradients that are only rounding. The same network with one thread instead o
 
 Without masks that belong to samples, the default recipe's weights were 0.65 apart after 40 steps.
 
-dp is one device here: there are no GPUs to split batches over. Made by `python benchmarks/parity.py --out docs/parity.md` with {versions}, on a CPU with gloo.
+dp is one device here: there are no GPUs to split batches over. Made by `python benchmarks/parity.py --out docs/measurements/agreement.md` with {versions}, on a CPU with gloo.
 
 """
 
@@ -192,7 +194,7 @@ def main() -> int:
     if args.out:
         from lockstep.reporting.recorder import versions
 
-        args.out.write_text(HEADER.format(versions=versions()) + table(rows) + "\n")
+        write_section(args.out, HEADER.format(versions=versions()) + table(rows) + "\n")
     return 0 if good(rows) else 1
 
 
