@@ -70,7 +70,7 @@ def mlp(parameters: int) -> Any:
 def timed_run(cfg: DictConfig, world: World) -> None:
     """One process's part of a run. Rank 0 leaves its times in the run's directory."""
     import lightning.pytorch as pl
-    from stages import ready
+    from benchmark_contenders import ready
 
     from lockstep import build
     from lockstep.checkpoints import io as checkpoint_io
