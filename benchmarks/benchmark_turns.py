@@ -27,13 +27,13 @@ T = TypeVar("T")
 REST, END = 0, -1
 ANSWER_S = 1800  # a turn on a slow machine; a contender that hangs ends the benchmark
 MODULES = {
-    "plain": "benchmark_peers",
-    "accelerate": "benchmark_peers",
-    "transformers": "benchmark_peers",
-    "lockstep": "benchmark_lockstep",
-    "upper_bound": "benchmark_lockstep",
-    "plain_our_net": "benchmark_peers",
-    "lockstep_plain_net": "benchmark_lockstep",
+    "plain": "benchmark_contenders",
+    "accelerate": "benchmark_contenders",
+    "transformers": "benchmark_contenders",
+    "lockstep": "benchmark_contenders",
+    "upper_bound": "benchmark_contenders",
+    "plain_our_net": "benchmark_contenders",
+    "lockstep_plain_net": "benchmark_contenders",
 }
 
 

@@ -1,12 +1,48 @@
-"""A headless Chromium for pages in files: screenshots, and tests of the report."""
+"""A headless Chromium for pages in files: tests of the report, and pictures of pages for the docs.
+
+python benchmarks/browser.py classification=runs/first/report.html runs=runs.html ...
+
+Writes docs/images/report-<name>.png, the top of the page at 1280 px, and of `phone=<page>` at 360 px. A name with `#`, such as
+segmentation#test=<page>, starts at the section of that id.
+"""
 
 import base64
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from lockstep import ROOT
+from lockstep.errors import UserError
+from lockstep.launch.exits import exit_code
+
+FOLDER = ROOT / "docs/images"
+LARGEST = 350_000  # bytes
+
+
+def main() -> None:
+    if why := missing():
+        raise UserError(why)
+    FOLDER.mkdir(exist_ok=True)
+    with browser() as driver:
+        for each in sys.argv[1:]:
+            name, _, page = each.partition("=")
+            name, _, section = name.partition("#")
+            width, height = (360, 800) if name == "phone" else (1280, 1180)
+            show(driver, Path(page), width=width, height=height, dark=name.endswith("dark"))
+            if section:
+                driver.execute_script("document.documentElement.style.scrollPaddingTop = 0")
+                driver.execute_script(f"document.getElementById('{section}').scrollIntoView()")
+                driver.execute_script("document.querySelector('nav').style.position = 'static'")
+            top = driver.execute_script("return scrollY")
+            path = FOLDER / f"report-{name}.png"
+            screenshot(driver, path, width=width, height=height, top=top)
+            print(path, path.stat().st_size)
+            assert path.stat().st_size < LARGEST, path
+
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -50,3 +86,7 @@ def screenshot(driver: Any, path: Path, *, width: int, height: int | None = None
     clip = {"x": 0, "y": top, "width": width, "height": height or whole, "scale": 1}
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     path.write_bytes(base64.b64decode(shot["data"]))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,6 +1,6 @@
 """Injects faults into runs at random moments, types the same command again, and compares the end with that of a run without faults.
 
-python benchmarks/faults.py [--rounds 3] [--runs 5] [--seed 0] [--only 17] [--out docs/faults.md]
+python benchmarks/faults.py [--rounds 3] [--runs 5] [--seed 0] [--only 17] [--out docs/measurements/faults.md]
 
 The runs train 40 steps with all that has a state, under every strategy, on one host and on two (network namespaces). Each round injects
 each fault once into each strategy. A run ends well in the right result, bit by bit (weights, optimizer, metrics.csv, test figures, files), at
@@ -27,6 +27,7 @@ from pathlib import Path
 
 import hosts
 from fault_kinds import FAULTS, Fault, Target, fill, repair, send, small_disk
+from sections import write_section
 
 from lockstep import ROOT
 from lockstep.checkpoints.finding import found_in, is_checkpoint, step_of
@@ -348,7 +349,7 @@ def main() -> int:
             "versions": versions(),
             "runs": tally.total(),
         }
-        args.out.write_text(HEADER.format(**told, **found) + table(tally) + FOOTER)
+        write_section(args.out, HEADER.format(**told, **found) + table(tally) + FOOTER)
     return 1 if found["badly"] else 0
 
 

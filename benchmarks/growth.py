@@ -1,26 +1,29 @@
 """Measures what more processes, parameters and samples cost: tables in Markdown and, with --out, a page with plots beside it.
 
-python benchmarks/growth.py [--only world,memory,sampler,data,long] [--rounds 3] [--data-root <folder>] [--out docs/growth.md]
+python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>] [--out docs/measurements/growth.md]
 
 world: images per second; memory: of each process under ddp and fsdp; sampler: of the order of a billion samples; data: of the
-images that the processes of a machine share; long: memory, open files and threads over the steps of a long run. All on the CPU.
+images that the processes of a machine share; long: memory, open files and threads over the steps of a long run; predict: memory of predictions of many files. All on the CPU.
 Rounds alternate, because machines are shared. Needs Linux.
 """
 
 import argparse
 import os
+import resource
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import growth_steps
+import growth_processes
+import numpy as np
+from growth_processes import Watch
 from growth_sampler import sampler
 from parity import silenced
-from watch import Watch
 
 import lockstep
 from lockstep.machine.world import cores
@@ -200,6 +203,71 @@ def data(args: argparse.Namespace) -> Section:
     )
 
 
+# --- predict ------------------------------------------------------------------------------------------------------------
+
+PREDICTING = ["trainer.accelerator=cpu", "data.num_workers=0", "trainer.enable_progress_bar=false"]
+PATH = "2026/november/{:012}.jpg"
+
+
+def black(self: Any, indices: Any) -> dict[str, object]:
+    shape = (len(indices), self.channels, self.size, self.size)
+    return {"input": np.zeros(shape, np.uint8), "problem": [""] * len(indices)}
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def predicted(counts: list[int], folder: Path) -> Iterator[tuple[int, int, int, float]]:
+    """Files, peak memory after them, bytes of the table, seconds; in a folder of its own. Trains a small network first."""
+    from PIL import Image
+
+    from lockstep.data.image_files import Readable
+
+    for name in ("a", "b"):
+        (folder / "data" / name).mkdir(parents=True)
+        for number in range(10):
+            Image.new("L", (8, 8), number).save(folder / "data" / name / f"{number}.png")
+    run = [
+        "data=folder",
+        f"data.root={folder}/data",
+        f"data.cache_dir={folder}/cache",
+        "data.channels=1",
+        "data.image_size=8",
+    ]
+    lockstep.train(
+        ["run=small", f"runs_dir={folder}/runs", *run, "data.batch_size=8", "trainer.max_steps=1", *PREDICTING]
+    )
+    Readable.__getitem__ = black  # type: ignore[method-assign]
+    for count in counts:
+        with (folder / "list.csv").open("w") as file:
+            file.writelines(["path\n", *(f"{PATH.format(number)}\n" for number in range(count))])
+        output, began_s = folder / f"{count}.csv", time.perf_counter()
+        lockstep.predict(
+            [
+                "run=small",
+                f"runs_dir={folder}/runs",
+                f"input={folder}/list.csv",
+                f"output={output}",
+                "data.eval_batch_size=1000",
+                *PREDICTING,
+            ]
+        )
+        yield count, peak_bytes(), output.stat().st_size, time.perf_counter() - began_s
+
+
+def predict(args: argparse.Namespace) -> Section:
+    """Simulated files: a CSV lists their paths, and a black image stands for each, so the disk and Pillow are left out."""
+    counts = [int(count) for count in args.files.split(",")]
+    lines = [[f"{count:,}", f"{peak / MIB:,.0f}", f"{size / MIB:,.1f}", f"{count / seconds:,.0f}"]
+             for count, peak, size, seconds in predicted(counts, args.folder)]  # fmt: skip
+    text = "predict.py over simulated files, in one process that predicts them in turn: what a number adds to the peak of the one before is what it cost."
+    return Section(
+        "What predictions of many files hold",
+        f"{text}\n\n{table(['files', 'peak memory, MiB', 'table, MiB', 'files/s'], lines)}",
+    )
+
+
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,23 +311,23 @@ def long(args: argparse.Namespace) -> Section:
 
     def run() -> None:
         with silenced():
-            lockstep.train([*growth_steps.OPTIONS, *given])
+            lockstep.train([*growth_processes.OPTIONS, *given])
 
-    processes = growth_steps.looked_at(run, args.folder / "runs/long/metrics.csv")
+    processes = growth_processes.looked_at(run, args.folder / "runs/long/metrics.csv")
     lines = {
         kind: {name: [(one.step, one.values[i]) for one in looks] for name, looks in processes.items()}
-        for i, kind in enumerate(growth_steps.KINDS)
+        for i, kind in enumerate(growth_processes.KINDS)
     }
     head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 0.99))]
     text = (
         "ddp with two processes, all loggers (W&B offline), a checkpoint every 200 steps, a validation every epoch. The processes are the "
         "ranks and those that they start; memory is that of pages that belong to no file."
     )
-    shown = table(head, growth_steps.rows(processes, args.long_steps))
+    shown = table(head, growth_processes.rows(processes, args.long_steps))
     return Section("What a long run holds", f"{text}\n\n{shown}", lines, x="steps")
 
 
-SECTIONS = {"world": world, "memory": memory, "sampler": sampled, "data": data, "long": long}
+SECTIONS = {"world": world, "memory": memory, "sampler": sampled, "data": data, "long": long, "predict": predict}
 HEADER = "# What size costs\n\nMade by `{command}` with {versions}, on {cores} CPU cores.\n"
 
 
@@ -276,6 +344,9 @@ def main() -> int:
         help="blocks of the network of the section memory, 12.6 million parameters each",
     )
     parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
+    parser.add_argument(
+        "--files", default="10000,100000,200000,1000000", help="numbers of files of the section predict"
+    )
     parser.add_argument("--data-root", help="a folder with MNIST and CIFAR-10; without it, the embedded images")
     parser.add_argument("--out", type=Path, help="write the page there as well, and its plots beside it")
     args = parser.parse_args()
@@ -295,7 +366,7 @@ def main() -> int:
             section = SECTIONS[name](args)
             print(f"## {section.title}\n\n{section.text}\n", flush=True)
             text += f"\n## {section.title}\n\n{section.text}\n"
-            if args.out:
+            if args.out and section.plots:
                 picture = args.out.with_name(f"{args.out.stem}-{name}.png")
                 plot(section, picture)
                 text += f"\n![{section.title}]({picture.name})\n"

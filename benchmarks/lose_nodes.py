@@ -1,6 +1,6 @@
 """Takes nodes away from an elastic torchrun job, and checks that the run ends as if nothing had happened.
 
-python benchmarks/lose_nodes.py [--losses 10] [--exact] [--out docs/lost_nodes.md]
+python benchmarks/lose_nodes.py [--losses 10] [--exact] [--out docs/measurements/faults.md]
 
 Three hosts with addresses of their own (benchmarks/hosts.py) train one run with `torchrun --nnodes=1:3`. At random steps one is
 lost: killed, or cut off from the network; later it comes back, and the job grows again. Every image that a process trains on
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hosts
+from sections import write_section
 
 from lockstep import ROOT
 from lockstep.extras import comparison
@@ -274,7 +275,7 @@ def main() -> int:
         arguments = f"--losses {args.losses} --per-run {args.per_run} --seed {args.seed}{' --exact' * args.exact}"
         limit = "bit by bit" if args.exact else f"to {LIMIT:g}"
         header = HEADER.format(hosts=count, steps=len(expected), arguments=arguments, versions=versions(), limit=limit)
-        args.out.write_text(header + table)
+        write_section(args.out, header + table)
     return 1 if failed else 0
 
 

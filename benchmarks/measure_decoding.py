@@ -1,7 +1,7 @@
 """Measures, on this machine, what reading images from files costs: by a worker, once into the cache,
 and a run on that cache.
 
-python benchmarks/measure_decoding.py [--images 2000] [--train 6000] [--turns 3] [--out docs/decoding.md]
+python benchmarks/measure_decoding.py [--images 2000] [--train 6000] [--turns 3] [--out docs/measurements/speed.md]
 
 All times are of the processor: what one core does, however busy the machine is. The images are noise
 over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375. The run on the cache and the run on the same images in MNIST's
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from sections import write_section
 
 import lockstep
 from lockstep.data import Folder
@@ -104,36 +105,36 @@ def runs(folder: Path, train: int, turns: int) -> str:
     return f"| {folder_s:.2f} | {arrays_s:.2f} | {folder_s / arrays_s:.3f} |"
 
 
+def page(folder: Path, images: int, train: int, turns: int, command: str) -> str:
+    return "\n".join(
+        [
+            "# What reading images from files costs\n",
+            f"JPEG of quality 90 to {SIZE} x {SIZE} RGB. Made by `{command}` with {versions()}.\n",
+            "| file | images/s of a worker, per core |\n| --- | --- |",
+            *decoding(folder),
+            f"\n{SIZES[0][0]} x {SIZES[0][1]}, from files to a data set that is ready, per core. `checked`: before a run with `data.decode=workers`.\n",
+            "| files | decoded into the cache, images/s | checked, images/s | opened again, s |\n| --- | --- | --- | --- |",
+            caching(folder, images),
+            f"\nBasicNet, batch 64, {train:,} images of 28 x 28, best of {turns} turns: seconds of processor time of a whole run.\n",
+            "| folder, decoded into the cache | the same images in MNIST's files | ratio |\n| --- | --- | --- |",
+            runs(folder, train, turns),
+        ]
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=2000, help="files of the cache that is built")
     parser.add_argument("--train", type=int, default=6000, help="training images of the runs")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("docs/decoding.md"))
+    parser.add_argument("--out", type=Path, help="write the section there as well")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        command = (
-            f"python benchmarks/measure_decoding.py --images {args.images} --train {args.train} --turns {args.turns}"
-        )
-        args.out.write_text(
-            "\n".join(
-                [
-                    "# What reading images from files costs\n",
-                    f"JPEG of quality 90 to {SIZE} x {SIZE} RGB. Made by `{command}` with {versions()}.\n",
-                    "| file | images/s of a worker, per core |\n| --- | --- |",
-                    *decoding(folder),
-                    f"\n{SIZES[0][0]} x {SIZES[0][1]}, from files to a data set that is ready, per core. `checked`: before a run with `data.decode=workers`.\n",
-                    "| files | decoded into the cache, images/s | checked, images/s | opened again, s |\n| --- | --- | --- | --- |",
-                    caching(folder, args.images),
-                    f"\nBasicNet, batch 64, {args.train:,} images of 28 x 28, best of {args.turns} turns: seconds of processor time of a whole run.\n",
-                    "| folder, decoded into the cache | the same images in MNIST's files | ratio |\n| --- | --- | --- |",
-                    runs(folder, args.train, args.turns),
-                    "",
-                ]
-            )
-        )
-        print(args.out.read_text())
+    command = f"python benchmarks/measure_decoding.py --images {args.images} --train {args.train} --turns {args.turns}"
+    with tempfile.TemporaryDirectory() as folder:
+        text = page(Path(folder), args.images, args.train, args.turns, command)
+    print(text)
+    if args.out:
+        write_section(args.out, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures, on this machine, what saving costs a training: of one file and of shards, in the background and not.
 
-python benchmarks/measure_saving.py [--parameters 70] [--steps 40] [--every 10] [--threads 1] [--setups single,shards] [--out docs/saving.md]
+python benchmarks/measure_saving.py [--parameters 70] [--steps 40] [--every 10] [--threads 1] [--setups single,shards] [--out docs/measurements/speed.md]
 
 A checkpoint of an MLP with AdamW has three numbers for each parameter. Steps are timed from the beginning of one to that of the
 next; the save is in the first of them. A step with a save minus the median step of none is what training waits for; a step that
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
+from sections import write_section
 
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import run_dir
@@ -69,7 +70,7 @@ def mlp(parameters: int) -> Any:
 def timed_run(cfg: DictConfig, world: World) -> None:
     """One process's part of a run. Rank 0 leaves its times in the run's directory."""
     import lightning.pytorch as pl
-    from stages import ready
+    from benchmark_contenders import ready
 
     from lockstep import build
     from lockstep.checkpoints import io as checkpoint_io
@@ -172,7 +173,7 @@ def main() -> int:
     if args.out:
         options = f"--parameters {args.parameters:g} --steps {args.steps} --every {args.every} --setups {args.setups}"
         options += f" --threads {args.threads}" if args.threads else ""
-        args.out.write_text(f"{HEADER.format(options=options, versions=versions())}\n{text}\n")
+        write_section(args.out, f"{HEADER.format(options=options, versions=versions())}\n{text}\n")
     return 0
 
 

@@ -1,6 +1,6 @@
 """What the framework costs per optimizer step: a network of one layer in a bare loop, in Lightning alone, and in Lockstep.
 
-python benchmarks/overhead.py [--rounds 5] [--steps 400] [--out docs/overhead.md]
+python benchmarks/overhead.py [--rounds 5] [--steps 400] [--out docs/measurements/speed.md]
 
 All in one process and by turns, on a CPU with one thread: the work is Python's. Milliseconds, the median over rounds.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from omegaconf import DictConfig
+from sections import write_section
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -163,8 +164,9 @@ def main() -> int:
     print(table(taken))
     if args.out:
         made = f"`python benchmarks/overhead.py --rounds {args.rounds} --steps {args.steps}` with {versions()}"
-        args.out.write_text(
-            f"# What the framework costs per step\n\nMade by {made}. A network of one layer, one thread. Checkpoints come at the end of each epoch: the embedded data have 57 steps in one, MNIST 844.\n\n{table(taken)}\n"
+        write_section(
+            args.out,
+            f"# What the framework costs per step\n\nMade by {made}. A network of one layer, one thread. Checkpoints come at the end of each epoch: the embedded data have 57 steps in one, MNIST 844.\n\n{table(taken)}\n",
         )
     return 0
 

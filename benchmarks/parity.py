@@ -1,6 +1,7 @@
 """How far the same command differs under other strategies, numbers of processes and accumulation: a table in Markdown.
 
-python benchmarks/parity.py [--steps 50] [--out docs/parity.md]
+python benchmarks/parity.py [--out docs/measurements/agreement.md]
+python benchmarks/parity.py --drift 10 40 160     # how far two processes drift from one, by the number of steps
 
 Recipes are trained for some steps in fp32 with clipping and augmentation: BasicNet with its dropout at a low learning rate, the
 default recipe (AdamW at 1e-3, dropout), and a ResNet of timm whose batch norm is synchronised. Each is compared with one process.
@@ -17,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sections import write_section
 
 from lockstep.extras import comparison
 
@@ -173,16 +176,49 @@ for gradients that are only rounding. The same network with one thread instead o
 
 Without masks that belong to samples, the default recipe's weights were 0.65 apart after 40 steps.
 
-dp is one device here: there are no GPUs to split batches over. Made by `python benchmarks/parity.py --out docs/parity.md` with {versions}, on a CPU with gloo.
+dp is one device here: there are no GPUs to split batches over. Made by `python benchmarks/parity.py --out docs/measurements/agreement.md` with {versions}, on a CPU with gloo.
 
 """
+
+
+DRY = ["model.dropout_conv=0", "model.dropout_fc=0"]
+TWO = ["strategy=ddp", "trainer.devices=2"]
+ADAMW = ["optim=adamw", "optim.lr=1e-3"]
+PAIRS: dict[str, tuple[list[str], list[str]]] = {  # BasicNet: the recipe, and what its second run adds
+    "SGD 0.01, no dropout": (["optim=sgd", "optim.lr=0.01", *DRY], TWO),
+    "AdamW 1e-5, no dropout": (["optim=adamw", "optim.lr=1e-5", *DRY], TWO),
+    "AdamW 1e-3, no dropout": ([*ADAMW, *DRY], TWO),
+    "AdamW 1e-3, dropout, `exact.shards=2`": ([*ADAMW, "exact.shards=2"], TWO),
+    "AdamW 1e-3, dropout, one process, two seeds": (ADAMW, ["seed=1"]),
+}
+
+
+def drift(all_steps: list[int], runs_dir: Path) -> str:
+    """Relative differences of all weights. The last row has two seeds, for comparison."""
+    lines = [f"| | {' | '.join(f'{n} steps' for n in all_steps)} |", "| --- |" + " --- |" * len(all_steps)]
+    for number, (name, (recipe, more)) in enumerate(PAIRS.items()):
+        cells = []
+        for steps in all_steps:
+            common = [f"runs_dir={runs_dir}", *COMMON, f"trainer.max_steps={steps}", "trainer.max_epochs=100", *recipe]
+            names = [f"drift-{number}-{steps}-{which}" for which in ("one", "two")]
+            train(names[0], common)
+            train(names[1], [*common, *more])
+            cells.append(f"{difference(*(comparison.find(each, runs_dir) for each in names))[1]:.1g}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+        print(lines[-1], file=sys.stderr)
+    return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the page there as well")
+    parser.add_argument("--drift", type=int, nargs="+", metavar="STEPS", help="measure the drift after so many steps")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
     args = parser.parse_args()
+    if args.drift:
+        with tempfile.TemporaryDirectory() as folder:
+            print(drift(args.drift, Path(folder)))
+        return 0
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for row in measure(Path(folder), args.overrides):
@@ -192,7 +228,7 @@ def main() -> int:
     if args.out:
         from lockstep.reporting.recorder import versions
 
-        args.out.write_text(HEADER.format(versions=versions()) + table(rows) + "\n")
+        write_section(args.out, HEADER.format(versions=versions()) + table(rows) + "\n")
     return 0 if good(rows) else 1
 
 

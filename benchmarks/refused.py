@@ -1,6 +1,6 @@
 """Tries command lines and files that cannot work, and counts how they are refused.
 
-python benchmarks/refused.py [--only <text>] [--every 3] [--jobs 2] [--before <file>] [--save <file>] [--out docs/refused.md]
+python benchmarks/refused.py [--only <text>] [--every 3] [--jobs 2] [--before <file>] [--save <file>] [--out docs/measurements/refused.md]
 
 A case is refused well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run's
 directory is made, and leaves no file. Some of these need torch: whether a network takes the images is known once it is made. Each case is a process forked from one that has imported torch, as imports would take most of the time;

@@ -1,6 +1,6 @@
 """Whether `exact.shards=8` ends with the same bits, whoever computes the logical ranks: a table of digests in Markdown.
 
-python benchmarks/same_bits.py [--steps 40] [--only ResNet] [--out docs/same_bits.md]
+python benchmarks/same_bits.py [--steps 40] [--only ResNet] [--out docs/measurements/agreement.md]
 
 Each recipe is trained on one process, on several, and with its processes killed and another number of them resuming. The digest is
 of weights, averages, optimizer and schedule of the last checkpoint. Exit code 1 if a recipe has more than one.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sections import write_section
 from torch import Tensor
 
 from lockstep.checkpoints.finding import leaves
@@ -123,7 +124,7 @@ def table(found: dict[str, dict[str, str]]) -> Iterator[str]:
 
 
 def page(found: dict[str, dict[str, str]], steps: int) -> str:
-    kept = "python benchmarks/same_bits.py --out docs/same_bits.md"
+    kept = "python benchmarks/same_bits.py --out docs/measurements/agreement.md"
     lines = [
         "# The same bits on any number of processes",
         "",
@@ -165,7 +166,7 @@ def main() -> int:
     text = page(found, args.steps)
     print(text)
     if args.out:
-        args.out.write_text(text)
+        write_section(args.out, text)
     return int(any(len(set(column.values())) > 1 for column in found.values()))
 
 

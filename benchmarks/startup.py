@@ -1,6 +1,6 @@
 """Measures the time from a command to its answer or to its first optimizer step, and what is imported until then.
 
-python benchmarks/startup.py [--rounds 5] [--only times,imports] [--data-root <folder>] [--out docs/startup.md]
+python benchmarks/startup.py [--rounds 5] [--only times,imports] [--data-root <folder>] [--out docs/measurements/speed.md]
 
 The commands alternate in rounds, because machines are shared: read the ratios. A first round fills the caches of files and
 of decoded data, and does not count. Python caches the
@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from sections import write_section
 
 from lockstep import ROOT
 from lockstep.machine.world import cores
@@ -246,7 +248,7 @@ def main() -> int:
     print("\n".join(texts))
     if args.out:
         command = f"python benchmarks/startup.py --rounds {args.rounds}" + (" --data-root <folder>" if given else "")
-        args.out.write_text(page(texts, command, "the whole set" if given else "the embedded images"))
+        write_section(args.out, page(texts, command, "the whole set" if given else "the embedded images"))
     return 0
 
 

@@ -5,7 +5,7 @@ import sys
 
 import benchmark
 import pytest
-from benchmark_table import Figures, Turn, accuracy_problems, flops_share, ratio, table, too_slow, waiting, waits_long
+from benchmark import Figures, Turn, accuracy_problems, flops_share, ratio, table, too_slow, waiting, waits_long
 
 from lockstep import ROOT
 from lockstep.errors import UserError
@@ -103,7 +103,7 @@ def test_all_that_compute_in_fp32_on_a_gpu_have_the_same_tf32():
 @pytest.mark.parametrize("tf32", [True, False])
 def test_peers_multiply_as_tf32_says(tf32, mnist, cache, monkeypatch):
     import torch
-    from benchmark_peers import Work
+    from benchmark_contenders import Work
 
     for module in (torch.backends.cuda.matmul, torch.backends.cudnn):
         monkeypatch.setattr(module, "allow_tf32", not tf32)

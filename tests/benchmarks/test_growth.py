@@ -5,10 +5,9 @@ import subprocess
 import sys
 
 import growth
+import growth_processes
 import growth_sampler
-import growth_steps
 import pytest
-import watch
 
 SMAPS = """7f00-7f10 r--s 00000000 fd:00 12  /cache/cifar10-1/train_images.npy
 Size:               1024 kB
@@ -38,8 +37,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_only_the_mappings_of_a_folder_count(tmp_path):
     from pathlib import Path
 
-    assert watch.mapped(SMAPS, Path("/cache")) == (808 * 1024, 202 * 1024)
-    assert watch.mapped(SMAPS, tmp_path) == (0, 0)
+    assert growth_processes.mapped(SMAPS, Path("/cache")) == (808 * 1024, 202 * 1024)
+    assert growth_processes.mapped(SMAPS, tmp_path) == (0, 0)
 
 
 @linux
@@ -52,16 +51,16 @@ def test_shared_pages_count_once_and_own_ones_for_each(tmp_path):
         for holder in holders:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"0\n"
-        each = [watch.memory(holder.pid, tmp_path) for holder in holders]
-        together = sum(each, watch.Memory())
-        assert {holder.pid for holder in holders} <= set(watch.children())
+        each = [growth_processes.memory_of(holder.pid, tmp_path) for holder in holders]
+        together = sum(each, growth_processes.Memory())
+        assert {holder.pid for holder in holders} <= set(growth_processes.children())
     finally:
         for holder in holders:
             holder.communicate()
     assert [one.mapped for one in each] == [size] * count
     assert abs(together.mapped_pss - size) < count * 2**16  # smaps rounds to KiB
     assert all(own < one.own < own + 2**24 for one in each)
-    assert watch.memory(holders[0].pid, tmp_path) == watch.Memory()  # it has ended
+    assert growth_processes.memory_of(holders[0].pid, tmp_path) == growth_processes.Memory()  # it has ended
 
 
 def test_the_order_of_samples_is_measured_at_any_place():
@@ -97,16 +96,16 @@ def test_what_a_process_holds_is_seen(tmp_path):
     code = "import sys, threading; files = [open(sys.argv[1]) for _ in range(9)]; threading.Thread(target=sys.stdin.read).start(); print(1, flush=True)"
     (tmp_path / "a").touch()
     metrics = tmp_path / "metrics.csv"
-    assert growth_steps.last_step(metrics) == 0
+    assert growth_processes.last_step(metrics) == 0
     metrics.write_text("step,train/loss\n19,1.0\n39,")
-    assert growth_steps.last_step(metrics) == 39
+    assert growth_processes.last_step(metrics) == 39
     command = [sys.executable, "-c", code, str(tmp_path / "a")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
-        assert process.pid in set(growth_steps.descendants())
-        looks = [growth_steps.held(process.pid, step) for step in (10, 90)]
+        assert process.pid in set(growth_processes.descendants())
+        looks = [growth_processes.held(process.pid, step) for step in (10, 90)]
         process.stdin.close()
     assert looks[0].values[1:] == (3 + 9, 2)
-    assert growth_steps.at(looks, 80).step == 90
-    assert growth_steps.rows({"0 python": looks}, 100)[1][:2] == ["0 python", "open files"]
+    assert growth_processes.at(looks, 80).step == 90
+    assert growth_processes.rows({"0 python": looks}, 100)[1][:2] == ["0 python", "open files"]

@@ -8,7 +8,7 @@ from lockstep.launch.exits import exit_code
 
 @pytest.mark.full
 def test_the_table_of_agreement(tmp_path, cache, forked, monkeypatch, capsys):
-    """With some of the setups; docs/parity.md has them all."""
+    """With some of the setups; docs/measurements/agreement.md has them all."""
     some = [parity.Setup("single", accumulate=2), parity.Setup("fsdp", 2), parity.Setup("ddp", 2, resumed=True)]
     monkeypatch.setattr(parity, "SETUPS", some)
     monkeypatch.setattr("sys.argv", ["parity.py", "--out", str(tmp_path / "page.md"), f"data.cache_dir={cache}"])

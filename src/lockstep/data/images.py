@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # --- Image files to bytes of one size, with Pillow. Free of torch ---
 #
-# A core decodes 157 images/s from 500 x 375 to 224 pixels, and 136 into the cache (docs/decoding.md).
+# A core decodes 157 images/s from 500 x 375 to 224 pixels, and 136 into the cache (docs/measurements/speed.md).
 
 # B batch · C channel · H W pixel · N file
 
