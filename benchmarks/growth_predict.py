@@ -19,13 +19,13 @@ from PIL import Image
 
 import lockstep
 from lockstep.data.dataset import Indices
-from lockstep.data.image_files import Readable
+from lockstep.data.images import InputFiles
 
 CPU = ["trainer.accelerator=cpu", "data.num_workers=0", "trainer.enable_progress_bar=false"]
 PATH = "2026/november/{:012}.jpg"
 
 
-def black(self: Readable, indices: Indices) -> dict[str, object]:
+def black(self: InputFiles, indices: Indices) -> dict[str, object]:
     shape = (len(indices), self.channels, self.size, self.size)
     return {"input": np.zeros(shape, np.uint8), "problem": [""] * len(indices)}
 
@@ -48,7 +48,7 @@ def measured(counts: list[int], folder: Path) -> Iterator[tuple[int, int, int, f
         "data.image_size=8",
     ]
     lockstep.train(["run=small", f"runs_dir={folder}/runs", *run, "data.batch_size=8", "trainer.max_steps=1", *CPU])
-    Readable.__getitem__ = black  # type: ignore[method-assign]
+    InputFiles.__getitem__ = black  # type: ignore[method-assign]
     for count in counts:
         with (folder / "list.csv").open("w") as file:
             file.writelines(["path\n", *(f"{PATH.format(number)}\n" for number in range(count))])

@@ -27,7 +27,7 @@ from lockstep.augment import (
 )
 from lockstep.augment.draws import Draws
 from lockstep.augment.policies import BINS, BLENDS, KNOWN, MOVING
-from lockstep.data.datamodule import nearest
+from lockstep.data.preprocess import resize_nearest
 
 SIZES = [(1, 28, 28), (3, 21, 34), (3, 33, 20)]
 COUNT = 24
@@ -96,7 +96,9 @@ def test_crops_are_resized_with_antialiasing(size, out):
         as_float = F.resized_crop(image[place].float(), *box, [out, out], antialias=True)
         torch.testing.assert_close(exact[place], as_float, atol=1e-3, rtol=0)
         assert_close(made[place], F.resized_crop(image[place], *box, [out, out], antialias=True))
-        assert torch.equal(mask[place], nearest(F.crop(image[place], *box), out))  # test_transforms.py compares it
+        assert torch.equal(
+            mask[place], resize_nearest(F.crop(image[place], *box), out)
+        )  # test_transforms.py compares it
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoints.finding import checkpoint_of_report
 from lockstep.config.run_files import read_report
-from lockstep.data import folder, published
+from lockstep.data import Cifar10, folder, published
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 
@@ -50,11 +50,11 @@ def test_an_archive_or_a_pickle_of_any_bytes(tmp_path, content):
     (tmp_path / "images.gz").write_bytes(content)
     with pytest.raises(UserError, match=r"images\.gz"):
         published.read_idx(tmp_path / "images.gz")
-    files = [tmp_path / name for name in published.CIFAR10_MD5]
+    files = [tmp_path / name for name in Cifar10.md5]
     for path in files:
         path.write_bytes(content)
     with pytest.raises(UserError, match="data_batch_1"):  # a pickle with another checksum is never opened
-        published.read_cifar10(files)
+        Cifar10.read(files)
 
 
 @FEW
@@ -120,5 +120,5 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"labels cannot be read \(Permission denied\)"):
+    with pytest.raises(UserError, match=r"labels is cut off or damaged, or cannot be read \(Permission denied\)"):
         published.read_idx(tmp_path / "labels")

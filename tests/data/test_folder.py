@@ -130,7 +130,7 @@ def test_images_are_found_at_any_depth_and_what_is_no_image_is_ignored(root):
     (lambda root: (root / "empty").mkdir(), r"photos/empty holds no images .*Remove it"),
     (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"has only the folder green/"),
     (lambda root: [(root / name).rename(root.parent / name) for name in COLOURS], r"photos has no folders"),
-    (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Type data.root="),
+    (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Set data.root="),
     (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the other classes into .*photos/train"),
     (lambda root: [write_classes(root / "train", 3), write_pictures(root / "test" / "rde", "red", 3)],
      r"photos/test/rde: train/ has no class rde \(did you mean red\?\)"),
@@ -204,7 +204,7 @@ def test_a_csv_that_is_not_there_is_looked_for_in_the_root(root):
 @pytest.mark.parametrize(("changes", "told"), [
     ({}, None),
     ({"target": "label"}, "data.target=label is unknown; use one of class, labels, number (did you mean labels?)"),
-    ({"target": "number"}, "data.target=number needs a list of files and targets. Type data.csv=<file>"),
+    ({"target": "number"}, "data.target=number needs a list of files and targets. Set data.csv=<file>"),
     ({"channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channels"),
     ({"channels": 1, "mean": [0.5], "std": [0.2]}, None),
 ])  # fmt: skip
@@ -307,7 +307,7 @@ def test_broken_files_are_listed_at_once_with_the_key_that_skips_them(root, deco
     told = refusal(made(root, decode=decode))
     assert told.startswith("13 of 60 image files cannot be read:\n  blue/1.jpg: image file is truncated")
     assert len(told.splitlines()) == 13
-    assert told.endswith("\n  and 3 more\nRepair or remove them, or type data.skip_broken=true to train without them.")
+    assert told.endswith("\n  and 3 more\nRepair or remove them, or set data.skip_broken=true to train without them.")
 
 
 def test_broken_files_are_skipped_where_that_is_asked_for(root):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision import transforms
 
-from lockstep.data.datamodule import Preprocess, nearest
+from lockstep.data.preprocess import Preprocess, resize_nearest
 
 GREY = {"mean": (0.1307,), "std": (0.3081,)}
 COLOUR = {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616)}
@@ -70,5 +70,5 @@ def test_statistics_of_different_lengths_are_refused():
 def test_masks_take_the_nearest_value(size, dtype):
     masks = images(1, 20, 37).to(dtype)
     resize = transforms.Resize((size, size), transforms.InterpolationMode.NEAREST_EXACT)
-    assert torch.equal(nearest(masks, size), resize(masks.float()).to(dtype))
-    assert torch.equal(nearest(masks[:, 0], size), nearest(masks, size)[:, 0])
+    assert torch.equal(resize_nearest(masks, size), resize(masks.float()).to(dtype))
+    assert torch.equal(resize_nearest(masks[:, 0], size), resize_nearest(masks, size)[:, 0])

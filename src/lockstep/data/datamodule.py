@@ -1,59 +1,19 @@
 """The datamodule: batches of a data set, in the sampler's order, preprocessed on the device."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from torch import Tensor
-from torch.nn import functional as F
 
 from lockstep.data.dataset import Arrays, Batch, DataSet, classes_of, samples_of
-from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, Unchanged, WorkerLoader, fetch
-from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, balanced, splits
+from lockstep.data.loaders import FromWorkers, InMemory, LoaderPosition, ResumableLoader, fetch
+from lockstep.data.sampler import PaddedEvalSampler, Sampler, Split, TrainBatches, UnpaddedEvalSampler, balanced, splits
 from lockstep.errors import UserError
-
-# --- Converts stored bytes to the network's input, in batches, on the device ---
-
-# B batch · C channel · H W pixel
-
-
-class Preprocess:
-    """Resizes (bilinear, with antialiasing) and normalises. Only bytes are copied to the device: a quarter of the size of floats."""
-
-    def __init__(
-        self, *, image_size: int, mean: Sequence[float], std: Sequence[float], channels_last: bool = False
-    ) -> None:
-        self.image_size = image_size
-        # (x / 255 - mean) / std as one multiplication and one addition
-        self.scale = torch.tensor([1 / (255 * s) for s in std]).view(-1, 1, 1)
-        self.shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(-1, 1, 1)
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def __call__(self, image_BCHW: Tensor) -> Tensor:
-        """uint8 in 0..255 of any size to float32 of `image_size`, normalised."""
-        if self.scale.device != image_BCHW.device:
-            self.scale, self.shift = self.scale.to(image_BCHW.device), self.shift.to(image_BCHW.device)
-        x = image_BCHW
-        if x.shape[-2:] != (self.image_size, self.image_size):
-            x = F.interpolate(x.float(), size=(self.image_size, self.image_size), mode="bilinear", antialias=True)
-        # Copy into a tensor of that format: `contiguous` does not change images of one channel, which have both formats, and
-        # then the strides of the first weights would decide in which one a network computes.
-        out = torch.empty_like(x, dtype=torch.float32, memory_format=self.memory_format)
-        return torch.addcmul(self.shift, x, self.scale, out=out)
-
-
-def nearest(masks: Tensor, size: int) -> Tensor:
-    """...HW of any type to `size` x `size` without mixing values, which F.interpolate lacks for integers other than bytes."""
-    h, w = masks.shape[-2:]
-    middle = 2 * torch.arange(size, device=masks.device) + 1
-    return masks[..., (middle * h // (2 * size))[:, None], middle * w // (2 * size)]
-
-
-# --- The datamodule: batches of a data set, in the sampler's order, preprocessed on the device ---
 
 Augment = Callable[..., Batch]  # of a batch, seed and epoch: lockstep.augment's Augmentation
 OWN_LOADERS = "own dataloaders"
@@ -92,7 +52,7 @@ class DataModule(pl.LightningDataModule):
         self.augment, self.repeats, self.shards = augment, repeats, shards
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
-        self.place = Place(lambda: 0)
+        self.position = LoaderPosition(lambda: 0)
         self.predicted = "test"  # the part that predict_dataloader has
         # why samples of the current batch could not be read, if the data says so
         self.problems: list[str] | None = None
@@ -131,23 +91,23 @@ class DataModule(pl.LightningDataModule):
             self.in_memory[part] = InMemory(arrays, self.home(arrays))
         return self.in_memory[part]
 
-    def loader(self, part: str, sampler: Sampler, place: Place | None = None) -> MemoryLoader | WorkerLoader:
+    def loader(self, part: str, sampler: Sampler, position: LoaderPosition | None = None) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
         if not self.num_workers and isinstance(samples, Arrays):
-            data = self.memory(part)
-            return MemoryLoader(data, sampler, place=place, pin=on_gpu and data.device is None)
-        return WorkerLoader(
-            Indexed(samples_of(samples)),
-            sampler=sampler,  # yields whole batches of indices; batch_size=None passes each to the data set at once
-            batch_size=None,
-            place=place,
+            memory = self.memory(part)
+            batches = partial(memory.batches, sampler, pin=on_gpu and memory.device is None)
+            return ResumableLoader(batches, sampler, position)
+        loaded = FromWorkers(
+            samples_of(samples),
+            sampler,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.num_workers > 0 and self.persistent_workers is not False,
             pin_memory=on_gpu,
         )
+        return ResumableLoader(loaded.batches, sampler, position)
 
-    def train_dataloader(self) -> MemoryLoader | WorkerLoader:
+    def train_dataloader(self) -> ResumableLoader:
         trainer = self.trainer
         sampler = self.sampler(
             rank=trainer.global_rank,
@@ -156,18 +116,22 @@ class DataModule(pl.LightningDataModule):
             in_blocks=getattr(trainer.strategy, "in_blocks", False),
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        self.place.position = lambda: progress.current.ready
-        return self.loader("train", sampler, place=self.place)
+        self.position.batches_done = lambda: progress.current.ready
+        return self.loader("train", sampler, position=self.position)
 
-    def eval_loader(self, part: str, split: Split) -> MemoryLoader | WorkerLoader:
+    def eval_loader(self, part: str, split: Split) -> ResumableLoader:
         place = {"batch": self.eval_batch_size, "rank": self.trainer.global_rank, "world": self.trainer.world_size}
-        sampler = EvalBatches(split, **place, shards=self.shards) if self.module_of_task else EvalShares(split, **place)
+        sampler = (
+            PaddedEvalSampler(split, **place, shards=self.shards)
+            if self.module_of_task
+            else UnpaddedEvalSampler(split, **place)
+        )
         return self.loader(part, sampler)
 
-    def val_dataloader(self) -> MemoryLoader | WorkerLoader:
+    def val_dataloader(self) -> ResumableLoader:
         return self.eval_loader(self.val_part, self.val_split)
 
-    def test_dataloader(self) -> MemoryLoader | WorkerLoader:
+    def test_dataloader(self) -> ResumableLoader:
         return self.eval_loader("test", self.test_split)
 
     @property
@@ -176,8 +140,8 @@ class DataModule(pl.LightningDataModule):
         split = {"train": self.train_split, "val": self.val_split, "test": self.test_split}[self.predicted]
         return self.val_part if self.predicted == "val" else self.predicted, split
 
-    def predict_dataloader(self) -> Unchanged:
-        return Unchanged(self.eval_loader(*self.predicted_split))
+    def predict_dataloader(self) -> ResumableLoader:
+        return self.eval_loader(*self.predicted_split)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         trainer, began_s = self.trainer, time.perf_counter()
@@ -186,7 +150,7 @@ class DataModule(pl.LightningDataModule):
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
-            self.place.waited_s += time.perf_counter() - began_s
+            self.position.waited_s += time.perf_counter() - began_s
         if self.module_of_task:
             return batch
         module = trainer.lightning_module  # of the user's, with a hook of its own
@@ -224,7 +188,7 @@ class DataModule(pl.LightningDataModule):
     @property
     def waited_s(self) -> float:
         """How long training in this process has waited for batches and their preparation."""
-        return self.place.waited_s
+        return self.position.waited_s
 
     def teardown(self, stage: str) -> None:
         """After training, validation and test. Raises DataChanged if the decoded data was changed meanwhile."""

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from lockstep.data.dataset import CLASSES, DataSet, Indices, classes_of
 from lockstep.errors import UserError
 
-# --- Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size ---
-#
 # Nothing is drawn, stored or sent. A permutation of n samples is a bijection, computed only where it is needed: a process holds
 # the indices of a few thousand samples at a time, not of n, and resuming at a step is an addition.
 
@@ -108,35 +106,35 @@ def splits(
     Raises:
         UserError: a part is empty, or a number is above the training split's.
     """
-    total = len(dataset.train)
-    if folds and dataset.val is not None:
-        raise UserError(
-            "data.folds has no effect: this data has a validation part of its own. Leave it out, or remove that part."
-        )
-    if folds and folds > total:
-        raise UserError(f"data.folds={folds} is more than the {total} training {dataset.unit}. Type a smaller number.")
+    total, has_val = len(dataset.train), dataset.val is not None
     begin, end = (fold * total // folds, (fold + 1) * total // folds) if folds else (0, val_count(total, val_fraction))
-    val = 0 if dataset.val is not None else end - begin
-    for part, samples in {"train": dataset.train, "val": dataset.val, "test": dataset.test}.items():
-        if samples is not None and not len(samples):
-            raise UserError(
-                f"the {part} part of the data has no {dataset.unit} ({dataset.source}). Add some, or choose other data."
-            )
-    if total - val < 1:
-        raise UserError(
-            f"data.val_fraction={val_fraction} leaves none of the {total} training {dataset.unit} ({dataset.source}) to train with. Type a smaller fraction."
-        )
-    if limit_train is not None and limit_train > max(batch_size, total - val):
-        raise UserError(
-            f"data.limit_train={limit_train} is more than the {total - val} training {dataset.unit} ({dataset.source}). Type a smaller number, or null."
-        )
-    train = Split(total, begin + val, min(total - val, limit_train or total))
-    if batch_size > train.count:
-        raise UserError(
-            f"data.batch_size={batch_size} is more than the {train.count} training {dataset.unit} ({dataset.source}). Type data.batch_size={train.count} or less."
-        )
-    held_out = Split(total, begin, val) if dataset.val is None else whole(len(dataset.val))
-    return train, held_out, whole(len(dataset.test))
+    val = 0 if has_val else end - begin
+    left, count = total - val, min(total - val, limit_train or total)
+    where = f"training {dataset.unit} ({dataset.source})"
+    sizes = {"train": total, "val": len(dataset.val) if has_val else 1, "test": len(dataset.test)}
+    checks = {
+        "data.folds has no effect: this data has a validation part of its own. Leave it out, or remove that part.": folds
+        and has_val,
+        f"data.folds={folds} is more than the {total} {where}. Set a smaller number.": folds and folds > total,
+        **{
+            f"the {part} part of the data has no {dataset.unit} ({dataset.source}). Add some, or choose other data.": not size
+            for part, size in sizes.items()
+        },
+        f"data.val_fraction={val_fraction} leaves none of the {total} {where} to train with. Set a smaller fraction.": left
+        < 1,
+        f"data.limit_train={limit_train} is more than the {left} {where}. Set a smaller number, or null.": (
+            limit_train is not None and limit_train > max(batch_size, left)
+        ),
+        f"data.batch_size={batch_size} is more than the {count} {where}. Set data.batch_size={count} or less.": batch_size
+        > count,
+    }
+    if problem := next((problem for problem, wrong in checks.items() if wrong), None):
+        raise UserError(problem)
+    return (
+        Split(total, begin + val, count),
+        whole(len(dataset.val)) if has_val else Split(total, begin, val),
+        whole(len(dataset.test)),
+    )
 
 
 def whole(count: int) -> Split:
@@ -197,7 +195,7 @@ class TrainBatches:
             first, ahead = first + len(micro), min(2 * ahead, BLOCK)
 
 
-class EvalBatches:
+class PaddedEvalSampler:
     """Each sample of a split once over all ranks; every rank has the same number of batches of the same size.
 
     Strategies that communicate in forward (fsdp; ddp with buffers) would wait for a rank that has run out of batches. So empty
@@ -222,7 +220,7 @@ class EvalBatches:
             yield samples
 
 
-class EvalShares:
+class UnpaddedEvalSampler:
     """Each sample of a split once over all ranks, without fillers, for modules that do not know about them.
 
     Global batches do not depend on the number of ranks; the ranks' shares differ by at most one sample. No share is empty: a
@@ -246,7 +244,7 @@ class EvalShares:
             yield self.split.indices(np.arange(begin, stop))
 
 
-Sampler = TrainBatches | EvalBatches | EvalShares
+Sampler = TrainBatches | PaddedEvalSampler | UnpaddedEvalSampler
 
 
 # --- Holds out a fixed part of every class; it does not depend on `seed`. Free of torch ---
@@ -264,11 +262,6 @@ def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
         if count > 0:
             chosen.append(members[permute(np.arange(count), len(members), SPLIT_SEED, int(strata[members[0]]))])
     return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
-
-
-def taken_from_train(*, test: float, val: float, folds: int | None) -> dict[str, float]:
-    """The share of each part that is taken from train if the data lacks it. With `folds`, the engine divides train for validation."""
-    return {"test": test} if folds else {"test": test, "val": val}
 
 
 def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:

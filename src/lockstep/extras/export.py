@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lockstep.checkpoints.content import DATA, load_into, network_of, read
 from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
 from lockstep.config.targets import accepted, nodes, parameters
-from lockstep.data import datamodule, pixels
+from lockstep.data import pixels, preprocess
 from lockstep.data.dataset import samples_of
-from lockstep.data.image_files import NEEDED, Readable, find_inputs
+from lockstep.data.images import NEEDED, InputFiles, find_inputs
 from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_graphs, exported
 from lockstep.extras.export_card import card
@@ -191,12 +191,12 @@ def compared_images(
     """
     given = {key: about[key] for key in ("image_size", "mean", "std")}
     if images is not None:
-        files = Readable(find_inputs(images), channels=about["channels"], size=about["image_size"])
+        files = InputFiles(find_inputs(images), channels=about["channels"], size=about["image_size"])
         read_images = files[np.arange(min(IMAGES, len(files)))]
         good = [not problem for problem in read_images["problem"]]
         if not any(good):
             raise UserError(f"--images {images}: no file can be read: {read_images['problem'][0]}.")
-        return torch.from_numpy(read_images["input"][good]), datamodule.Preprocess(**given)
+        return torch.from_numpy(read_images["input"][good]), preprocess.Preprocess(**given)
     cfg = OmegaConf.create(content["config"])
     assert isinstance(cfg, DictConfig)
     try:
@@ -214,7 +214,7 @@ def compared_images(
             ) from None
         why = f"the run's data cannot be read. {e}"
         print(f"WARNING: the folder was not compared with the network: {why}", file=sys.stderr)
-        return None, datamodule.Preprocess(**given)
+        return None, preprocess.Preprocess(**given)
     if image_BCHW.dtype != torch.uint8 or image_BCHW.dim() != 4:
         raise UserError(
             f"the run's data has {image_BCHW.dtype} of shape {tuple(image_BCHW.shape)}, no images of bytes (uint8, BCHW)."
@@ -232,7 +232,7 @@ def write_all(part: Path, content: dict[str, Any], task: Task, net: nn.Module, w
     write(part / "classes.json", task.about[task.names])
     write(part / "preprocessing.json", {key: task.about[key] for key in NEEDED})
     (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["config"]))))
-    for name, source in {"preprocess.py": datamodule, "decode.py": pixels, "load.py": exported}.items():
+    for name, source in {"preprocess.py": preprocess, "decode.py": pixels, "load.py": exported}.items():
         shutil.copyfile(inspect.getfile(source), part / name)
 
 

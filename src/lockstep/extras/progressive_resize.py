@@ -6,9 +6,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional as F
 
-from lockstep.data.datamodule import nearest
 from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial
+from lockstep.data.preprocess import resize_nearest
 from lockstep.errors import UserError
 from lockstep.training.steps import steps_done, total_steps
 
@@ -58,7 +58,7 @@ class ProgressiveResize(Callback):
         side = self.side(whole, progress)
         if side == whole:
             return batch
-        masks = {name: nearest(v, side) for name, v in spatial(batch).items() if v.shape[-1] == whole}
+        masks = {name: resize_nearest(v, side) for name, v in spatial(batch).items() if v.shape[-1] == whole}
         small_BCHW = F.interpolate(image_BCHW, size=(side, side), mode="bilinear", antialias=True)
         return {**batch, **masks, "input": small_BCHW}
 
