@@ -265,29 +265,6 @@ def test_a_home_that_cannot_be_written_is_no_obstacle(home, tmp_path, monkeypatc
     assert len(found.train) == 60
 
 
-def test_arrays_that_were_changed_are_written_anew(root, cache):
-    before = arrays(prepared(root, cache).cached)
-    before = {name: array.copy() for name, array in before.items()}
-    (folder,) = folders(cache)
-    for damage in ("flip a bit", "labels 0", "cut off", "remove", "about", "stamp"):
-        path = folder / (
-            "about.json" if damage == "about" else "train/target.npy" if "labels" in damage else "train/input.npy"
-        )
-        content = bytearray(path.read_bytes())
-        if damage == "flip a bit":
-            content[-100] ^= 1
-        elif damage == "labels 0":
-            content[-60:] = bytes(60)
-        if damage == "remove":
-            path.unlink()
-        elif damage == "stamp":  # a copy of the cache: hashed, and right
-            os.utime(path, ns=(0, 0))
-        else:
-            path.write_bytes(content[: len(content) // 2] if damage in ("cut off", "about") else content)
-        assert same(arrays(prepared(root, cache).cached), before), damage
-    assert (folder / "train/input.npy").stat().st_mtime_ns == 0  # it was not written again
-
-
 def test_without_a_home_the_cache_is_among_the_temporary_files(tmp_path, monkeypatch):
     def none() -> Path:
         raise RuntimeError("Could not determine home directory.")

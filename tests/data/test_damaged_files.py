@@ -4,16 +4,18 @@ import csv
 import gzip
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pictures import write_classes
 
 from lockstep.checkpoints.finding import checkpoint_of_report
 from lockstep.config.run_files import read_report
-from lockstep.data import Cifar10, folder, published
+from lockstep.data import Cifar10, Folder, Mnist, folder, published
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 
@@ -113,6 +115,18 @@ def test_an_archive_that_unpacks_to_more_than_its_header_says_is_not_unpacked(tm
     with pytest.raises(UserError, match=r"a\.gz"):
         published.read_idx(tmp_path / "a.gz")
     assert all(0 <= size <= 16 for size in taken)
+
+
+@pytest.mark.parametrize(("where", "name"), [(Path, "iterdir"), (os, "scandir"), (Path, "is_file")])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, where, name):
+    def refuse(path: object, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    kind = Mnist if name == "is_file" else Folder
+    data = kind(root=str(write_classes(tmp_path, 2)), image_size=8, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(where, name, refuse)
+    with pytest.raises(UserError, match=r"data.root=.* cannot be read: .*Permission denied. Make it readable, or set"):
+        data.prepare()
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):

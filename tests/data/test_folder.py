@@ -207,6 +207,8 @@ def test_a_csv_that_is_not_there_is_looked_for_in_the_root(root):
     ({"target": "number"}, "data.target=number needs a list of files and targets. Set data.csv=<file>"),
     ({"channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channels"),
     ({"channels": 1, "mean": [0.5], "std": [0.2]}, None),
+    ({"std": [1e-320, 0.2, 0.2]}, "data.std=[1e-320, 0.2, 0.2] must be from 0.0001 to 1000"),
+    ({"mean": [float("nan"), 0.2, 0.2]}, "data.mean=[nan, 0.2, 0.2] must be from -1000 to 1000"),
 ])  # fmt: skip
 def test_keys_that_do_not_fit_are_told_before_anything_is_read(changes, told):
     problems = list(Folder.problems({"target": "class", "csv": None, "channels": 3, "mean": "model", **changes}))
@@ -349,9 +351,6 @@ def test_data_that_needs_nothing_says_nothing(root):
 
 def test_a_run_on_mnist_imports_none_of_this():
     asked = "import sys, lockstep.data as d; d.Mnist, d.Arrays; print([m for m in sys.modules if m in %r])"
-    modules = [f"lockstep.data.{name}" for name in ("folder", "decoding", "huggingface", "from_torch")] + [
-        "PIL",
-        "torch",
-    ]
+    modules = ["lockstep.data.folder", "lockstep.extras.adapters", "PIL", "torch"]
     done = subprocess.run([sys.executable, "-c", asked % modules], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,6 +1,6 @@
 """Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch.
 
-NumPy and filelock (0.3 s) are imported where data is read: the config check imports this module.
+filelock is imported where data is read: the config check imports this module.
 """
 
 import contextlib
@@ -13,19 +13,19 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.errors import DataChanged, explained
 from lockstep.machine.files import refuse_unwritable, remove, replacing
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 FORMAT = 4  # version of the cache; raise it when the files change
 DAMAGE = (ValueError, TypeError, KeyError, EOFError)  # of a file that was cut off or changed
 ROOM = "Free some space, or set data.cache_dir=<a folder with room that is yours>."
 
-Parts = dict[str, "NDArray[Any]"]  # `train/input`, `train/target`, `test/input`, ...
+Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
 Decode = Callable[[], tuple[Parts, dict[str, Any]]]
 
 verified: dict[Path, dict[str, list[int]]] = {}  # files that were hashed: their sizes and times
@@ -37,6 +37,7 @@ class Cached:
 
     folder: Path
     sha256: str  # of the decoded arrays, so equal for compressed and plain files
+    extra: dict[str, Any]  # plain values stored beside the arrays
 
     def unchanged(self) -> "Cached":
         """Itself. Raises DataChanged if the files that this process has mapped are no longer what was decoded."""
@@ -50,13 +51,7 @@ class Cached:
 
     def arrays(self, part: str) -> Parts:
         """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
-        import numpy as np
-
         return {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / part).glob("*.npy"))}
-
-    def extra(self) -> dict[str, Any]:
-        """The plain values stored beside the arrays."""
-        return json.loads((self.folder / "about.json").read_text())["extra"]
 
 
 def cache_folder(given: str | None) -> Path:
@@ -122,8 +117,6 @@ def checked(folder: Path) -> Cached | None:
 
     Files are hashed (0.7 GB/s) only if their size or time is not what it was when they were written.
     """
-    import numpy as np
-
     try:
         about = json.loads((folder / "about.json").read_text())
         if about.pop("check") != check_of(about):
@@ -134,7 +127,7 @@ def checked(folder: Path) -> Cached | None:
             if digest_of(arrays, about["extra"]) != about["sha256"]:
                 return None
             verified[folder] = now
-        return Cached(folder, about["sha256"])
+        return Cached(folder, about["sha256"], about["extra"])
     except DAMAGE:
         return None
 
@@ -158,8 +151,6 @@ def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
 
 def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
     """Writes arrays and plain values into `folder`, which appears whole or not at all. Raises OSError."""
-    import numpy as np
-
     arrays = {name: np.ascontiguousarray(values) for name, values in parts.items()}
     with replacing(folder) as part:
         stamps = {}
@@ -172,13 +163,11 @@ def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
         about = {"sha256": sha256, "extra": extra, "stamps": stamps}
         part.mkdir(exist_ok=True)
         (part / "about.json").write_text(json.dumps(about | {"check": check_of(about)}))
-    return Cached(folder, sha256)
+    return Cached(folder, sha256, extra)
 
 
-def scratch(folder: Path, shape: tuple[int, ...]) -> "NDArray[Any]":
+def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[Any]:
     """An array of bytes on disk that is deleted with the process. Raises UserError if the disk is full."""
-    import numpy as np
-
     with explained(f"data.cache_dir={folder} cannot be written", ROOM), tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):  # or a full disk would end the process where it writes to the array
             os.posix_fallocate(file.fileno(), 0, math.prod(shape))

@@ -64,7 +64,7 @@ class DataModule(pl.LightningDataModule):
         self.val_part = "train" if dataset.val is None else "val"
         if on_device is True and dataset.bytes_in_memory is None:
             raise UserError(
-                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Type data.on_device=auto."
+                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Set data.on_device=auto."
             )
 
     @property
@@ -120,13 +120,9 @@ class DataModule(pl.LightningDataModule):
         return self.loader("train", sampler, position=self.position)
 
     def eval_loader(self, part: str, split: Split) -> ResumableLoader:
-        place = {"batch": self.eval_batch_size, "rank": self.trainer.global_rank, "world": self.trainer.world_size}
-        sampler = (
-            PaddedEvalSampler(split, **place, shards=self.shards)
-            if self.module_of_task
-            else UnpaddedEvalSampler(split, **place)
-        )
-        return self.loader(part, sampler)
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        sampler = partial(PaddedEvalSampler, shards=self.shards) if self.module_of_task else UnpaddedEvalSampler
+        return self.loader(part, sampler(split, batch=self.eval_batch_size, rank=rank, world=world))
 
     def val_dataloader(self) -> ResumableLoader:
         return self.eval_loader(self.val_part, self.val_split)
@@ -137,8 +133,8 @@ class DataModule(pl.LightningDataModule):
     @property
     def predicted_split(self) -> tuple[str, Split]:
         """The part of the data set and the split of it that are predicted."""
-        split = {"train": self.train_split, "val": self.val_split, "test": self.test_split}[self.predicted]
-        return self.val_part if self.predicted == "val" else self.predicted, split
+        part = self.val_part if self.predicted == "val" else self.predicted
+        return part, getattr(self, f"{self.predicted}_split")
 
     def predict_dataloader(self) -> ResumableLoader:
         return self.eval_loader(*self.predicted_split)
@@ -168,7 +164,7 @@ class DataModule(pl.LightningDataModule):
         if step >= len(sampler):
             raise UserError(f"an epoch has {len(sampler)} steps; step {step} is beyond it. They count from 0.")
         sampler.resume(epoch, step)
-        return fetch(samples_of(self.dataset.train), next(iter(sampler)))
+        return self.raw("train", next(iter(sampler)))
 
     def finished(self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1) -> Batch:
         """Augments and preprocesses a batch for the network and the task; with `repeats` copies of each sample in training."""
@@ -182,7 +178,7 @@ class DataModule(pl.LightningDataModule):
 
     def example(self, count: int, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of the first training samples, repeated if there are fewer than `count`; augmented for `training`."""
-        batch = fetch(samples_of(self.dataset.train), np.arange(count) % len(self.dataset.train))
+        batch = self.raw("train", np.arange(count) % len(self.dataset.train))
         return self.finished(move_data_to_device(batch, torch.device(device)), training=training)
 
     @property
@@ -196,29 +192,26 @@ class DataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Records which data the weights of a checkpoint were trained on. Raises DataChanged."""
-        data = self.dataset
-        sizes = {"train": len(data.train), "test": len(data.test)}
-        return {"source": data.source, "sha256": data.fingerprint, **sizes, "about": self.about}
+        sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
+        return {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         here = self.dataset.fingerprint
         if state["sha256"] != here:
             raise UserError(
                 f"the checkpoint was trained on other data ({state['source']}, sha256 {state['sha256'][:12]}) than is here "
-                f"({self.dataset.source}, sha256 {here[:12]}). Type data.root=<the folder it was trained on>, "
+                f"({self.dataset.source}, sha256 {here[:12]}). Set data.root=<the folder it was trained on>, "
                 "or init_from=<checkpoint> to start a new run from its weights."
             )
 
 
 def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:
     """How many training samples each class has, if the data has classes and holds those of its samples as one array."""
-    classes = dataset.about.get("classes", ())
-    class_N = classes_of(dataset.train) if classes is not None and len(classes) else None
-    if class_N is None:
+    classes = dataset.about.get("classes")
+    if classes is None or not len(classes) or (class_N := classes_of(dataset.train)) is None:
         return {}
-    own = class_N[split.indices(np.arange(split.count))]
-    counts = np.bincount(own[own >= 0], minlength=len(classes))
-    return {"class_counts": counts.tolist()}
+    train_N = class_N[split.indices(np.arange(split.count))]
+    return {"class_counts": np.bincount(train_N[train_N >= 0], minlength=len(classes)).tolist()}
 
 
 def facts(data: pl.LightningDataModule) -> dict[str, Any]:

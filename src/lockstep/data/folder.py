@@ -256,7 +256,7 @@ class Folder(Images):
     def cached(self) -> Cached:
         """Reads every file once per machine. Raises UserError that lists the broken ones."""
         cached = decoded(self.cache / self.key(), self.read)
-        broken: dict[str, str] = cached.extra()["broken"]
+        broken: dict[str, str] = cached.extra["broken"]
         if broken and not self.skip_broken:
             lines = [f"\n  {path}: {why}" for path, why in list(broken.items())[:SHOWN]]
             more = f"\n  and {len(broken) - SHOWN:,} more" if len(broken) > SHOWN else ""
@@ -294,11 +294,11 @@ class Folder(Images):
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"skipped": len(self.cached.extra()["broken"])}
+        return {"skipped": len(self.cached.extra["broken"])}
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # of the files, not of the decoded pixels
-        return str(self.cached.unchanged().extra()["sha256"])
+        return str(self.cached.unchanged().extra["sha256"])
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -308,7 +308,7 @@ class Folder(Images):
 
     def readable(self, part: str) -> list[int]:
         """The places of a part's files in the listing, without broken ones."""
-        broken = self.cached.extra()["broken"]
+        broken = self.cached.extra["broken"]
         return [int(i) for i in np.flatnonzero(self.parts == part) if self.listing.paths[i] not in broken]
 
     def paths(self, part: str) -> list[str]:

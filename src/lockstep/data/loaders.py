@@ -5,7 +5,6 @@ import logging
 import math
 import re
 import shutil
-import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -93,10 +92,9 @@ SHARED = 2**22  # less room is left to semaphores, without which no worker start
 LOST = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)\.|exited unexpectedly(?: with exit code (\d+))?)"
 )
-SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
-WHY = {
-    signal.SIGKILL: ", which usually means that memory ran out",
-    signal.SIGBUS: ": there was no room in /dev/shm, through which batches are passed",
+SIGNALS = {  # by their names in torch's message
+    "Killed": "SIGKILL, which usually means that memory ran out",
+    "Bus error": "SIGBUS: there was no room in /dev/shm, through which batches are passed",
 }
 
 
@@ -106,9 +104,7 @@ def lost(error: BaseException) -> str | None:
     if not matches:
         return None
     pids, by, code = max((match.groups() for match in matches), key=lambda groups: sum(map(bool, groups)))
-    how = f"ended with exit code {code}" if code else "ended"
-    if number := SIGNALS.get(by):
-        how = f"was ended by {signal.Signals(number).name}{WHY.get(number, '')}"
+    how = f"was ended by {SIGNALS.get(by, by)}" if by else f"ended with exit code {code}" if code else "ended"
     return (
         f"a process that loads data (pid {pids}) {how}. Try fewer data.num_workers, or data.num_workers=0 to load data in the main "
         "process. A training run continues from its last checkpoint with resume=auto."

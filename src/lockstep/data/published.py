@@ -10,18 +10,16 @@ import zlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
+from lockstep.data.dataset import Arrays
 from lockstep.data.images import Images, reading
 from lockstep.errors import UserError
 from lockstep.machine.files import write_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from lockstep.data.dataset import Arrays
 
 # --- Downloads files from mirrors and keeps them only with the right checksum ---
 
@@ -143,9 +141,7 @@ class Published(Images):
                     ) from None
         return "embedded", [embedded_file()]
 
-    def open_part(self, part: str) -> "Arrays | None":
-        from lockstep.data.dataset import Arrays
-
+    def open_part(self, part: str) -> Arrays | None:
         arrays = self.cached.arrays(part)
         return Arrays(input=arrays["input"], target=arrays["target"].astype("int64")) if arrays else None
 
@@ -163,7 +159,7 @@ MNIST_MIRRORS = (
 MOST_PACKED = 1032  # bytes that gzip's method packs into one at most
 
 
-def read_idx(path: Path) -> "NDArray[np.uint8]":
+def read_idx(path: Path) -> NDArray[np.uint8]:
     """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
 
     Reads as many bytes as its header says, however many a damaged or malicious archive would unpack to.
@@ -171,8 +167,6 @@ def read_idx(path: Path) -> "NDArray[np.uint8]":
     Raises:
         UserError: the file is cut off, not an idx file, or cannot be read.
     """
-    import numpy as np
-
     replace = "Replace it, or set data.source=download."
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -242,8 +236,6 @@ def embedded_file() -> Path:
 
 def read_embedded(path: Path) -> Parts:
     """Every fifth image, 1,000 in total, is for testing, 4,000 are for training and validation; equally many of each digit."""
-    import numpy as np
-
     with gzip.open(path) as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.uint8)
     images, labels = np.ascontiguousarray(table[:, :-1]).reshape(-1, 1, 28, 28), np.ascontiguousarray(table[:, -1])
@@ -282,8 +274,6 @@ class Cifar10(Published):
     @classmethod
     def read(cls, files: list[Path]) -> Parts:
         """They are pickles, which can run code: none is opened unless its MD5 is the published one."""
-        import numpy as np
-
         with reading(files[0].parent):
             if names := cls.changed(files):
                 raise UserError(

@@ -181,7 +181,7 @@ class HuggingFace(Wrapped):
         """Hash of the Arrow files, which are read once per machine, and of the columns and rows that are used."""
         files = sorted(self.root.rglob("*.arrow"))
         key = key_of("huggingface", files)
-        content = decoded(self.cache / key, lambda: ({}, {"sha256": [sha256(path) for path in files]})).extra()
+        content = decoded(self.cache / key, lambda: ({}, {"sha256": [sha256(path) for path in files]})).extra
         rows = {part: rows.tobytes() for part, (_, rows) in self.rows.items()}
         used = (content["sha256"], self.columns, self.names, rows)
         return hashlib.sha256(repr(used).encode()).hexdigest()
