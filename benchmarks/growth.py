@@ -222,7 +222,7 @@ def predicted(counts: list[int], folder: Path) -> Iterator[tuple[int, int, int, 
     """Files, peak memory after them, bytes of the table, seconds; in a folder of its own. Trains a small network first."""
     from PIL import Image
 
-    from lockstep.data.image_files import Readable
+    from lockstep.data.images import InputFiles
 
     for name in ("a", "b"):
         (folder / "data" / name).mkdir(parents=True)
@@ -238,7 +238,7 @@ def predicted(counts: list[int], folder: Path) -> Iterator[tuple[int, int, int, 
     lockstep.train(
         ["run=small", f"runs_dir={folder}/runs", *run, "data.batch_size=8", "trainer.max_steps=1", *PREDICTING]
     )
-    Readable.__getitem__ = black  # type: ignore[method-assign]
+    InputFiles.__getitem__ = black  # type: ignore[method-assign]
     for count in counts:
         with (folder / "list.csv").open("w") as file:
             file.writelines(["path\n", *(f"{PATH.format(number)}\n" for number in range(count))])

@@ -20,7 +20,7 @@ import pytest
 from in_process import crash_at, run_a, train, trained  # noqa: F401  # fixtures
 
 from lockstep import ROOT
-from lockstep.data import published
+from lockstep.data import Cifar10
 from lockstep.launch import local
 
 # A shell's background jobs ignore it, and so would what they start.
@@ -77,15 +77,15 @@ def write_mnist(root: Path, train_count: int, test_count: int) -> Path:
 
 def write_cifar10(root: Path, per_file: int) -> dict[str, str]:
     """`root` with CIFAR-10's six pickles, `per_file` images each. Returns their MD5s, which differ from the published ones."""
-    folder = root / published.CIFAR10_FOLDER
+    folder = root / Cifar10.folders[0]
     folder.mkdir(parents=True)
     random = np.random.default_rng(2)
-    for name in published.CIFAR10_MD5:
+    for name in Cifar10.md5:
         labels = random.integers(0, 10, per_file)
         images = (random.integers(0, 80, (per_file, 3, 32, 32)) + 15 * labels[:, None, None, None]).astype(np.uint8)
         batch = {b"data": images.reshape(per_file, -1), b"labels": labels.tolist()}
         (folder / name).write_bytes(pickle.dumps(batch))
-    return {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in published.CIFAR10_MD5}
+    return {name: hashlib.md5((folder / name).read_bytes()).hexdigest() for name in Cifar10.md5}
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.config.instantiate import create, create_data, to_plain
-from lockstep.data import published as cifar10_files
+from lockstep.data import Cifar10
 from lockstep.machine.world import World, world_of
 from lockstep.models.network import network
 from lockstep.training.schedules import scheduler
@@ -35,7 +35,7 @@ def options(group: str) -> list[str]:
 @pytest.fixture
 def cifar10(tmp_path, monkeypatch):
     """Made images as CIFAR-10's files, with checksums that fit them."""
-    monkeypatch.setattr(cifar10_files, "CIFAR10_MD5", write_cifar10(tmp_path / "cifar", 40))
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path / "cifar", 40))
     return tmp_path / "cifar"
 
 

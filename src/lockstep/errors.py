@@ -1,6 +1,8 @@
 """Lockstep's exceptions. UserError is for what a user can correct: exit code 2, no traceback."""
 
+import difflib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -105,3 +107,19 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A hint for the end of a message: the most similar of `names`, if one is similar."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+@contextmanager
+def explained(what: str, advice: str) -> Iterator[None]:
+    """Raises UserError in place of an error of the operating system: a folder that cannot be read, a full disk."""
+    try:
+        yield
+    except OSError as e:
+        name = f"{e.filename}: " if e.filename and str(e.filename) not in what else ""
+        raise UserError(f"{what}: {name}{e.strerror or ' '.join(map(str, e.args))}. {advice}") from None

@@ -14,7 +14,7 @@ from refused_run import DIM, LATE, LEFT, SILENT, TRACEBACK, WELL, WORKS, WRONGLY
 from lockstep import ROOT
 from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, fixed_keys
-from lockstep.data import published
+from lockstep.data import Mnist
 from lockstep.errors import UserError
 
 EVERY = 90  # of the cases that the config check alone refuses
@@ -47,7 +47,7 @@ def test_damaged_images_of_the_cases_are_refused(tmp_path):
         for name, content in (digits() | case.files).items():
             (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=case.key):
-            parts = published.read_mnist(published.mnist_files(tmp_path / "own") or [])
+            parts = Mnist.read(Mnist.find(tmp_path / "own") or [])
             raise AssertionError({name: array.shape for name, array in parts.items()})
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import write_cifar10
 
-from lockstep.data import published
+from lockstep.data import Cifar10
 from lockstep.errors import UserError
 
 
@@ -22,11 +22,9 @@ class Touch:
 
 
 def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(published, "CIFAR10_MD5", write_cifar10(tmp_path, 6))
-    parts = published.read_cifar10(published.cifar10_files(tmp_path))
-    batches = [
-        pickle.loads((tmp_path / published.CIFAR10_FOLDER / name).read_bytes()) for name in published.CIFAR10_MD5
-    ]
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 6))
+    parts = Cifar10.read(Cifar10.find(tmp_path))
+    batches = [pickle.loads((tmp_path / Cifar10.folders[0] / name).read_bytes()) for name in Cifar10.md5]
     assert parts["train/input"].shape == (30, 3, 32, 32)
     assert parts["test/input"].shape == (6, 3, 32, 32)
     assert parts["train/input"].tobytes() == b"".join(batch[b"data"].tobytes() for batch in batches[:5])
@@ -36,23 +34,23 @@ def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
     assert parts["train/input"].dtype == parts["train/target"].dtype == np.uint8
 
 
-@pytest.mark.parametrize("below", [published.CIFAR10_FOLDER, "."])
+@pytest.mark.parametrize("below", [Cifar10.folders[0], "."])
 def test_cifar10_is_found_in_its_folder_and_in_the_folder_above(tmp_path, below):
     write_cifar10(tmp_path, 1)
-    folder = tmp_path / published.CIFAR10_FOLDER
+    folder = tmp_path / Cifar10.folders[0]
     root = tmp_path if below != "." else folder
-    assert published.cifar10_files(root) == [folder / name for name in published.CIFAR10_MD5]
+    assert Cifar10.find(root) == [folder / name for name in Cifar10.md5]
     (folder / "test_batch").unlink()
-    assert published.cifar10_files(root) is None
+    assert Cifar10.find(root) is None
 
 
 @pytest.mark.parametrize("name", ["data_batch_3", "test_batch"])
 def test_a_changed_cifar10_file_is_refused_before_it_is_unpickled(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(published, "CIFAR10_MD5", write_cifar10(tmp_path, 1))
-    path, marker = tmp_path / published.CIFAR10_FOLDER / name, tmp_path / "marker"
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 1))
+    path, marker = tmp_path / Cifar10.folders[0] / name, tmp_path / "marker"
     path.write_bytes(pickle.dumps(Touch(marker)))
     with pytest.raises(UserError, match=rf"{name} .*data\.source=download"):
-        published.read_cifar10(published.cifar10_files(tmp_path))
+        Cifar10.read(Cifar10.find(tmp_path))
     assert not marker.exists()
     pickle.loads(path.read_bytes())
     assert marker.exists()  # it would have run
@@ -61,5 +59,5 @@ def test_a_changed_cifar10_file_is_refused_before_it_is_unpickled(tmp_path, monk
 def test_all_changed_cifar10_files_are_named_at_once(tmp_path):
     write_cifar10(tmp_path, 1)
     with pytest.raises(UserError) as error:  # made-up files have other checksums than the published ones
-        published.read_cifar10(published.cifar10_files(tmp_path))
-    assert all(name in str(error.value) for name in published.CIFAR10_MD5)
+        Cifar10.read(Cifar10.find(tmp_path))
+    assert all(name in str(error.value) for name in Cifar10.md5)

@@ -4,16 +4,18 @@ import csv
 import gzip
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pictures import write_classes
 
 from lockstep.checkpoints.finding import checkpoint_of_report
 from lockstep.config.run_files import read_report
-from lockstep.data import folder, published
+from lockstep.data import Cifar10, Folder, Mnist, folder, published
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 
@@ -50,11 +52,11 @@ def test_an_archive_or_a_pickle_of_any_bytes(tmp_path, content):
     (tmp_path / "images.gz").write_bytes(content)
     with pytest.raises(UserError, match=r"images\.gz"):
         published.read_idx(tmp_path / "images.gz")
-    files = [tmp_path / name for name in published.CIFAR10_MD5]
+    files = [tmp_path / name for name in Cifar10.md5]
     for path in files:
         path.write_bytes(content)
     with pytest.raises(UserError, match="data_batch_1"):  # a pickle with another checksum is never opened
-        published.read_cifar10(files)
+        Cifar10.read(files)
 
 
 @FEW
@@ -115,10 +117,22 @@ def test_an_archive_that_unpacks_to_more_than_its_header_says_is_not_unpacked(tm
     assert all(0 <= size <= 16 for size in taken)
 
 
+@pytest.mark.parametrize(("where", "name"), [(Path, "iterdir"), (os, "scandir"), (Path, "is_file")])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, where, name):
+    def refuse(path: object, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    kind = Mnist if name == "is_file" else Folder
+    data = kind(root=str(write_classes(tmp_path, 2)), image_size=8, cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(where, name, refuse)
+    with pytest.raises(UserError, match=r"data.root=.* cannot be read: .*Permission denied. Make it readable, or set"):
+        data.prepare()
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"labels cannot be read \(Permission denied\)"):
+    with pytest.raises(UserError, match=r"labels is cut off or damaged, or cannot be read \(Permission denied\)"):
         published.read_idx(tmp_path / "labels")

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from conftest import write_cifar10, write_mnist
 
-from lockstep.data import published
-from lockstep.data.published import download, md5
+from lockstep.data import Cifar10, Mnist, published
+from lockstep.data.published import download, md5_of
 
 CONTENT = bytes(range(256)) * 40
 CHECKSUM = hashlib.md5(CONTENT).hexdigest()
@@ -112,27 +112,27 @@ def test_a_half_written_file_is_replaced(server, tmp_path):
 
 
 def fetch_mnist(root: Path) -> None:
-    published.Mnist(root=str(root), image_size=28).fetch()
+    Mnist(root=str(root), image_size=28).fetch()
 
 
 def fetch_cifar10(root: Path) -> None:
-    published.Cifar10(root=str(root), image_size=32).fetch()
+    Cifar10(root=str(root), image_size=32).fetch()
 
 
 @pytest.fixture
 def served_mnist(server, dead_url, tmp_path, monkeypatch) -> Path:
     """A folder with made-up MNIST files, which the second mirror serves."""
     folder = write_mnist(tmp_path / "made", 20, 10) / "MNIST" / "raw"
-    server.content |= {f"/mnist/{name}": (folder / name).read_bytes() for name in published.MNIST_MD5}
+    server.content |= {f"/mnist/{name}": (folder / name).read_bytes() for name in Mnist.md5}
     monkeypatch.setattr(published, "MNIST_MIRRORS", (dead_url, server.url("/mnist/")))
-    monkeypatch.setattr(published, "MNIST_MD5", {name: md5(folder / name) for name in published.MNIST_MD5})
+    monkeypatch.setattr(Mnist, "md5", {name: md5_of(folder / name) for name in Mnist.md5})
     return folder
 
 
 def test_mnist_is_fetched_to_where_it_is_looked_for(served_mnist, tmp_path):
     fetch_mnist(tmp_path / "data")
-    fetched = published.read_mnist(published.mnist_files(tmp_path / "data"))
-    made = published.read_mnist(published.mnist_files(served_mnist))
+    fetched = Mnist.read(Mnist.find(tmp_path / "data"))
+    made = Mnist.read(Mnist.find(served_mnist))
     assert np.array_equal(fetched["train/input"], made["train/input"])
     assert np.array_equal(fetched["test/target"], made["test/target"])
 
@@ -151,10 +151,10 @@ def test_mnist_is_fetched_again_only_where_it_is_damaged(served_mnist, server, t
 def served_cifar10(server, tmp_path, monkeypatch) -> Path:
     """A folder with made-up CIFAR-10 files, whose archive the server has."""
     made = tmp_path / "made"
-    monkeypatch.setattr(published, "CIFAR10_MD5", write_cifar10(made, 3))
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(made, 3))
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        tar.add(made / published.CIFAR10_FOLDER, published.CIFAR10_FOLDER)
+        tar.add(made / Cifar10.folders[0], Cifar10.folders[0])
     server.content["/cifar.tar.gz"] = archive.getvalue()
     monkeypatch.setattr(published, "CIFAR10_URL", server.url("/cifar.tar.gz"))
     monkeypatch.setattr(published, "CIFAR10_TAR_MD5", hashlib.md5(archive.getvalue()).hexdigest())
@@ -163,8 +163,8 @@ def served_cifar10(server, tmp_path, monkeypatch) -> Path:
 
 def test_cifar10_is_fetched_and_unpacked_to_where_it_is_looked_for(served_cifar10, tmp_path):
     fetch_cifar10(tmp_path / "data")
-    fetched = published.read_cifar10(published.cifar10_files(tmp_path / "data"))
-    made = published.read_cifar10(published.cifar10_files(served_cifar10))
+    fetched = Cifar10.read(Cifar10.find(tmp_path / "data"))
+    made = Cifar10.read(Cifar10.find(served_cifar10))
     assert np.array_equal(fetched["train/input"], made["train/input"])
     assert np.array_equal(fetched["test/target"], made["test/target"])
 
@@ -172,9 +172,9 @@ def test_cifar10_is_fetched_and_unpacked_to_where_it_is_looked_for(served_cifar1
 def test_a_damaged_cifar10_file_is_unpacked_again_without_the_network(served_cifar10, server, tmp_path):
     root = tmp_path / "data"
     fetch_cifar10(root)
-    (root / published.CIFAR10_FOLDER / "data_batch_2").write_bytes(b"half")
+    (root / Cifar10.folders[0] / "data_batch_2").write_bytes(b"half")
     fetch_cifar10(root)
-    assert len(published.read_cifar10(published.cifar10_files(root))["train/target"]) == 15
+    assert len(Cifar10.read(Cifar10.find(root))["train/target"]) == 15
     assert server.asked == ["/cifar.tar.gz"]
 
 

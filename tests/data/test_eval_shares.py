@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.sampler import EvalShares, Split
+from lockstep.data.sampler import Split, UnpaddedEvalSampler
 
 
 def shares(count: int, batch: int, world: int, shuffled: bool = False) -> list[list[np.ndarray]]:
     split = Split(2 * count, 1, count, shuffled)
-    return [list(EvalShares(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
+    return [list(UnpaddedEvalSampler(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
 
 
 @settings(deadline=None)

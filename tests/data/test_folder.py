@@ -130,7 +130,7 @@ def test_images_are_found_at_any_depth_and_what_is_no_image_is_ignored(root):
     (lambda root: (root / "empty").mkdir(), r"photos/empty holds no images .*Remove it"),
     (lambda root: [(root / name).rename(root.parent / name) for name in ("red", "blue")], r"has only the folder green/"),
     (lambda root: [(root / name).rename(root.parent / name) for name in COLOURS], r"photos has no folders"),
-    (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Type data.root="),
+    (lambda root: root.rename(root.parent / "x"), r"photos does not exist. Set data.root="),
     (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the other classes into .*photos/train"),
     (lambda root: [write_classes(root / "train", 3), write_pictures(root / "test" / "rde", "red", 3)],
      r"photos/test/rde: train/ has no class rde \(did you mean red\?\)"),
@@ -204,9 +204,11 @@ def test_a_csv_that_is_not_there_is_looked_for_in_the_root(root):
 @pytest.mark.parametrize(("changes", "told"), [
     ({}, None),
     ({"target": "label"}, "data.target=label is unknown; use one of class, labels, number (did you mean labels?)"),
-    ({"target": "number"}, "data.target=number needs a list of files and targets. Type data.csv=<file>"),
+    ({"target": "number"}, "data.target=number needs a list of files and targets. Set data.csv=<file>"),
     ({"channels": 1, "mean": [0.5, 0.5, 0.5]}, "3 numbers; these images have 1 channels"),
     ({"channels": 1, "mean": [0.5], "std": [0.2]}, None),
+    ({"std": [1e-320, 0.2, 0.2]}, "data.std=[1e-320, 0.2, 0.2] must be from 0.0001 to 1000"),
+    ({"mean": [float("nan"), 0.2, 0.2]}, "data.mean=[nan, 0.2, 0.2] must be from -1000 to 1000"),
 ])  # fmt: skip
 def test_keys_that_do_not_fit_are_told_before_anything_is_read(changes, told):
     problems = list(Folder.problems({"target": "class", "csv": None, "channels": 3, "mean": "model", **changes}))
@@ -307,7 +309,7 @@ def test_broken_files_are_listed_at_once_with_the_key_that_skips_them(root, deco
     told = refusal(made(root, decode=decode))
     assert told.startswith("13 of 60 image files cannot be read:\n  blue/1.jpg: image file is truncated")
     assert len(told.splitlines()) == 13
-    assert told.endswith("\n  and 3 more\nRepair or remove them, or type data.skip_broken=true to train without them.")
+    assert told.endswith("\n  and 3 more\nRepair or remove them, or set data.skip_broken=true to train without them.")
 
 
 def test_broken_files_are_skipped_where_that_is_asked_for(root):
@@ -349,9 +351,6 @@ def test_data_that_needs_nothing_says_nothing(root):
 
 def test_a_run_on_mnist_imports_none_of_this():
     asked = "import sys, lockstep.data as d; d.Mnist, d.Arrays; print([m for m in sys.modules if m in %r])"
-    modules = [f"lockstep.data.{name}" for name in ("folder", "decoding", "huggingface", "from_torch")] + [
-        "PIL",
-        "torch",
-    ]
+    modules = ["lockstep.data.folder", "lockstep.extras.adapters", "PIL", "torch"]
     done = subprocess.run([sys.executable, "-c", asked % modules], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -191,10 +191,10 @@ def test_a_data_set_without_a_test_part_is_tested_on_its_val(tmp_path):
 
 
 @pytest.mark.parametrize(("dataset", "changes", "told"), [
-    ("FashionMNIST", {"source": "disk"}, r"does not hold torchvision's FashionMNIST \(.*\). Type data.root=<folder>, or data.source=download"),
-    ("FashionMNIST", {}, r"FashionMNIST is not in data.root=.* and could not be fetched \(.*\). Type data.root=<folder>"),
+    ("FashionMNIST", {"source": "disk"}, r"does not hold torchvision's FashionMNIST \(.*\). Set data.root=<folder>, or data.source=download"),
+    ("FashionMNIST", {}, r"FashionMNIST is not in data.root=.* and could not be fetched \(.*\). Set data.root=<folder>"),
     ("Country211", {}, r"Country211 is not in data.root=.* and could not be fetched \(.*no route.*\)"),
-    ("EuroSAT", {}, r"torchvision.datasets.EuroSAT has no test part. Type data=folder"),
+    ("EuroSAT", {}, r"torchvision.datasets.EuroSAT has no test part. Set data=folder"),
 ])  # fmt: skip
 def test_what_is_not_there_says_what_to_type(tmp_path, monkeypatch, dataset, changes, told):
     def unreachable(*_, **__):
@@ -208,7 +208,7 @@ def test_what_is_not_there_says_what_to_type(tmp_path, monkeypatch, dataset, cha
 
 @pytest.mark.parametrize(("data", "told"), [
     ({"dataset": "FashonMNIST"}, "data.dataset=FashonMNIST is not in torchvision.datasets (did you mean FashionMNIST?)"),
-    ({"dataset": "???"}, "data.dataset is missing; type data.dataset=<name>"),
+    ({"dataset": "???"}, "data.dataset is missing; set data.dataset=<name>"),
     ({"dataset": "CIFAR100", "source": "embedded"}, "no package contains"),
     ({"dataset": "CIFAR100"}, None),
 ])  # fmt: skip
@@ -307,4 +307,4 @@ def test_other_folders_are_refused(tmp_path):
 def test_without_the_package_it_is_told_what_to_install(monkeypatch):
     assert list(HuggingFace.problems({})) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert "Type uv sync --extra huggingface, or pip install datasets" in next(iter(HuggingFace.problems({})))
+    assert "Run uv sync --extra huggingface, or pip install datasets" in next(iter(HuggingFace.problems({})))

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Arrays, content_of, samples_of
-from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, WorkerLoader
-from lockstep.data.sampler import EvalBatches, Split, TrainBatches
+from lockstep.data.loaders import FromWorkers, InMemory, LoaderPosition, ResumableLoader
+from lockstep.data.sampler import PaddedEvalSampler, Split, TrainBatches
 
 SPLIT = Split(103, 10, 90)
 
@@ -57,7 +57,7 @@ def samplers() -> list:
     evaluation = Split(103, 0, 103, shuffled=False)
     return [
         TrainBatches(SPLIT, batch=20, seed=3, rank=1, world=2),
-        EvalBatches(evaluation, batch=40, rank=1, world=2),  # the last batch has places without a sample
+        PaddedEvalSampler(evaluation, batch=40, rank=1, world=2),  # the last batch has places without a sample
     ]
 
 
@@ -78,19 +78,18 @@ def assert_same(batches: list, expected: list) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_memory_and_workers_give_the_same_batches(arrays, which, device, at_once, monkeypatch):
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
-    memory = list(MemoryLoader(InMemory(arrays, device), samplers()[which]))
+    memory = list(InMemory(arrays, device).batches(samplers()[which]))
     assert len(memory) == len(samplers()[which]) > 1
     assert (memory[-1]["count"] < len(memory[-1]["index"])) == (which == 1)
-    workers = WorkerLoader(Indexed(arrays), sampler=samplers()[which], batch_size=None)
-    assert_same(memory, list(workers))
+    assert_same(memory, list(FromWorkers(arrays, samplers()[which], num_workers=0).batches()))
 
 
 @pytest.mark.parametrize("form", [Pairs, Dicts, MapStyle])
 @pytest.mark.parametrize("which", [0, 1])
 def test_samples_give_the_same_batches_in_whatever_form_they_come(arrays, form, which):
-    memory = list(MemoryLoader(InMemory(arrays, None), samplers()[which]))
-    own = WorkerLoader(Indexed(samples_of(form(arrays))), sampler=samplers()[which], batch_size=None)
-    assert_same(memory, list(own))
+    memory = list(InMemory(arrays, None).batches(samplers()[which]))
+    own = FromWorkers(samples_of(form(arrays)), samplers()[which], num_workers=0)
+    assert_same(memory, list(own.batches()))
 
 
 def test_a_fingerprint_tells_samples_apart_in_whatever_form_they_come(arrays):
@@ -135,9 +134,9 @@ def test_arrays_of_different_lengths_are_refused(arrays):
 
 def test_training_begins_where_it_stands_and_knows_how_long_it_waited(arrays):
     images, (sampler, _) = InMemory(arrays, None), samplers()
-    whole = [batch["index"] for batch in MemoryLoader(images, sampler)]
-    place = Place(lambda: 2)
-    rest = [batch["index"] for batch in MemoryLoader(images, sampler, place=place)]
+    whole = [batch["index"] for batch in images.batches(sampler)]
+    place = LoaderPosition(lambda: 2)
+    rest = [batch["index"] for batch in ResumableLoader(lambda: images.batches(sampler), sampler, place)]
     assert [i.tolist() for i in rest] == [i.tolist() for i in whole[2:]]
     assert 0 < place.waited_s < 10
 

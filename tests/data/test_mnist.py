@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import write_idx, write_mnist
 
-from lockstep.data import published
+from lockstep.data import Mnist, published
 from lockstep.data.cache import Parts
 from lockstep.errors import UserError
 
@@ -29,15 +29,6 @@ def test_plain_and_compressed_idx_files_hold_the_same(tmp_path, shape):
 
 
 DAMAGE = {
-    "plain, cut off": ("images", lambda c: c[:-1]),
-    "plain, cut off in its header": ("images", lambda c: c[:9]),
-    "plain, empty": ("images", lambda _: b""),
-    "plain, too long": ("images", lambda c: c + b"\0"),
-    "plain, a type other than bytes": ("images", lambda c: c[:2] + b"\x0d" + c[3:]),
-    "plain, no dimensions": ("images", lambda _: b"\0\0\x08\0"),
-    "plain, sizes whose product is 2**64": ("images", lambda _: b"\0\0\x08\x04" + (2**16).to_bytes(4, "big") * 4),
-    "plain, a web page": ("images", lambda _: b"<html><body>Not found</body></html>"),
-    "plain, compressed content": ("images", gzip.compress),
     "gz, cut off": ("images.gz", lambda c: gzip.compress(c)[:-200]),
     "gz, cut off in its checksum": ("images.gz", lambda c: gzip.compress(c)[:-3]),
     "gz, empty": ("images.gz", lambda _: b""),
@@ -71,7 +62,7 @@ def test_labels_that_do_not_match_their_images_are_refused(tmp_path, part, label
     folder = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw"
     write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)
     with pytest.raises(UserError) as error:
-        published.read_mnist(published.mnist_files(tmp_path))
+        Mnist.read(Mnist.find(tmp_path))
     assert str(folder / f"{part}-images-idx3-ubyte.gz") in str(error.value)
 
 
@@ -79,11 +70,11 @@ def test_labels_in_the_place_of_images_are_refused(tmp_path):
     folder = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw"
     write_idx(folder / "train-images-idx3-ubyte.gz", np.zeros(20, np.uint8))
     with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz does not hold MNIST"):
-        published.read_mnist(published.mnist_files(tmp_path))
+        Mnist.read(Mnist.find(tmp_path))
 
 
 def test_mnist_is_read_in_its_order(tmp_path):
-    parts = published.read_mnist(published.mnist_files(write_mnist(tmp_path, 30, 20)))
+    parts = Mnist.read(Mnist.find(write_mnist(tmp_path, 30, 20)))
     raw = tmp_path / "MNIST" / "raw"
     for part, ours in (("train", "train"), ("t10k", "test")):
         images, labels = parts[f"{ours}/input"], parts[f"{ours}/target"]
@@ -94,7 +85,7 @@ def test_mnist_is_read_in_its_order(tmp_path):
 
 
 @pytest.mark.parametrize("below", ["MNIST/raw", "raw", "."])
-@pytest.mark.parametrize("plain", [[], ["train-images-idx3-ubyte"], [name[:-3] for name in published.MNIST_MD5]])
+@pytest.mark.parametrize("plain", [[], ["train-images-idx3-ubyte"], [name[:-3] for name in Mnist.md5]])
 def test_mnist_is_found_wherever_and_however_it_lies(tmp_path, below, plain):
     made = write_mnist(tmp_path / "made", 12, 8) / "MNIST" / "raw"
     for name in plain:
@@ -103,15 +94,15 @@ def test_mnist_is_found_wherever_and_however_it_lies(tmp_path, below, plain):
     folder = tmp_path / "root" / below
     folder.parent.mkdir(parents=True, exist_ok=True)
     made.rename(folder) if below != "." else made.rename(tmp_path / "root")
-    found = published.mnist_files(tmp_path / "root")
-    names = [name[:-3] if name[:-3] in plain else name for name in published.MNIST_MD5]
+    found = Mnist.find(tmp_path / "root")
+    names = [name[:-3] if name[:-3] in plain else name for name in Mnist.md5]
     assert [path.resolve() for path in found] == [(folder / name).resolve() for name in names]
 
 
 def test_a_folder_that_lacks_one_file_of_mnist_does_not_hold_it(tmp_path):
     (write_mnist(tmp_path, 12, 8) / "MNIST" / "raw" / "t10k-labels-idx1-ubyte.gz").unlink()
-    assert published.mnist_files(tmp_path) is None
-    assert published.mnist_files(tmp_path / "missing") is None
+    assert Mnist.find(tmp_path) is None
+    assert Mnist.find(tmp_path / "missing") is None
 
 
 # --- the embedded images ---

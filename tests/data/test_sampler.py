@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import sampler
 from lockstep.data.dataset import Arrays, DataSet
-from lockstep.data.sampler import FILLER, EvalBatches, Split, TrainBatches, permute, splits
+from lockstep.data.sampler import FILLER, PaddedEvalSampler, Split, TrainBatches, permute, splits
 from lockstep.errors import UserError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -218,8 +218,8 @@ def test_a_dataloader_takes_it_as_batch_sampler_of_a_map_style_dataset(num_worke
 
 def assert_each_once(split: Split, batch: int, world: int) -> None:
     """All ranks' batches have one shape; laid side by side they are the split, in order, then fillers."""
-    ranks = [list(EvalBatches(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
-    lengths = {len(EvalBatches(split, batch=batch, rank=rank, world=world)) for rank in range(world)}
+    ranks = [list(PaddedEvalSampler(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
+    lengths = {len(PaddedEvalSampler(split, batch=batch, rank=rank, world=world)) for rank in range(world)}
     assert {len(batches) for batches in ranks} == lengths
     assert len({indices.shape for batches in ranks for indices in batches}) == 1
     laid = np.array(ranks).transpose(1, 0, 2).ravel()
@@ -244,12 +244,14 @@ def test_each_validation_image_counts_once_whatever_divides(size, first, batch, 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 def test_the_number_of_batches_does_not_grow_with_the_world(world):
-    assert len(EvalBatches(Split(100, 0, 100), batch=100, world=world)) == 1
-    assert len(EvalBatches(Split(10_000, 0, 10_000), batch=1000, world=world)) == 10
+    assert len(PaddedEvalSampler(Split(100, 0, 100), batch=100, world=world)) == 1
+    assert len(PaddedEvalSampler(Split(10_000, 0, 10_000), batch=1000, world=world)) == 10
 
 
 def test_fillers_are_no_indices():
-    batches = [indices for rank in range(4) for indices in EvalBatches(Split(7, 0, 7), batch=7, rank=rank, world=4)]
+    batches = [
+        indices for rank in range(4) for indices in PaddedEvalSampler(Split(7, 0, 7), batch=7, rank=rank, world=4)
+    ]
     assert FILLER < 0
     assert sorted(np.concatenate(batches).tolist()) == [FILLER, 0, 1, 2, 3, 4, 5, 6]
 

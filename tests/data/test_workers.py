@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from lockstep import build
 from lockstep.data import loaders
-from lockstep.data.loaders import Indexed, WorkerLoader
+from lockstep.data.loaders import FromWorkers, Indexed
 from lockstep.errors import LostProcess, TrainingFailed
 
 
@@ -58,7 +58,7 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
 
     def batches(count: int):
         indices = [torch.tensor([1, 2]).numpy(), torch.tensor([3, -1]).numpy()]
-        return list(WorkerLoader(Indexed(Named()), sampler=indices, batch_size=None, num_workers=count).batches())
+        return list(FromWorkers(Named(), indices, num_workers=count).batches())
 
     wanted = batches(0)
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
@@ -77,7 +77,7 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
 
     monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
     with pytest.raises(TrainingFailed, match=r"2 processes that load data .* Too many open files.* data.num_workers=0"):
-        list(WorkerLoader(Indexed({}), sampler=[], batch_size=None, num_workers=2).batches())
+        list(FromWorkers({}, [], num_workers=2).batches())
 
 
 @pytest.mark.parametrize(("free", "shares"), [(2**16, False), (2**30, True)])

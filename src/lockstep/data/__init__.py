@@ -12,19 +12,17 @@ if TYPE_CHECKING:
     from lockstep.data.published import Cifar10 as Cifar10
     from lockstep.data.published import Mnist as Mnist
 
-# The module of each name, imported when the name is first used: a run on MNIST needs no other data set.
+# The names of each module, which is imported when one is first used: a run on MNIST needs no other data set.
 MODULES = {
-    "Arrays": "dataset",
-    "Batch": "dataset",
-    "Cifar10": "published",
-    "DataSet": "dataset",
-    "Folder": "folder",
-    "Images": "images",
-    "Mnist": "published",
+    "dataset": ("Arrays", "Batch", "DataSet"),
+    "folder": ("Folder",),
+    "images": ("Images",),
+    "published": ("Cifar10", "Mnist"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(importlib.import_module(f"{__name__}.{MODULES[name]}"), name)
+    for module, names in MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -1,34 +1,34 @@
 """Data decoded once per machine into a folder of arrays that all processes map, so n processes share one copy. Free of torch.
 
-NumPy and filelock (0.3 s) are imported where data is read: the config check imports this module.
+filelock is imported where data is read: the config check imports this module.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.errors import DataChanged
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import DataChanged, explained
 from lockstep.machine.files import refuse_unwritable, remove, replacing
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+FORMAT = 4  # version of the cache; raise it when the files change
+DAMAGE = (ValueError, TypeError, KeyError, EOFError)  # of a file that was cut off or changed
+ROOM = "Free some space, or set data.cache_dir=<a folder with room that is yours>."
+
+Parts = dict[str, NDArray[Any]]  # `train/input`, `train/target`, `test/input`, ...
+Decode = Callable[[], tuple[Parts, dict[str, Any]]]
 
 verified: dict[Path, dict[str, list[int]]] = {}  # files that were hashed: their sizes and times
-
-FORMAT = 4  # version of the cache; raise it when the files change
-
-Parts = dict[str, "NDArray[Any]"]  # `train/input`, `train/target`, `test/input`, ...
-
-
-DAMAGE = (ValueError, TypeError, KeyError, EOFError)  # of a file that was cut off or changed
 
 
 @dataclass(frozen=True)
@@ -37,35 +37,27 @@ class Cached:
 
     folder: Path
     sha256: str  # of the decoded arrays, so equal for compressed and plain files
+    extra: dict[str, Any]  # plain values stored beside the arrays
 
     def unchanged(self) -> "Cached":
         """Itself. Raises DataChanged if the files that this process has mapped are no longer what was decoded."""
-        try:
-            found = checked(self.folder)
-        except OSError:  # it was removed, or cannot be read now: what is mapped stays
-            return self
-        except DAMAGE:
-            found = None
-        if found is None or found.sha256 != self.sha256:
-            raise DataChanged(
-                f"the decoded data in {self.folder} was changed while this run used it. It is made anew when you type the command "
-                "again with resume=auto; the run then continues from its last checkpoint, which was saved before the change was there."
-            )
+        with contextlib.suppress(OSError):  # it was removed, or cannot be read now: what is mapped stays
+            if checked(self.folder) != self:
+                raise DataChanged(
+                    f"the decoded data in {self.folder} changed while this run used it. Rerun the command with resume=auto: it decodes "
+                    "the data again and continues from the last checkpoint, which was saved before the change."
+                )
         return self
 
-    def arrays(self, part: str) -> "Parts":
+    def arrays(self, part: str) -> Parts:
         """The memory-mapped arrays of a part such as `train`; empty if there is no such part."""
-        import numpy as np
-
-        found = sorted((self.folder / part).glob("*.npy"))
-        return {path.stem: np.load(path, mmap_mode="r") for path in found}
-
-    def extra(self) -> dict[str, Any]:
-        """The plain values stored beside the arrays."""
-        return json.loads((self.folder / "about.json").read_text())["extra"]
+        return {path.stem: np.load(path, mmap_mode="r") for path in sorted((self.folder / part).glob("*.npy"))}
 
 
-def default_cache() -> Path:
+def cache_folder(given: str | None) -> Path:
+    """The folder of data.cache_dir; by default lockstep/ in the user's cache folder."""
+    if given:
+        return Path(given).expanduser()
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
         base.mkdir(parents=True, exist_ok=True)
@@ -74,32 +66,34 @@ def default_cache() -> Path:
         return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
-def cache_folder(given: str | None) -> Path:
-    return Path(given).expanduser() if given else default_cache()
-
-
 def key_of(name: str, files: list[Path], *more: object) -> str:
     """Names a cache folder by its source files, so a changed file gets a new folder."""
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = [(str(path.resolve()), *stamp(path)) for path in files]
     return f"{name}-{hashlib.sha256(repr((FORMAT, stats, more)).encode()).hexdigest()[:16]}"
 
 
-def decoded(folder: Path, decode: Callable[[], tuple[Parts, dict[str, Any]]]) -> Cached:
-    """The arrays in `folder`. One process writes what `decode` returns; others wait for it. Damaged ones are made anew."""
-    if found := intact(folder):
-        return found
+def decoded(folder: Path, decode: Decode) -> Cached:
+    """The arrays in `folder`. One process writes what `decode` returns; others wait for it. Damaged ones are decoded again.
+
+    Raises:
+        UserError: the cache cannot be written, or its disk is full.
+    """
+    if cached := intact(folder):
+        return cached
     from filelock import FileLock
 
     refuse_unwritable(folder.parent, "data.cache_dir")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if found := intact(folder):
-            return found
+        if cached := intact(folder):
+            return cached
         remove_left(folder.parent)
         if folder.exists():
-            print(f"WARNING: the decoded data in {folder} is damaged and is made anew.", file=sys.stderr)
+            print(f"WARNING: the decoded data in {folder} is damaged and is decoded again.", file=sys.stderr)
             remove(folder)  # processes that have mapped its files keep them
-        return write(*decode(), folder)
+        parts, extra = decode()
+        with explained(f"data.cache_dir={folder.parent} cannot be written", ROOM):
+            return write(parts, extra, folder)
 
 
 def remove_left(cache: Path) -> None:
@@ -113,29 +107,29 @@ def remove_left(cache: Path) -> None:
 
 def intact(folder: Path) -> Cached | None:
     """The arrays in `folder`, unless they are missing or damaged."""
-    try:
+    with contextlib.suppress(OSError):
         return checked(folder)
-    except (OSError, *DAMAGE):
-        return None
+    return None
 
 
 def checked(folder: Path) -> Cached | None:
-    """The arrays in `folder`; None if they are not what was written. Raises OSError or one of DAMAGE if they cannot be read.
+    """The arrays in `folder`; None if they are not what was written. Raises OSError if they cannot be read.
 
     Files are hashed (0.7 GB/s) only if their size or time is not what it was when they were written.
     """
-    import numpy as np
-
-    about = json.loads((folder / "about.json").read_text())
-    if about.pop("check") != check_of(about):
-        return None
-    now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
-    if not now or now not in (about["stamps"], verified.get(folder)):
-        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
-        if digest_of(arrays, about["extra"]) != about["sha256"]:
+    try:
+        about = json.loads((folder / "about.json").read_text())
+        if about.pop("check") != check_of(about):
             return None
-        verified[folder] = now
-    return Cached(folder, about["sha256"])
+        now = {name: stamp(folder / f"{name}.npy") for name in about["stamps"]}
+        if now not in (about["stamps"], verified.get(folder)):
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in about["stamps"]}
+            if digest_of(arrays, about["extra"]) != about["sha256"]:
+                return None
+            verified[folder] = now
+        return Cached(folder, about["sha256"], about["extra"])
+    except DAMAGE:
+        return None
 
 
 def check_of(about: dict[str, Any]) -> str:
@@ -143,7 +137,8 @@ def check_of(about: dict[str, Any]) -> str:
 
 
 def stamp(path: Path) -> list[int]:
-    return [path.stat().st_size, path.stat().st_mtime_ns]
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
@@ -155,23 +150,25 @@ def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
 
 
 def write(parts: Parts, extra: dict[str, Any], folder: Path) -> Cached:
-    """Writes arrays and plain values into `folder`, which appears whole or not at all."""
-    import numpy as np
-
+    """Writes arrays and plain values into `folder`, which appears whole or not at all. Raises OSError."""
     arrays = {name: np.ascontiguousarray(values) for name, values in parts.items()}
     with replacing(folder) as part:
-        part.mkdir()
         stamps = {}
         for name, array in arrays.items():
             path = part / f"{name}.npy"
-            path.parent.mkdir(exist_ok=True)
-            try:
-                np.save(path, array)
-            except OSError as e:  # NumPy's "8 requested and 4 written" has no errno
-                code = e.errno or errno.ENOSPC
-                raise OSError(code, os.strerror(code), str(path)) from None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            np.save(path, array)
             stamps[name] = stamp(path)
         sha256 = digest_of(arrays, extra)
         about = {"sha256": sha256, "extra": extra, "stamps": stamps}
+        part.mkdir(exist_ok=True)
         (part / "about.json").write_text(json.dumps(about | {"check": check_of(about)}))
-    return Cached(folder, sha256)
+    return Cached(folder, sha256, extra)
+
+
+def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[Any]:
+    """An array of bytes on disk that is deleted with the process. Raises UserError if the disk is full."""
+    with explained(f"data.cache_dir={folder} cannot be written", ROOM), tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):  # or a full disk would end the process where it writes to the array
+            os.posix_fallocate(file.fileno(), 0, math.prod(shape))
+        return np.memmap(file, np.uint8, mode="w+", shape=shape)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,11 +11,9 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lockstep.data.dataset import Arrays, Batch, DataSet, classes_of, samples_of
-from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, Unchanged, WorkerLoader, fetch
-from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, balanced, splits
+from lockstep.data.loaders import FromWorkers, InMemory, LoaderPosition, ResumableLoader, fetch
+from lockstep.data.sampler import PaddedEvalSampler, Sampler, Split, TrainBatches, UnpaddedEvalSampler, balanced, splits
 from lockstep.errors import UserError
-
-# --- The datamodule: batches of a data set, in the sampler's order, preprocessed on the device ---
 
 Augment = Callable[..., Batch]  # of a batch, seed and epoch: lockstep.augment's Augmentation
 OWN_LOADERS = "own dataloaders"
@@ -53,7 +52,7 @@ class DataModule(pl.LightningDataModule):
         self.augment, self.repeats, self.shards = augment, repeats, shards
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
-        self.place = Place(lambda: 0)
+        self.position = LoaderPosition(lambda: 0)
         self.predicted = "test"  # the part that predict_dataloader has
         # why samples of the current batch could not be read, if the data says so
         self.problems: list[str] | None = None
@@ -65,7 +64,7 @@ class DataModule(pl.LightningDataModule):
         self.val_part = "train" if dataset.val is None else "val"
         if on_device is True and dataset.bytes_in_memory is None:
             raise UserError(
-                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Type data.on_device=auto."
+                "data.on_device=true has no effect: these samples are read one by one, not held in memory. Set data.on_device=auto."
             )
 
     @property
@@ -92,23 +91,23 @@ class DataModule(pl.LightningDataModule):
             self.in_memory[part] = InMemory(arrays, self.home(arrays))
         return self.in_memory[part]
 
-    def loader(self, part: str, sampler: Sampler, place: Place | None = None) -> MemoryLoader | WorkerLoader:
+    def loader(self, part: str, sampler: Sampler, position: LoaderPosition | None = None) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
         if not self.num_workers and isinstance(samples, Arrays):
-            data = self.memory(part)
-            return MemoryLoader(data, sampler, place=place, pin=on_gpu and data.device is None)
-        return WorkerLoader(
-            Indexed(samples_of(samples)),
-            sampler=sampler,  # yields whole batches of indices; batch_size=None passes each to the data set at once
-            batch_size=None,
-            place=place,
+            memory = self.memory(part)
+            batches = partial(memory.batches, sampler, pin=on_gpu and memory.device is None)
+            return ResumableLoader(batches, sampler, position)
+        loaded = FromWorkers(
+            samples_of(samples),
+            sampler,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
             persistent_workers=self.num_workers > 0 and self.persistent_workers is not False,
             pin_memory=on_gpu,
         )
+        return ResumableLoader(loaded.batches, sampler, position)
 
-    def train_dataloader(self) -> MemoryLoader | WorkerLoader:
+    def train_dataloader(self) -> ResumableLoader:
         trainer = self.trainer
         sampler = self.sampler(
             rank=trainer.global_rank,
@@ -117,28 +116,28 @@ class DataModule(pl.LightningDataModule):
             in_blocks=getattr(trainer.strategy, "in_blocks", False),
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        self.place.position = lambda: progress.current.ready
-        return self.loader("train", sampler, place=self.place)
+        self.position.batches_done = lambda: progress.current.ready
+        return self.loader("train", sampler, position=self.position)
 
-    def eval_loader(self, part: str, split: Split) -> MemoryLoader | WorkerLoader:
-        place = {"batch": self.eval_batch_size, "rank": self.trainer.global_rank, "world": self.trainer.world_size}
-        sampler = EvalBatches(split, **place, shards=self.shards) if self.module_of_task else EvalShares(split, **place)
-        return self.loader(part, sampler)
+    def eval_loader(self, part: str, split: Split) -> ResumableLoader:
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        sampler = partial(PaddedEvalSampler, shards=self.shards) if self.module_of_task else UnpaddedEvalSampler
+        return self.loader(part, sampler(split, batch=self.eval_batch_size, rank=rank, world=world))
 
-    def val_dataloader(self) -> MemoryLoader | WorkerLoader:
+    def val_dataloader(self) -> ResumableLoader:
         return self.eval_loader(self.val_part, self.val_split)
 
-    def test_dataloader(self) -> MemoryLoader | WorkerLoader:
+    def test_dataloader(self) -> ResumableLoader:
         return self.eval_loader("test", self.test_split)
 
     @property
     def predicted_split(self) -> tuple[str, Split]:
         """The part of the data set and the split of it that are predicted."""
-        split = {"train": self.train_split, "val": self.val_split, "test": self.test_split}[self.predicted]
-        return self.val_part if self.predicted == "val" else self.predicted, split
+        part = self.val_part if self.predicted == "val" else self.predicted
+        return part, getattr(self, f"{self.predicted}_split")
 
-    def predict_dataloader(self) -> Unchanged:
-        return Unchanged(self.eval_loader(*self.predicted_split))
+    def predict_dataloader(self) -> ResumableLoader:
+        return self.eval_loader(*self.predicted_split)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         trainer, began_s = self.trainer, time.perf_counter()
@@ -147,7 +146,7 @@ class DataModule(pl.LightningDataModule):
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
-            self.place.waited_s += time.perf_counter() - began_s
+            self.position.waited_s += time.perf_counter() - began_s
         if self.module_of_task:
             return batch
         module = trainer.lightning_module  # of the user's, with a hook of its own
@@ -165,7 +164,7 @@ class DataModule(pl.LightningDataModule):
         if step >= len(sampler):
             raise UserError(f"an epoch has {len(sampler)} steps; step {step} is beyond it. They count from 0.")
         sampler.resume(epoch, step)
-        return fetch(samples_of(self.dataset.train), next(iter(sampler)))
+        return self.raw("train", next(iter(sampler)))
 
     def finished(self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1) -> Batch:
         """Augments and preprocesses a batch for the network and the task; with `repeats` copies of each sample in training."""
@@ -179,13 +178,13 @@ class DataModule(pl.LightningDataModule):
 
     def example(self, count: int, device: torch.device | str = "cpu", *, training: bool = True) -> Batch:
         """A batch of the first training samples, repeated if there are fewer than `count`; augmented for `training`."""
-        batch = fetch(samples_of(self.dataset.train), np.arange(count) % len(self.dataset.train))
+        batch = self.raw("train", np.arange(count) % len(self.dataset.train))
         return self.finished(move_data_to_device(batch, torch.device(device)), training=training)
 
     @property
     def waited_s(self) -> float:
         """How long training in this process has waited for batches and their preparation."""
-        return self.place.waited_s
+        return self.position.waited_s
 
     def teardown(self, stage: str) -> None:
         """After training, validation and test. Raises DataChanged if the decoded data was changed meanwhile."""
@@ -193,29 +192,26 @@ class DataModule(pl.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Records which data the weights of a checkpoint were trained on. Raises DataChanged."""
-        data = self.dataset
-        sizes = {"train": len(data.train), "test": len(data.test)}
-        return {"source": data.source, "sha256": data.fingerprint, **sizes, "about": self.about}
+        sizes = {"train": len(self.dataset.train), "test": len(self.dataset.test)}
+        return {"source": self.dataset.source, "sha256": self.dataset.fingerprint, **sizes, "about": self.about}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         here = self.dataset.fingerprint
         if state["sha256"] != here:
             raise UserError(
                 f"the checkpoint was trained on other data ({state['source']}, sha256 {state['sha256'][:12]}) than is here "
-                f"({self.dataset.source}, sha256 {here[:12]}). Type data.root=<the folder it was trained on>, "
+                f"({self.dataset.source}, sha256 {here[:12]}). Set data.root=<the folder it was trained on>, "
                 "or init_from=<checkpoint> to start a new run from its weights."
             )
 
 
 def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:
     """How many training samples each class has, if the data has classes and holds those of its samples as one array."""
-    classes = dataset.about.get("classes", ())
-    class_N = classes_of(dataset.train) if classes is not None and len(classes) else None
-    if class_N is None:
+    classes = dataset.about.get("classes")
+    if classes is None or not len(classes) or (class_N := classes_of(dataset.train)) is None:
         return {}
-    own = class_N[split.indices(np.arange(split.count))]
-    counts = np.bincount(own[own >= 0], minlength=len(classes))
-    return {"class_counts": counts.tolist()}
+    train_N = class_N[split.indices(np.arange(split.count))]
+    return {"class_counts": np.bincount(train_N[train_N >= 0], minlength=len(classes)).tolist()}
 
 
 def facts(data: pl.LightningDataModule) -> dict[str, Any]:

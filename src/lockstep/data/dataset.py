@@ -1,4 +1,4 @@
-"""Data sets: their base class, the kinds of samples that they may have, and what is held out. A data set knows nothing about processes, devices or
+"""The base class of data sets, and the kinds of samples that they may have. A data set knows nothing about processes, devices or
 checkpoints. Free of torch and Lightning.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-# --- The kinds of samples that a data set may have, and their fingerprints. Free of torch ---
+# --- The kinds of samples that a data set may have ---
 
 Indices = NDArray[np.int64]
 CLASSES = ("target_N", "targets", "labels")  # where samples keep their classes
@@ -56,16 +56,16 @@ class Arrays:
 
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
-        return {name: place_of(array) for name, array in self.arrays.items()}
+        return {name: map_of(array) or array for name, array in self.arrays.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
 
 
-def place_of(array: NDArray[Any]) -> Any:
+def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
     """The arguments of np.memmap for the same array, if it is a whole mapped file: a slice does not know its offset in the file."""
     if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
-        return array
+        return None
     return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
@@ -84,15 +84,15 @@ class Items:
     def __getitem__(self, indices: Indices) -> Mapping[str, Any]:
         from torch.utils.data import default_collate
 
-        return default_collate([self.sample(self.dataset[int(place)]) for place in indices])
+        return default_collate([self.named(self.dataset[int(index)]) for index in indices])
 
-    def sample(self, given: Any) -> dict[str, Any]:
-        found = dict(given) if isinstance(given, Mapping) else dict(zip(("input", "target"), given, strict=True))
-        if self.size is not None and type(found["input"]).__module__.startswith("PIL."):
+    def named(self, sample: Any) -> dict[str, Any]:
+        values = dict(sample) if isinstance(sample, Mapping) else dict(zip(("input", "target"), sample, strict=True))
+        if self.size is not None and type(values["input"]).__module__.startswith("PIL."):
             from lockstep.data.pixels import to_array
 
-            found["input"] = np.array(to_array(found["input"], channels=self.channels, size=self.size))
-        return {name: np.float32(value) if isinstance(value, float) else value for name, value in found.items()}
+            values["input"] = np.array(to_array(values["input"], channels=self.channels, size=self.size))
+        return {name: np.float32(value) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def samples_of(part: Any) -> Samples:
@@ -102,65 +102,69 @@ def samples_of(part: Any) -> Samples:
     return Items(part) if is_torch else part
 
 
+def holder_of(part: Any) -> Any:
+    """The object that holds the samples of a part, such as a torch Dataset."""
+    return part.dataset if isinstance(part, Items) else part
+
+
 def classes_of(part: Any) -> NDArray[np.int64] | None:
     """class_N of a part's samples, if it holds them as one array: Arrays with `target`, or an attribute of CLASSES."""
-    samples = samples_of(part)
-    if isinstance(samples, Arrays):
-        found = samples.arrays.get("target")
+    if isinstance(part, Arrays):
+        held = part.arrays.get("target")
     else:
-        holder = samples.dataset if isinstance(samples, Items) else samples
-        found = next((value for name in CLASSES if (value := getattr(holder, name, None)) is not None), None)
-    array = np.asarray(found)  # that of None has no dimension
+        held = next((value for name in CLASSES if (value := getattr(holder_of(part), name, None)) is not None), None)
+    array = np.asarray(held)  # that of None has no dimension
     good = array.ndim == 1 and array.dtype.kind in "iu" and len(array) == len(part)
     return array.astype(np.int64) if good else None
 
 
+# --- Fingerprints of samples ---
+
+
 def content_of(part: Any) -> bytes:
     """Digest of the whole of Arrays; of other samples, of their `fingerprint`, or of the arrays they hold and some samples."""
-    digest, samples = hashlib.sha256(), samples_of(part)
-    if isinstance(samples, Arrays):
-        for name, array in samples.arrays.items():
+    digest, holder = hashlib.sha256(), holder_of(part)
+    if isinstance(part, Arrays):
+        for name, array in part.arrays.items():
             digest.update(f"{name}{array.dtype}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
         return digest.digest()
-    holder = samples.dataset if isinstance(samples, Items) else samples
     digest.update(f"{type(holder).__qualname__}{len(holder)}".encode())
-    if isinstance(own := getattr(holder, "fingerprint", None), str):
-        digest.update(own.encode())
+    if isinstance(fingerprint := getattr(holder, "fingerprint", None), str):
+        digest.update(fingerprint.encode())
         return digest.digest()
     for value in [*(getattr(holder, name, None) for name in HELD), *getattr(holder, "tensors", ())]:
         with contextlib.suppress(ValueError):  # lists of lists of several lengths are no array
             array = np.asarray(value) if hasattr(value, "dtype") or isinstance(value, list) else np.empty(0, object)
             digest.update(np.ascontiguousarray(array).tobytes() if array.dtype != object else b"")
-    digest.update(bytes_of(samples) or b"random")
+    digest.update(bytes_of(samples_of(part)) or b"random")
     return digest.digest()
 
 
 def bytes_of(samples: Samples) -> bytes | None:
-    """The bytes of some samples, read one by one, because shapes may differ. None if a second read gives other bytes."""
-    found = []
+    """Digest of some samples, read one by one, because shapes may differ. None if a second read gives other bytes."""
+    digests = []
     for _ in range(2):
         digest = hashlib.sha256()
-        for place in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
-            for value in samples[np.array([place])].values():
-                for part in parts_of(value):
-                    digest.update(np.asarray(part).tobytes())
-        found.append(digest.digest())
-    return found[0] if found[0] == found[1] else None
+        for index in np.unique(np.linspace(0, len(samples) - 1, READ).astype(np.int64)):
+            for value in flat(list(samples[np.array([index])].values())):
+                digest.update(np.asarray(value).tobytes())
+        digests.append(digest.digest())
+    return digests[0] if digests[0] == digests[1] else None
 
 
-def parts_of(value: Any) -> Iterator[Any]:
+def flat(value: Any) -> Iterator[Any]:
     """What a nested value consists of: an array of dicts would be one of pointers."""
     if isinstance(value, Mapping):
-        value = [part for item in value.items() for part in item]
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from parts_of(each)
-    else:
+        value = list(value.items())
+    if not isinstance(value, list | tuple):
         yield value
+        return
+    for each in value:
+        yield from flat(each)
 
 
-# --- The base class of data sets. A data set knows nothing about processes, devices or checkpoints. Free of torch and NumPy ---
+# --- The base class of data sets ---
 #
 # A batch is a dict of named tensors of B samples. The data set provides `input`, `target` and whatever else its task reads. The
 # engine adds `index` (int64, each sample's index in its part, -1 for a filler) and `count` (the number of real samples,
@@ -227,14 +231,12 @@ class DataSet:
     @property
     def bytes_in_memory(self) -> int | None:
         """Size of in-memory data; None if workers read the samples one by one."""
-
         parts = [part for part in (self.train, self.val, self.test) if part is not None]
         return sum(part.nbytes for part in parts) if all(isinstance(part, Arrays) for part in parts) else None
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the content. A run resumes only on the same data."""
-
         digest = hashlib.sha256()
         for part in (self.train, self.val, self.test):
             digest.update(content_of(part) if part is not None else b"none")

@@ -1,10 +1,9 @@
 """Your own image files: a folder per class, or a CSV of paths and targets. Free of torch."""
 
-import csv
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,49 +12,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.config.words import nearest
-from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
+from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import Files, Images, read_all, scratch, shown
-from lockstep.data.sampler import PARTS, divided, taken_from_train
-from lockstep.errors import UserError, raise_problems
+from lockstep.data.images import ENDINGS, PART_NAMES, Files, Images, images_below, read_all, read_table, reading
+from lockstep.data.sampler import PARTS, divided
+from lockstep.errors import UserError, did_you_mean, raise_problems
 
-# --- Parses targets from CSV cells or folder names into numbers. Free of torch ---
+# --- Targets from CSV cells or folder names ---
 
 # N sample · L label
 
-
-KINDS = ("class", "labels", "number")
+TARGETS = {"class": "classes", "labels": "labels", "number": "targets"}  # and where `about` describes them
 SEPARATORS = re.compile(r"[|;]")
 
 
-def labels_of(text: str) -> list[str]:
-    """Splits a cell with several labels: `red|round` or `red;round`."""
-    return [label for part in SEPARATORS.split(text) if (label := part.strip())]
+def encoded(texts: Sequence[str], kind: str, where: str) -> tuple[list[str], NDArray[Any]]:
+    """The names of classes or labels, and for each text its class number, 0 or 1 per label, or its number.
 
-
-def names_of(texts: Sequence[str], kind: str, where: str) -> list[str]:
-    """The names of classes or labels, in the order of their numbers; empty for numbers. Raises UserError if there is only one."""
+    A cell with several labels separates them: `red|round` or `red;round`. Raises UserError: there is only one name, or no number.
+    """
     if kind == "number":
-        return []
-    different = set(texts)
-    names = sorted({label for text in different for label in labels_of(text)} if kind == "labels" else different)
+        return [], np.array([[number(text, f"{where}, line {line}")] for line, text in enumerate(texts, 2)], np.float32)
+    labels_of = {text: [text] for text in texts}
+    if kind == "labels":
+        labels_of = {text: [label for part in SEPARATORS.split(text) if (label := part.strip())] for text in labels_of}
+    names = sorted({label for labels in labels_of.values() for label in labels})
     if len(names) < 2:
         raise UserError(f"{where} has only one {kind}, {', '.join(names)}: there is nothing to learn.")
-    return names
-
-
-def targets_of(texts: Sequence[str], kind: str, names: Sequence[str], where: str) -> NDArray[Any]:
-    """Class numbers; for `labels`, 0 or 1 per label; for `number`, one number."""
-    place = {name: number for number, name in enumerate(names)}
+    place = {name: index for index, name in enumerate(names)}
     if kind == "class":
-        return np.array([place[text] for text in texts], np.int64)
-    if kind == "labels":
-        target_NL = np.zeros((len(texts), len(place)), np.float32)
-        for row, text in zip(target_NL, texts, strict=True):
-            row[[place[label] for label in labels_of(text)]] = 1
-        return target_NL
-    return np.array([[number(text, f"{where}, line {line}")] for line, text in enumerate(texts, 2)], np.float32)
+        return names, np.array([place[text] for text in texts], np.int64)
+    target_NL = np.zeros((len(texts), len(names)), np.float32)
+    for row, text in zip(target_NL, texts, strict=True):
+        row[[place[label] for label in labels_of[text]]] = 1
+    return names, target_NL
 
 
 def number(text: str, where: str) -> float:
@@ -64,14 +54,11 @@ def number(text: str, where: str) -> float:
     except ValueError:
         value = float("nan")
     if not np.isfinite(value):
-        raise UserError(f"{where}: target={text} is not a number. Type data.target=class, or repair the line.")
+        raise UserError(f"{where}: target={text} is not a number. Set data.target=class, or repair the line.")
     return value
 
 
-# --- Lists image files with their targets and parts. Free of torch and Pillow ---
-
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-PART_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+# --- Lists image files with their targets and parts ---
 
 
 @dataclass(frozen=True)
@@ -84,6 +71,23 @@ class Listing:
     parts: list[str]
 
 
+def part_names(names: Iterable[str], where: str) -> dict[str, str]:
+    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one."""
+    by_part: dict[str, str] = {}
+    for name in names:
+        part = PART_NAMES.get(name.lower())
+        if part in by_part:
+            raise UserError(f"{where} has {by_part[part]} and {name}, which are both the {part} part. Merge them.")
+        if part:
+            by_part[part] = name
+    return by_part
+
+
+def folders(root: Path) -> list[str]:
+    """Names of the folders in `root`, without hidden ones such as .ipynb_checkpoints."""
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def class_folders(root: Path) -> Listing:
     """Lists `root/<class>/...` or `root/train/<class>/...`, with or without `val` and `test` beside `train`.
 
@@ -92,129 +96,72 @@ def class_folders(root: Path) -> Listing:
     """
     if not root.is_dir():
         raise UserError(
-            f"data.root={root} does not exist. Type data.root=<folder with a folder of images for each class>."
+            f"data.root={root} does not exist. Set data.root=<folder with a folder of images for each class>."
         )
-    given = part_names((folder.name for folder in folders(root)), f"data.root={root}")
-    if given and "train" not in given:
-        others = ", ".join(f"{name}/" for name in given.values())
+    part_folders = part_names(folders(root), f"data.root={root}")
+    if part_folders and "train" not in part_folders:
+        others = ", ".join(f"{name}/" for name in part_folders.values())
         raise UserError(f"data.root={root} has {others} but no train/. Move the other classes into {root / 'train'}.")
-    listing = Listing(root, [], [], [])
-    classes: list[str] = []
-    for part, name in sorted(given.items(), key=lambda item: item[0] != "train") or [("train", "")]:
-        top = root / name
-        found = list(folders(top))
-        names = [folder.name for folder in found]
-        raise_problems(part_problems(top, names, classes))
-        classes = classes or names
-        for folder in found:
-            add_images(listing, folder, part, optional=part != "train")
+    part_folders = {"train": "", **part_folders}  # train comes first
+    train = root / part_folders["train"]
+    classes = folders(train)
+    if len(classes) < 2:
+        raise UserError(
+            f"{train} has {f'only the folder {classes[0]}/' if classes else 'no folders'}. It needs a folder of images per class, for two "
+            f"or more classes: {train}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
+        )
+    listing, problems, base = Listing(root, [], [], []), [], os.path.join(root, "")  # noqa: PTH118  # the paths' beginning
+    for part, part_folder in part_folders.items():
+        for name in folders(root / part_folder):
+            paths = [path[len(base) :] for path in images_below(os.path.join(root, part_folder, name))]  # noqa: PTH118
+            if name not in classes:
+                hint = did_you_mean(name, classes)
+                problems.append(
+                    f"{root / part_folder / name}: train/ has no class {name}{hint}. Rename or remove the folder."
+                )
+            elif not paths and part == "train":
+                problems.append(
+                    f"{train / name} holds no images (files that end in {', '.join(ENDINGS)}). Remove it, or set "
+                    "data.root=<the folder that contains the class folders>."
+                )
+            listing.paths.extend(paths)
+            listing.targets.extend([name] * len(paths))
+            listing.parts.extend([part] * len(paths))
+    raise_problems(problems)
     return listing
-
-
-def part_names(names: Iterable[str], where: str) -> dict[str, str]:
-    """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one."""
-    found: dict[str, str] = {}
-    for name in names:
-        part = PART_NAMES.get(name.lower())
-        if part in found:
-            raise UserError(f"{where} has {found[part]} and {name}, which are both the {part} part. Merge them.")
-        if part:
-            found[part] = name
-    return found
-
-
-def part_problems(top: Path, names: list[str], classes: list[str]) -> Iterator[str]:
-    """Problems of the class folders of a part. `classes` are those of `train`, empty for `train` itself."""
-    if not classes and len(names) < 2:
-        there = f"only the folder {names[0]}/" if names else "no folders"
-        yield (
-            f"{top} has {there}. It needs a folder of images per class, for two or more classes: {top}/<class>/<image>. "
-            "For a list of files and targets, type data.csv=<file>."
-        )
-    for name in names:
-        if classes and name not in classes:
-            yield f"{top / name}: train/ has no class {name}{nearest(name, classes)}. Rename or remove the folder."
-
-
-def folders(root: Path) -> Iterator[Path]:
-    """Names of the folders in `root`, without hidden ones such as .ipynb_checkpoints."""
-    yield from sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-
-
-def add_images(listing: Listing, folder: Path, part: str, *, optional: bool) -> None:
-    """Adds all image files below `folder`, the folder of a class."""
-    found = [path[len(str(listing.base)) + 1 :] for path in images_below(folder)]
-    if not found and not optional:
-        raise UserError(
-            f"{folder} holds no images (files that end in {', '.join(ENDINGS)}). Remove it, or type data.root=<the folder that contains the class folders>."
-        )
-    listing.paths.extend(found)
-    listing.targets.extend([folder.name] * len(found))
-    listing.parts.extend([part] * len(found))
-
-
-def images_below(folder: Path) -> Iterator[str]:
-    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are left out."""
-    for place, below, names in os.walk(folder, followlinks=True):
-        below[:] = sorted(name for name in below if not name.startswith("."))
-        for name in sorted(names):
-            if name.lower().endswith(ENDINGS) and not name.startswith("."):
-                yield f"{place}{os.sep}{name}"
-
-
-def table(path: Path, needed: Sequence[str], others: str, where: str) -> tuple[Sequence[str], list[dict[str, str]]]:
-    """The columns and rows of a CSV (a TSV has tabs). Raises UserError: it is none, it lacks a column, or it has no rows."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-            columns, rows = reader.fieldnames or [], list(reader)
-    except (csv.Error, UnicodeDecodeError, OSError) as e:
-        raise UserError(f"{where} is not a CSV file in UTF-8 ({e}). Replace it, or type another file.") from None
-    if missing := [name for name in needed if name not in columns]:
-        raise UserError(
-            f"{where} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. "
-            f"Its first line must name the columns: {','.join(needed)} or {others}."
-        )
-    if not rows:
-        raise UserError(f"{where} lists no images below its first line.")
-    return columns, rows
 
 
 def from_csv(path: Path) -> Listing:
     """Lists the files of a CSV with the columns path, target and optionally split; paths are relative to the CSV.
 
     Raises:
-        UserError: there is no such file, a column is missing, or a split has an unknown name.
+        UserError: there is no such file, a column is missing, a path leads out of its folder, or a split has an unknown name.
     """
     if not path.is_file():
         raise UserError(
-            f"{path} does not exist. data.csv is a file in data.root: type data.root=<folder> data.csv=<file>."
+            f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder> data.csv=<file>."
         )
-    _, rows = table(path, ("path", "target"), "path,target,split", str(path))
-    empty = [line for line, row in enumerate(rows, 2) if not (row["path"] or "").strip("\0 ") or "\0" in row["path"]]
-    if empty:
-        raise UserError(f"{path}, line {empty[0]}: a row needs a path. Add it, or remove the line.")
-    parts = [PART_NAMES.get((row.get("split") or "train").strip().lower(), "") for row in rows]
-    if "" in parts:
-        line = parts.index("")
-        raise UserError(
-            f"{path}, line {line + 2}: split={rows[line]['split']} is unknown; use one of {', '.join(PART_NAMES)}."
-        )
+    _, rows = read_table(path, ("path", "target"), "path,target,split", str(path))
+    parts, base = [], path.parent.absolute()
+    for line, row in enumerate(rows, 2):
+        name, split = row["path"] or "", row.get("split") or "train"
+        if not name.strip("\0 ") or "\0" in name:
+            raise UserError(f"{path}, line {line}: a row needs a path. Add it, or remove the line.")
+        if not (base / name).is_relative_to(base) or ".." in Path(name).parts:
+            raise UserError(
+                f"{path}, line {line}: path={name} leads out of {path.parent}. Paths are relative to the CSV's folder."
+            )
+        if (part := PART_NAMES.get(split.strip().lower())) is None:
+            raise UserError(f"{path}, line {line}: split={split} is unknown; use one of {', '.join(PART_NAMES)}.")
+        parts.append(part)
     if "train" not in parts:
         raise UserError(f"{path} has no row with split=train.")
-    paths, targets = [row["path"] for row in rows], [(row["target"] or "").strip() for row in rows]
-    for line, name in enumerate(paths):
-        if not (path.parent / name).absolute().is_relative_to(path.parent.absolute()) or ".." in Path(name).parts:
-            raise UserError(
-                f"{path}, line {line + 2}: path={name} leads out of {path.parent}. Paths are relative to the CSV's folder."
-            )
-    return Listing(path.parent, paths, targets, parts)
+    return Listing(path.parent, [row["path"] for row in rows], [(row["target"] or "").strip() for row in rows], parts)
 
 
-# --- Your own image files: a folder per class, or a CSV of paths and targets. Free of torch ---
+# --- The data set ---
 
 # N file
-
 
 CACHE_BYTES = 2 * 2**30  # decode=auto caches up to this size of decoded images
 SHOWN = 10  # broken files that a message lists
@@ -244,41 +191,36 @@ class Folder(Images):
         super().__init__(**images)
         self.root, self.csv, self.kind, self.asked = Path(root).expanduser(), csv, target, decode
         self.skip_broken, self.cache = skip_broken, cache_folder(cache_dir)
-        self.fractions = taken_from_train(test=test_fraction, val=val_fraction, folds=folds)
+        self.fractions = {"test": test_fraction, **({} if folds else {"val": val_fraction})}
+        self.where = f"data.root={self.root}" if csv is None else f"data.csv={csv}"
+        self.pixels = {"channels": self.channels, "size": self.image_size}
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         yield from super().problems(data)
-        if (kind := data.get("target")) not in KINDS:
-            yield f"data.target={kind} is unknown; use one of {', '.join(KINDS)}{nearest(str(kind), list(KINDS))}."
+        if (kind := data.get("target")) not in TARGETS:
+            yield f"data.target={kind} is unknown; use one of {', '.join(TARGETS)}{did_you_mean(str(kind), TARGETS)}."
         elif kind != "class" and data.get("csv") is None:
-            yield f"data.target={kind} needs a list of files and targets. Type data.csv=<file> as well, or data.target=class."
+            yield f"data.target={kind} needs a list of files and targets. Set data.csv=<file> as well, or data.target=class."
 
     # --- files, targets and splits ---
 
     @cached_property
     def listing(self) -> Listing:
-        return class_folders(self.root) if self.csv is None else from_csv(self.root / Path(self.csv).expanduser())
+        with reading(self.root):
+            return class_folders(self.root) if self.csv is None else from_csv(self.root / Path(self.csv).expanduser())
 
     @cached_property
-    def names(self) -> list[str]:
-        """The names of classes or labels, in the order of their numbers."""
-        return names_of(self.listing.targets, self.kind, self.where)
-
-    @property
-    def where(self) -> str:
-        return f"data.root={self.root}" if self.csv is None else f"data.csv={self.csv}"
-
-    @cached_property
-    def targets(self) -> NDArray[Any]:
-        return targets_of(self.listing.targets, self.kind, self.names, self.where)
+    def encoded(self) -> tuple[list[str], NDArray[Any]]:
+        """The names of classes or labels, in the order of their numbers, and the targets."""
+        return encoded(self.listing.targets, self.kind, self.where)
 
     @cached_property
     def parts(self) -> NDArray[np.str_]:
         """The part of each file. Broken files are assigned too, so skipping them does not move other files."""
-        parts, targets = np.array(self.listing.parts), self.targets
-        strata = targets if self.kind == "class" else np.zeros(len(parts), np.int64)
-        parts = divided(parts, strata, self.fractions)
+        names, targets = self.encoded
+        parts = np.array(self.listing.parts)
+        parts = divided(parts, targets if self.kind == "class" else np.zeros(len(parts), np.int64), self.fractions)
         for part in ("train", *self.fractions):
             if not (parts == part).any():
                 raise UserError(
@@ -286,7 +228,7 @@ class Folder(Images):
                 )
         if self.kind == "class" and (lost := set(targets) - set(targets[parts == "train"])):
             raise UserError(
-                f"{self.where}: no training image of class {self.names[min(lost)]}. Add some, or remove the class."
+                f"{self.where}: no training image of class {names[min(lost)]}. Add some, or remove the class."
             )
         return parts
 
@@ -303,36 +245,38 @@ class Folder(Images):
         for path, target, part in zip(listing.paths, listing.targets, self.parts, strict=True):
             try:
                 stat = (listing.base / path).stat()
-                digest.update(repr((path, target, str(part), stat.st_size, stat.st_mtime_ns)).encode())
+                state: tuple[int, ...] = (stat.st_size, stat.st_mtime_ns)
             except OSError:
-                digest.update(repr((path, target, str(part))).encode())
+                state = ()
+            digest.update(repr((path, target, str(part), *state)).encode())
         decoding = (self.channels, self.image_size) if self.in_cache else ()
         return key_of("folder", [], str(listing.base.resolve()), self.kind, decoding, digest.hexdigest())
 
     @cached_property
     def cached(self) -> Cached:
         """Reads every file once per machine. Raises UserError that lists the broken ones."""
-        found = decoded(self.cache / self.key(), self.read)
-        broken: dict[str, str] = found.extra()["broken"]
+        cached = decoded(self.cache / self.key(), self.read)
+        broken: dict[str, str] = cached.extra["broken"]
         if broken and not self.skip_broken:
             lines = [f"\n  {path}: {why}" for path, why in list(broken.items())[:SHOWN]]
             more = f"\n  and {len(broken) - SHOWN:,} more" if len(broken) > SHOWN else ""
             raise UserError(
                 f"{len(broken):,} of {len(self.listing.paths):,} image files cannot be read:{''.join(lines)}{more}\n"
-                "Repair or remove them, or type data.skip_broken=true to train without them."
+                "Repair or remove them, or set data.skip_broken=true to train without them."
             )
-        return found
+        return cached
 
     def read(self) -> tuple[Parts, dict[str, Any]]:
         """Reads all files; returns the arrays of each part if images go into the cache."""
-        digest, parts, broken = hashlib.sha256(repr(self.names).encode()), Parts(), dict[str, str]()
+        names, target_N = self.encoded
+        digest, parts, broken = hashlib.sha256(repr(names).encode()), Parts(), dict[str, str]()
         for part in (each for each in PARTS if (self.parts == each).any()):
             places = np.flatnonzero(self.parts == part)
             shape = (len(places), self.channels, self.image_size, self.image_size)
             rows, good = scratch(self.cache, shape) if self.in_cache else None, np.ones(len(places), bool)
             paths = [self.listing.paths[place] for place in places]
-            results = read_all(self.listing.base, paths, channels=self.channels, size=self.image_size, image_NCHW=rows)
-            for row, (sha, problem) in enumerate(shown(results, f"reading {part} images", len(paths))):
+            results = read_all(self.listing.base, paths, f"reading {part} images", image_NCHW=rows, **self.pixels)
+            for row, (sha, problem) in enumerate(results):
                 good[row] = problem is None
                 if problem is None:
                     path = Path(paths[row]).as_posix()
@@ -341,7 +285,7 @@ class Folder(Images):
                     broken[paths[row]] = problem
             if rows is not None:
                 parts[f"{part}/input"] = rows if good.all() else rows[good]
-                parts[f"{part}/target"] = self.targets[places[good]]
+                parts[f"{part}/target"] = target_N[places[good]]
         return parts, {"sha256": digest.hexdigest(), "broken": broken}
 
     def prepare(self) -> None:
@@ -350,22 +294,21 @@ class Folder(Images):
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"skipped": len(self.cached.extra()["broken"])}
+        return {"skipped": len(self.cached.extra["broken"])}
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]  # of the files, not of the decoded pixels
-        return str(self.cached.unchanged().extra()["sha256"])
+        return str(self.cached.unchanged().extra["sha256"])
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        described = {"class": "classes", "labels": "labels", "number": "targets"}[self.kind]
-        return {**super().about, described: self.names or ["target"]}
+        return {**super().about, TARGETS[self.kind]: self.encoded[0] or ["target"]}
 
     # --- parts ---
 
     def readable(self, part: str) -> list[int]:
         """The places of a part's files in the listing, without broken ones."""
-        broken = self.cached.extra()["broken"]
+        broken = self.cached.extra["broken"]
         return [int(i) for i in np.flatnonzero(self.parts == part) if self.listing.paths[i] not in broken]
 
     def paths(self, part: str) -> list[str]:
@@ -374,10 +317,8 @@ class Folder(Images):
     def open_part(self, part: str) -> Arrays | Files | None:
         if not (self.parts == part).any():
             return None
-        places = self.readable(part)
-        if not places:
+        if not (places := self.readable(part)):
             raise UserError(f"{self.where}: all images of the {part} part are broken. Repair some.")
         if self.in_cache:
             return Arrays(**self.cached.arrays(part))
-        size = {"channels": self.channels, "size": self.image_size}
-        return Files(self.listing.base, self.paths(part), self.targets[places], **size)
+        return Files(self.listing.base, self.paths(part), self.encoded[1][places], **self.pixels)

@@ -1,12 +1,15 @@
-"""Data sets of images: bytes until they are on the device, then resized and normalised in batches."""
+"""Data sets of images: bytes until they are on the device, then resized and normalised in batches. Free of torch."""
 
+import csv
+import glob
 import hashlib
 import io
 import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,32 +17,107 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.dataset import Batch, DataSet
-from lockstep.data.pixels import refuse_numbers, to_array
-from lockstep.errors import UserError
+from lockstep.data.dataset import Batch, DataSet, Indices
+from lockstep.data.pixels import original_size, refuse_numbers, to_array
+from lockstep.data.sampler import PARTS
+from lockstep.errors import UserError, explained
 from lockstep.machine.world import cores, rank_of
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from lockstep.data.preprocess import Preprocess
-
-
-# --- Image files to bytes of one size, with Pillow. Free of torch ---
-#
-# A core decodes 157 images/s from 500 x 375 to 224 pixels, and 136 into the cache (docs/measurements/speed.md).
 
 # B batch · C channel · H W pixel · N file
 
+# --- Lists image files: below a folder, of a glob, of a CSV ---
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+PART_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+
+
+def reading(root: Path) -> AbstractContextManager[None]:
+    """Raises UserError in place of OSError for what is below data.root."""
+    return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
+
+
+def images_below(folder: str) -> Iterator[str]:
+    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are left out.
+
+    Raises OSError for a folder that cannot be read.
+    """
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    for place, below, names in os.walk(folder, onerror=stop, followlinks=True):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        for name in sorted(names):
+            if name.lower().endswith(ENDINGS) and not name.startswith("."):
+                yield os.path.join(place, name)  # noqa: PTH118  # a Path takes seven times as long
+
+
+def read_table(
+    path: Path, needed: Sequence[str], others: str, where: str
+) -> tuple[Sequence[str], list[dict[str, str]]]:
+    """The columns and rows of a CSV (a TSV has tabs). Raises UserError: it is none, it lacks a column, or it has no rows."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            columns, rows = reader.fieldnames or [], list(reader)
+    except (csv.Error, UnicodeDecodeError, OSError) as e:
+        raise UserError(f"{where} is not a CSV file in UTF-8 ({e}). Replace it, or pass another file.") from None
+    if missing := [name for name in needed if name not in columns]:
+        raise UserError(
+            f"{where} has no column {' and no column '.join(missing)}; it has {', '.join(columns) or 'none'}. "
+            f"Its first line must name the columns: {','.join(needed)} or {others}."
+        )
+    if not rows:
+        raise UserError(f"{where} lists no images below its first line.")
+    return columns, rows
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Image files in the order of their rows: `names` as the table shows them, relative to `base` or absolute."""
+
+    base: Path
+    names: list[str]
+    targets: list[str] | None = None  # the cells of a CSV
+
+
+def find_inputs(given: str) -> Inputs:
+    """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one image file.
+
+    Raises:
+        UserError: there is no such thing, it holds no images, or it cannot be read.
+    """
+    path = Path(given).expanduser()
+    with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
+        if path.is_file() and path.suffix.lower() in (".csv", ".tsv", ".txt"):
+            columns, rows = read_table(path, ("path",), "path,target", f"input={path}")
+            targets = [(row["target"] or "").strip() for row in rows] if "target" in columns else None
+            return Inputs(path.parent, [row["path"] or "" for row in rows], targets)
+        if path.is_file():
+            return Inputs(Path(), [str(path)])
+        if path.is_dir():
+            names, empty = list(images_below(str(path))), f"holds no images (files that end in {', '.join(ENDINGS)})"
+        elif any(letter in given for letter in "*?["):
+            matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob refuses absolute ones
+            names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
+        else:
+            raise UserError(
+                f"input={given} does not exist. Pass a folder of images, a glob in quotes, a CSV with a column path, an image file, "
+                f"or a part of the run's own data: {', '.join(PARTS)}."
+            )
+    if not names:
+        raise UserError(f"input={given} {empty}. Pass another folder or file.")
+    return Inputs(Path(), names)
+
+
+# --- Image files to bytes of one size, with Pillow ---
+#
+# A core decodes 157 images/s from 500 x 375 to 224 pixels, and 136 into the cache (docs/measurements/speed.md).
 
 AT_ONCE = 1024  # files queued per thread
-
-
-def check(image: "Image") -> None:
-    """Raises if the file is broken. Decodes a JPEG at an eighth of its size, which takes a quarter of the time."""
-    refuse_numbers(image)
-    image.draft("L", (1, 1))
-    image.load()
 
 
 def decoded_all(
@@ -66,35 +144,63 @@ def reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def as_bytes(texts: Iterable[str]) -> NDArray[np.bytes_]:
-    """One array of bytes, because reference counts make workers copy a list of strings page by page."""
-    return np.array([os.fsencode(text) for text in texts], dtype=np.bytes_)
-
-
 class Files:
     """Image files and their targets, decoded on access, by workers."""
 
-    def __init__(self, base: Path, paths: list[str], target_N: NDArray[Any], *, channels: int, size: int) -> None:
-        self.base, self.paths = base, as_bytes(paths)
+    def __init__(
+        self, base: Path, names: Iterable[str], target_N: NDArray[Any] | None = None, *, channels: int, size: int
+    ) -> None:
+        # One array of bytes, because reference counts make workers copy a list of strings page by page.
+        self.base, self.name_N = base, np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
         self.target_N, self.channels, self.size = target_N, channels, size
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.name_N)
 
-    def __getitem__(self, indices: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        files = [self.base / os.fsdecode(self.paths[index]) for index in indices]
-        image_BCHW = decoded_all(files, channels=self.channels, size=self.size)
-        return {"input": image_BCHW, "target": self.target_N[indices]}
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        assert self.target_N is not None
+        return {"input": self.decoded(indices), "target": self.target_N[indices]}
+
+    def decoded(self, indices: Indices, problems: list[str] | None = None) -> NDArray[np.uint8]:
+        files = [self.base / self.name(index) for index in indices]
+        return decoded_all(files, channels=self.channels, size=self.size, problems=problems)
+
+    def name(self, index: int) -> str:
+        return os.fsdecode(self.name_N[index])
+
+
+class InputFiles(Files):
+    """Files to predict. `problem` says why a file could not be read: its image is then black."""
+
+    def __init__(self, inputs: Inputs, *, channels: int, size: int) -> None:
+        targets = None if inputs.targets is None else np.array([os.fsencode(text) for text in inputs.targets])
+        super().__init__(inputs.base, inputs.names, targets, channels=channels, size=size)
+
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        problems = [""] * len(indices)
+        return {"input": self.decoded(indices, problems), "problem": problems}
+
+    def original_size(self, index: int) -> tuple[int, int]:
+        """Width and height of a file, from its header."""
+        from PIL import Image
+
+        with Image.open(self.base / self.name(index)) as image:
+            return original_size(image)
+
+    def target(self, index: int) -> str | None:
+        return None if self.target_N is None else os.fsdecode(self.target_N[index])
 
 
 def read_all(
-    base: Path, paths: list[str], *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
+    base: Path, paths: list[str], what: str, *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
 ) -> Iterator[tuple[bytes, str | None]]:
     """The SHA-256 of each file and its error, if any. Its pixels go to `image_NCHW`; without one they are only checked.
 
-    Uses threads: Pillow decodes and resizes without the GIL.
+    Uses threads, because Pillow decodes and resizes without the GIL. Shows a progress bar on standard error.
     """
     from PIL import Image
+    from rich.console import Console
+    from rich.progress import track
 
     def read(place: int) -> tuple[bytes, str | None]:
         digest = b""
@@ -102,43 +208,30 @@ def read_all(
             content = (base / paths[place]).read_bytes()
             digest = hashlib.sha256(content).digest()
             with Image.open(io.BytesIO(content)) as image:
-                if image_NCHW is None:
-                    check(image)
-                else:
+                if image_NCHW is not None:
                     image_NCHW[place] = to_array(image, channels=channels, size=size)
+                else:
+                    refuse_numbers(image)
+                    image.draft("L", (1, 1))  # decodes a JPEG at an eighth of its size, in a quarter of the time
+                    image.load()
         except Exception as e:  # Pillow raises nearly anything for a broken file
             return digest, reason(e)
         return digest, None
 
+    shown = {"console": Console(stderr=True), "disable": rank_of() > 0, "transient": True}
     with warnings.catch_warnings(), ThreadPoolExecutor(cores()) as pool:
         warnings.simplefilter("ignore")
-        for first in range(0, len(paths), AT_ONCE):
-            yield from pool.map(read, range(first, min(first + AT_ONCE, len(paths))))
-
-
-def scratch(folder: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """An array on disk that is deleted with the process."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        return np.memmap(file, np.uint8, mode="w+", shape=shape)
-
-
-def shown(results: Iterable[Any], text: str, total: int) -> Iterable[Any]:
-    """Yields the results, with a progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(results, text, total, console=Console(stderr=True), disable=rank_of() > 0, transient=True)
+        blocks = (range(first, min(first + AT_ONCE, len(paths))) for first in range(0, len(paths), AT_ONCE))
+        results = (result for block in blocks for result in pool.map(read, block))
+        yield from track(results, what, len(paths), **shown)  # type: ignore[arg-type]
 
 
 # --- Data sets of images: bytes until they are on the device, then resized and normalised in batches ---
 
-# B batch · C channel · H W pixel
-
-
 Normalisation = tuple[Sequence[float], Sequence[float]]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three channels
+USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # of pixels from 0 to 1: beyond, float32 ends in infinities and NaN
 
 
 class Images(DataSet):
@@ -175,15 +268,17 @@ class Images(DataSet):
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
-        channels, std = len(cls.normalisation(data)[0]), data.get("std")
+        channels = len(cls.normalisation(data)[0])
         if data.get("channels") not in (None, channels):
             yield f"data.channels={data['channels']} has no effect: these images have {channels}. Leave it out."
-        for key in ("mean", "std"):
+        for key, (least, most) in USABLE.items():
             value = data.get(key)
-            if isinstance(value, list) and len(value) != channels:
+            if not isinstance(value, list):
+                continue
+            if len(value) != channels:
                 yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
-        if isinstance(std, list) and not all(s > 0 for s in std):
-            yield f"data.std={std} must be above 0."
+            if not all(least <= number <= most for number in value):
+                yield f"data.{key}={value} must be from {least:g} to {most:g}: pixels are from 0 to 1."
 
     @property
     def channels(self) -> int:
@@ -226,3 +321,36 @@ class Images(DataSet):
 def spatial(batch: Batch) -> Batch:
     """Batch values that may refer to places in the images: masks, boxes, keypoints."""
     return {name: value for name, value in batch.items() if name != "input" and getattr(value, "ndim", 0) > 2}
+
+
+# --- Image files to predict ---
+
+NEEDED = ("image_size", "channels", "mean", "std")  # in the `about` of the training data
+
+
+class ImageFiles(Images):
+    """Files to predict, with the description and the normalisation of the data that the network was trained on.
+
+    Raises:
+        UserError: it was not trained on images.
+    """
+
+    def __init__(
+        self, inputs: Inputs, *, about: Mapping[str, Any], network: Mapping[str, Any], channels_last: bool
+    ) -> None:
+        if missing := [key for key in NEEDED if not about.get(key)]:
+            raise UserError(
+                f"input: files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their "
+                f"data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
+            )
+        super().__init__(channels_last=channels_last, **{key: about[key] for key in ("image_size", "mean", "std")})
+        self.about, self.network = dict(about), dict(network)
+        self.train = self.val = self.test = InputFiles(inputs, channels=self.channels, size=self.image_size)
+
+    def network_arguments(self) -> dict[str, Any]:
+        return self.network
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the list of files, to see that all processes have the same one."""
+        return hashlib.sha256(self.test.name_N.tobytes()).hexdigest()

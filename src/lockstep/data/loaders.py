@@ -1,14 +1,13 @@
-"""Two kinds of loaders: indexing arrays in memory, or torch's DataLoader with workers."""
+"""Loads batches in a sampler's order: from arrays in memory, or with the worker processes of torch's DataLoader."""
 
 import itertools
 import logging
 import math
 import re
 import shutil
-import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,88 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lockstep.config.words import size
 from lockstep.data.dataset import Arrays, Batch, Indices, Samples
-from lockstep.data.sampler import FILLER, Sampler
+from lockstep.data.sampler import FILLER, Sampler, TrainBatches
 from lockstep.errors import TrainingFailed, chain
 
-# --- Explains how processes that load data ended, which torch reports from the main process ---
-
-LOST = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)\.|exited unexpectedly(?: with exit code (\d+))?)"
-)
-SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
-WHY = {
-    signal.SIGKILL: ", which usually means that memory ran out",
-    signal.SIGBUS: ": there was no room in /dev/shm, through which batches are passed",
-}
-ADVICE = (
-    "Try fewer data.num_workers, or data.num_workers=0 to load data in the main process. "
-    "A training run continues from its last checkpoint with resume=auto."
-)
-
-
-def lost(error: BaseException) -> str | None:
-    """How a worker ended, if that is what the error says."""
-    found = [match for each in chain(error) if isinstance(each, RuntimeError) and (match := LOST.search(str(each)))]
-    if not found:
-        return None
-    pids, by, code = max((match.groups() for match in found), key=lambda groups: sum(map(bool, groups)))
-    how = f"ended with exit code {code}" if code else "ended"
-    if number := SIGNALS.get(by):
-        how = f"was ended by {signal.Signals(number).name}{WHY.get(number, '')}"
-    return f"a process that loads data (pid {pids}) {how}. {ADVICE}"
-
-
-# --- Two kinds of loaders: indexing arrays in memory, or torch's DataLoader with workers ---
-
-SHM = Path("/dev/shm")
-SHARED = 2**22  # less room is left to semaphores, without which no worker starts
 log = logging.getLogger("lockstep")
-AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9 % of its time, against 2.0 % with one batch
 
-
-@dataclass
-class Place:
-    """The position of training, and how long it has waited for batches."""
-
-    position: Callable[[], int]  # micro-batches done in the epoch
-    waited_s: float = 0.0
-
-
-class Placed:
-    """A loader that starts at `place`, and only when its first batch is requested.
-
-    Lightning creates the iterator before it restores a checkpoint and sets the epoch, when workers would fetch batches of
-    epoch 0. The position comes from the Trainer, which saves it in checkpoints, so the loader has no state.
-    """
-
-    sampler: Any
-    place: Place | None = None
-
-    def batches(self) -> Iterator[Batch]:
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[Batch]:
-        place = self.place
-        if place is None:
-            yield from self.batches()
-            return
-        self.sampler.start = place.position()
-        batches = self.batches()
-        while True:
-            began_s = time.perf_counter()
-            batch = next(batches, None)
-            place.waited_s += time.perf_counter() - began_s
-            if batch is None:
-                return
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load. Having both methods tells Lightning that resuming within an epoch is supported."""
+# --- A batch of samples by their indices ---
 
 
 def as_tensor(value: Any) -> Any:
@@ -111,18 +35,19 @@ def as_tensor(value: Any) -> Any:
 
 
 def fetch(samples: Samples, indices_B: Indices) -> Batch:
-    """The batch of the samples at `indices_B`; some sample takes the place of each FILLER."""
-    places_B = np.where(indices_B == FILLER, 0, indices_B)
-    batch: Batch = {name: as_tensor(value) for name, value in samples[places_B].items()}
-    return complete(batch, torch.from_numpy(indices_B), indices_B)
+    """The batch of the samples at `indices_B`; the first sample takes the place of each FILLER."""
+    named = {name: as_tensor(value) for name, value in samples[np.maximum(indices_B, 0)].items()}
+    return {**named, "index": torch.from_numpy(indices_B), "count": count_of(indices_B)}
 
 
-def complete(batch: Batch, index_B: Tensor, indices_B: Indices) -> Batch:
-    return {**batch, "index": index_B, "count": int((indices_B != FILLER).sum())}
+def count_of(indices_B: Indices) -> int:
+    """How many of them are samples."""
+    return int((indices_B != FILLER).sum())
 
 
-def pinned(batch: Batch) -> Batch:
-    return {name: value.pin_memory() if isinstance(value, Tensor) else value for name, value in batch.items()}
+# --- Batches of arrays in memory ---
+
+AT_ONCE = 2**22  # bytes gathered at once: BasicNet's bf16 step waited 0.9 % of its time, against 2.0 % with one batch
 
 
 class InMemory:
@@ -145,30 +70,45 @@ class InMemory:
         places_B = index_B.clamp(min=0)
         return {name: a.index_select(0, places_B) for name, a in self.on_device.items()} | {"index": index_B}
 
-
-class MemoryLoader(Placed):
-    """Batches of arrays in memory. `pin`: for copying to a GPU while it computes."""
-
-    batch_sampler = None  # Lightning 2.6 expects it of everything with a sampler
-
-    def __init__(self, data: InMemory, sampler: Sampler, *, pin: bool = False, place: Place | None = None) -> None:
-        self.data, self.sampler, self.pin, self.place = data, sampler, pin, place
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def batches(self) -> Iterator[Batch]:
-        """Gathers several batches at a time: an operation's fixed cost exceeds that of copying."""
-        indices = iter(self.sampler)
+    def batches(self, sampler: Sampler, *, pin: bool = False) -> Iterator[Batch]:
+        """Gathers several batches at a time: an operation's fixed cost exceeds that of copying. `pin`: to copy to a GPU while it computes."""
+        indices = iter(sampler)
         for first_B in indices:
-            several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.data.sample_bytes))]
-            taken = self.data.batch(np.concatenate(several))
+            several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.sample_bytes))]
+            gathered = self.batch(np.concatenate(several))
             sizes = [len(indices_B) for indices_B in several]
-            parts = zip(*(tensor.split(sizes) for tensor in taken.values()), strict=True)
+            parts = zip(*(tensor.split(sizes) for tensor in gathered.values()), strict=True)
             for part, indices_B in zip(parts, several, strict=True):
-                named = dict(zip(taken, part, strict=True))
-                batch = complete(named, named["index"], indices_B)
-                yield pinned(batch) if self.pin else batch
+                batch: Batch = dict(
+                    zip(gathered, (tensor.pin_memory() for tensor in part) if pin else part, strict=True)
+                )
+                yield {**batch, "count": count_of(indices_B)}
+
+
+# --- Batches that worker processes load ---
+
+SHM = Path("/dev/shm")
+SHARED = 2**22  # less room is left to semaphores, without which no worker starts
+LOST = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)\.|exited unexpectedly(?: with exit code (\d+))?)"
+)
+SIGNALS = {  # by their names in torch's message
+    "Killed": "SIGKILL, which usually means that memory ran out",
+    "Bus error": "SIGBUS: there was no room in /dev/shm, through which batches are passed",
+}
+
+
+def lost(error: BaseException) -> str | None:
+    """How a worker ended, if that is what the error says. torch reports it from the main process."""
+    matches = [match for each in chain(error) if isinstance(each, RuntimeError) and (match := LOST.search(str(each)))]
+    if not matches:
+        return None
+    pids, by, code = max((match.groups() for match in matches), key=lambda groups: sum(map(bool, groups)))
+    how = f"was ended by {SIGNALS.get(by, by)}" if by else f"ended with exit code {code}" if code else "ended"
+    return (
+        f"a process that loads data (pid {pids}) {how}. Try fewer data.num_workers, or data.num_workers=0 to load data in the main "
+        "process. A training run continues from its last checkpoint with resume=auto."
+    )
 
 
 def shared_room() -> float:
@@ -178,18 +118,13 @@ def shared_room() -> float:
 
 def warn_of_small_shared_memory() -> None:
     """For dataloaders of the user's own, whose batches torch loses there (see `Indexed.passable`)."""
-    if shared_room() < SHARED:
+    if (room := shared_room()) < SHARED:
         log.warning(
-            "%s has only %s free. Worker processes pass batches through it, and a run waits for ever for a batch that does not fit. "
+            "%s has only %.0f KiB free. Worker processes pass batches through it, and a run waits for ever for a batch that does not fit. "
             "Enlarge it (docker run --shm-size=1g), or give your dataloaders num_workers=0.",
             SHM,
-            size(shared_room()),
+            room / 2**10,
         )
-
-
-def unchanged(batch: Batch) -> Batch:
-    """In place of torch's default, which makes tensors of arrays."""
-    return batch
 
 
 class Indexed(Dataset[Batch]):
@@ -215,46 +150,95 @@ class Indexed(Dataset[Batch]):
         return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in batch.items()}
 
 
-class WorkerLoader(Placed, DataLoader[Batch]):  # type: ignore[misc]  # torch declares its own iterator types
-    """torch's DataLoader, for samples that workers read or decode while the device computes."""
+def unchanged(batch: Any) -> Any:
+    """In place of torch's default, which makes tensors of arrays."""
+    return batch
+
+
+class FromWorkers:
+    """Batches that workers read or decode while the device computes; without workers, this process does."""
 
     warned = False
 
-    def __init__(self, *args: Any, place: Place | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "collate_fn": unchanged})
-        self.place = place
+    def __init__(self, samples: Samples, sampler: Iterable[Indices], *, num_workers: int, **options: Any) -> None:
+        # The sampler yields whole batches of indices; batch_size=None passes each to the data set at once.
+        self.loader = DataLoader(
+            Indexed(samples),
+            sampler=sampler,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=unchanged,
+            **options,
+        )
 
     def batches(self) -> Iterator[Batch]:
+        workers = self.loader.num_workers
         try:
-            loaded = DataLoader.__iter__(self)
+            batches = iter(self.loader)
         except OSError as e:
             raise TrainingFailed(
-                f"{self.num_workers} processes that load data could not be started: {e.strerror}. They need room in /dev/shm and open "
-                "files (ulimit -n). Make these larger, or type fewer data.num_workers, or data.num_workers=0."
+                f"{workers} processes that load data could not be started: {e.strerror}. They need room in /dev/shm and open "
+                "files (ulimit -n). Raise these limits, or set fewer data.num_workers, or data.num_workers=0."
             ) from None
-        for batch in loaded:
-            if self.num_workers and isinstance(batch["index"], np.ndarray):
+        for batch in batches:
+            if workers and isinstance(batch["index"], np.ndarray):
                 if not self.warned:
                     self.warned = True
                     log.warning(
-                        "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Make it larger "
-                        "(docker run --shm-size=8g), or type fewer data.num_workers.",
-                        self.num_workers,
+                        "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Enlarge it "
+                        "(docker run --shm-size=8g), or set fewer data.num_workers.",
+                        workers,
                     )
                 batch = {name: as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in batch.items()}
             yield batch
 
 
-class Unchanged:
-    """A loader that Lightning leaves as it is: for predictions, it makes every DataLoader anew, with a sampler of its own."""
+# --- The loader that the Trainer gets ---
 
-    batch_sampler = None
 
-    def __init__(self, loader: MemoryLoader | WorkerLoader) -> None:
-        self.loader, self.sampler = loader, loader.sampler
+@dataclass
+class LoaderPosition:
+    """The position of training, and how long it has waited for batches."""
+
+    batches_done: Callable[[], int]  # micro-batches of the epoch
+    waited_s: float = 0.0
+
+
+class ResumableLoader:
+    """A loader that starts at `position`, and only when its first batch is requested.
+
+    Lightning creates the iterator before it restores a checkpoint and sets the epoch, when workers would fetch batches of
+    epoch 0. The position comes from the Trainer, which saves it in checkpoints, so the loader has no state. It is no
+    DataLoader, which Lightning would replace for predictions by one with a sampler of its own.
+    """
+
+    batch_sampler = None  # Lightning 2.6 expects it of everything with a sampler
+
+    def __init__(
+        self, batches: Callable[[], Iterator[Batch]], sampler: Sampler, position: LoaderPosition | None = None
+    ) -> None:
+        self.batches, self.sampler, self.position = batches, sampler, position
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self.loader)
+        if self.position is None:
+            yield from self.batches()
+            return
+        assert isinstance(self.sampler, TrainBatches)
+        self.sampler.start = self.position.batches_done()
+        batches = self.batches()
+        while True:
+            began_s = time.perf_counter()
+            batch = next(batches, None)
+            self.position.waited_s += time.perf_counter() - began_s
+            if batch is None:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load. Having both methods tells Lightning that resuming within an epoch is supported."""

@@ -34,13 +34,6 @@ class Preprocess:
         return torch.addcmul(self.shift, x, self.scale, out=out)
 
 
-def nearest(masks: Tensor, size: int) -> Tensor:
-    """...HW of any type to `size` x `size` without mixing values, which F.interpolate lacks for integers other than bytes."""
-    h, w = masks.shape[-2:]
-    middle = 2 * torch.arange(size, device=masks.device) + 1
-    return masks[..., (middle * h // (2 * size))[:, None], middle * w // (2 * size)]
-
-
 def resize_nearest(masks: Tensor, size: int) -> Tensor:
     """...HW of any type to `size` x `size` without mixing values, which F.interpolate lacks for integers other than bytes."""
     h, w = masks.shape[-2:]

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import CLASSES, DataSet, Indices, classes_of
-from lockstep.errors import UserError
+from lockstep.errors import UserError, raise_problems
 
-# --- Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size ---
-#
 # Nothing is drawn, stored or sent. A permutation of n samples is a bijection, computed only where it is needed: a process holds
 # the indices of a few thousand samples at a time, not of n, and resuming at a step is an addition.
 
@@ -108,39 +106,30 @@ def splits(
     Raises:
         UserError: a part is empty, or a number is above the training split's.
     """
-    total = len(dataset.train)
-    if folds and dataset.val is not None:
-        raise UserError(
-            "data.folds has no effect: this data has a validation part of its own. Leave it out, or remove that part."
-        )
-    if folds and folds > total:
-        raise UserError(f"data.folds={folds} is more than the {total} training {dataset.unit}. Type a smaller number.")
+    total, has_val, unit = len(dataset.train), dataset.val is not None, f"{dataset.unit} ({dataset.source})"
     begin, end = (fold * total // folds, (fold + 1) * total // folds) if folds else (0, val_count(total, val_fraction))
-    val = 0 if dataset.val is not None else end - begin
-    for part, samples in {"train": dataset.train, "val": dataset.val, "test": dataset.test}.items():
-        if samples is not None and not len(samples):
-            raise UserError(
-                f"the {part} part of the data has no {dataset.unit} ({dataset.source}). Add some, or choose other data."
-            )
-    if total - val < 1:
-        raise UserError(
-            f"data.val_fraction={val_fraction} leaves none of the {total} training {dataset.unit} ({dataset.source}) to train with. Type a smaller fraction."
-        )
-    if limit_train is not None and limit_train > max(batch_size, total - val):
-        raise UserError(
-            f"data.limit_train={limit_train} is more than the {total - val} training {dataset.unit} ({dataset.source}). Type a smaller number, or null."
-        )
-    train = Split(total, begin + val, min(total - val, limit_train or total))
-    if batch_size > train.count:
-        raise UserError(
-            f"data.batch_size={batch_size} is more than the {train.count} training {dataset.unit} ({dataset.source}). Type data.batch_size={train.count} or less."
-        )
-    held_out = Split(total, begin, val) if dataset.val is None else whole(len(dataset.val))
-    return train, held_out, whole(len(dataset.test))
+    val = 0 if has_val else end - begin
+    left, count = total - val, min(total - val, limit_train or total)
 
+    def problems() -> Iterator[str]:
+        if folds and has_val:
+            yield "data.folds has no effect: this data has a validation part of its own. Leave it out, or remove that part."
+        if folds and folds > total:
+            yield f"data.folds={folds} is more than the {total} training {unit}. Set a smaller number."
+        for part in ("train", "val", "test"):
+            if (samples := getattr(dataset, part)) is not None and not len(samples):
+                yield f"the {part} part of the data has no {unit}. Add some, or choose other data."
+        if left < 1:
+            yield f"data.val_fraction={val_fraction} leaves none of the {total} training {unit} to train with. Set a smaller fraction."
+        if limit_train is not None and limit_train > max(batch_size, left):
+            yield f"data.limit_train={limit_train} is more than the {left} training {unit}. Set a smaller number, or null."
+        if batch_size > count:
+            yield f"data.batch_size={batch_size} is more than the {count} training {unit}. Set data.batch_size={count} or less."
 
-def whole(count: int) -> Split:
-    return Split(count, 0, count, shuffled=False)
+    raise_problems(islice(problems(), 1))  # the others would follow from it
+    parts = (dataset.val, dataset.test)
+    whole_val, test = (Split(len(part or ()), 0, len(part or ()), shuffled=False) for part in parts)
+    return Split(total, begin + val, count), whole_val if has_val else Split(total, begin, val), test
 
 
 class TrainBatches:
@@ -197,7 +186,7 @@ class TrainBatches:
             first, ahead = first + len(micro), min(2 * ahead, BLOCK)
 
 
-class EvalBatches:
+class PaddedEvalSampler:
     """Each sample of a split once over all ranks; every rank has the same number of batches of the same size.
 
     Strategies that communicate in forward (fsdp; ddp with buffers) would wait for a rank that has run out of batches. So empty
@@ -222,7 +211,7 @@ class EvalBatches:
             yield samples
 
 
-class EvalShares:
+class UnpaddedEvalSampler:
     """Each sample of a split once over all ranks, without fillers, for modules that do not know about them.
 
     Global batches do not depend on the number of ranks; the ranks' shares differ by at most one sample. No share is empty: a
@@ -246,7 +235,7 @@ class EvalShares:
             yield self.split.indices(np.arange(begin, stop))
 
 
-Sampler = TrainBatches | EvalBatches | EvalShares
+Sampler = TrainBatches | PaddedEvalSampler | UnpaddedEvalSampler
 
 
 # --- Holds out a fixed part of every class; it does not depend on `seed`. Free of torch ---
@@ -254,30 +243,22 @@ Sampler = TrainBatches | EvalBatches | EvalShares
 PARTS = ("train", "val", "test")
 
 
-def held_out(strata: NDArray[np.int64], fraction: float) -> Indices:
-    """Indices of a `fraction` of each stratum: at least one sample, never all."""
-    order = np.argsort(strata, kind="stable")
-    ends = np.flatnonzero(np.diff(strata[order])) + 1
-    chosen = []
-    for members in np.split(order, ends):
-        count = min(max(1, round(len(members) * fraction)), len(members) - 1)
-        if count > 0:
-            chosen.append(members[permute(np.arange(count), len(members), SPLIT_SEED, int(strata[members[0]]))])
-    return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
-
-
-def taken_from_train(*, test: float, val: float, folds: int | None) -> dict[str, float]:
-    """The share of each part that is taken from train if the data lacks it. With `folds`, the engine divides train for validation."""
-    return {"test": test} if folds else {"test": test, "val": val}
-
-
 def divided(part_N: NDArray[np.str_], strata_N: NDArray[np.int64], fractions: Mapping[str, float]) -> NDArray[np.str_]:
-    """The part of each sample. Parts in `fractions` that `part_N` lacks are taken from its train part."""
+    """The part of each sample. Parts in `fractions` that `part_N` lacks are taken from its train part.
+
+    They get their fraction of each stratum: at least one sample, never all.
+    """
     part_N = part_N.copy()
     for name, fraction in fractions.items():
-        if not (part_N == name).any():
-            train = np.flatnonzero(part_N == "train")
-            part_N[train[held_out(strata_N[train], fraction)]] = name
+        if (part_N == name).any():
+            continue
+        train = np.flatnonzero(part_N == "train")
+        train = train[np.argsort(strata_N[train], kind="stable")]
+        for members in np.split(train, np.flatnonzero(np.diff(strata_N[train])) + 1):
+            count = min(max(1, round(len(members) * fraction)), len(members) - 1)
+            if count > 0:
+                stratum = int(strata_N[members[0]])
+                part_N[members[permute(np.arange(count), len(members), SPLIT_SEED, stratum)]] = name
     return part_N
 
 

@@ -20,7 +20,7 @@ from lockstep.config.instantiate import create, create_data, has_own_loaders, ta
 from lockstep.config.targets import accepted, nodes, parameters
 from lockstep.data import pixels, preprocess
 from lockstep.data.dataset import samples_of
-from lockstep.data.image_files import NEEDED, Readable, find_inputs
+from lockstep.data.images import NEEDED, InputFiles, find_inputs
 from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_graphs, exported
 from lockstep.extras.export_card import card
@@ -191,7 +191,7 @@ def compared_images(
     """
     given = {key: about[key] for key in ("image_size", "mean", "std")}
     if images is not None:
-        files = Readable(find_inputs(images), channels=about["channels"], size=about["image_size"])
+        files = InputFiles(find_inputs(images), channels=about["channels"], size=about["image_size"])
         read_images = files[np.arange(min(IMAGES, len(files)))]
         good = [not problem for problem in read_images["problem"]]
         if not any(good):

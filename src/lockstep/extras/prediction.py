@@ -16,8 +16,7 @@ from lockstep.checkpoints.content import DATA, read
 from lockstep.config.identity import title
 from lockstep.config.instantiate import has_own_loaders, target_of
 from lockstep.data.datamodule import DataModule
-from lockstep.data.image_files import ImageFiles, find_inputs
-from lockstep.data.images import Images
+from lockstep.data.images import ImageFiles, Images, find_inputs
 from lockstep.errors import UserError
 from lockstep.extras import prediction_writer
 from lockstep.extras.gallery import write_gallery

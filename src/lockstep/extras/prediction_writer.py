@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 
 from lockstep.data.datamodule import DataModule
-from lockstep.data.image_files import ImageFiles
+from lockstep.data.images import ImageFiles
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError

@@ -67,7 +67,7 @@ class ProgressiveResize(Callback):
         if batch["input"].dim() != 4:
             raise UserError("it resizes images. Leave it out")
         if math.isinf(steps):
-            raise UserError("it needs the run's number of steps. Type trainer.max_epochs=<n> or trainer.max_steps=<n>")
+            raise UserError("it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>")
         return self.resized(batch, 0.0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -13,7 +13,8 @@ from lockstep.config.compose import key_of
 from lockstep.config.identity import run_dir
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import nearest
-from lockstep.data.image_files import PARTS, find_inputs
+from lockstep.data.images import find_inputs
+from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.world import world_of
