@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 from lockstep import strategies
 from lockstep.augment.augmentation import Augmentation
-from lockstep.build_trainer import evaluator, trainer
+from lockstep.build_trainer import arithmetic, evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_into, load_module_weights, network_of, plain, read
 from lockstep.config import batches
@@ -161,7 +161,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         ),
         metrics=metrics(cfg, goal),
         network_arguments=offered,
-        shards=cfg.exact.shards,
+        arithmetic=arithmetic(cfg),
     )
     raise_problems(monitor_problems(cfg, made.figure_names()))
     return made

@@ -29,6 +29,7 @@ from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
 from lockstep.training import foreign
+from lockstep.training.arithmetic import Averaged, LogicalRanks, StepArithmetic
 from lockstep.training.profiler import NoProfiler
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -62,6 +63,10 @@ def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
     return found
 
 
+def arithmetic(cfg: DictConfig) -> StepArithmetic:
+    return LogicalRanks(cfg.exact.shards) if cfg.exact.shards else Averaged()
+
+
 def foreign_callbacks(cfg: DictConfig) -> list[pl.Callback]:
     """First in the list, to say first what is wrong."""
     return [callbacks.Foreign(cfg, strategies.parallelize)] if foreign.is_foreign(cfg) else []
@@ -76,14 +81,13 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.resume:
         of_module = ("plateau",) if foreign.is_foreign(cfg) else ("window", "network")
         refuse_without_position(Path(cfg.resume), (*of_module, *(() if has_own_loaders(cfg) else (DATA,))))
+    steps = arithmetic(cfg)
     own: list[pl.Callback] = [
-        callbacks.StepSeed(
-            cfg.seed, by_logical_rank=bool(cfg.exact.shards), masks_by_row=not (cfg.exact.shards or cfg.compile)
-        ),
+        callbacks.StepSeed(cfg.seed, steps, masks_by_row=steps.masks_by_sample and not cfg.compile),
         callbacks.Plan(cfg, data, facts(data)),
         callbacks.Clock(),
         callbacks.FirstBatch(),
-        callbacks.TaskCollectives(cfg.exact.shards),
+        *([] if foreign.is_foreign(cfg) else [callbacks.TaskCollectives()]),
         CutAtResume(read_report(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:

@@ -183,15 +183,16 @@ class Monitored(Callback):
 class TaskCollectives(Callback):
     """Watches the first micro-batch of a process. One process alone is not watched: tasks communicate if there are several."""
 
-    def __init__(self, exact_shards: int | None) -> None:
-        self.exact_shards, self.counter = exact_shards, CollectiveCounter()
+    def __init__(self) -> None:
+        self.counter, self.division = CollectiveCounter(), ""
         # The task's own attributes named `loss` and `outputs`, to put back; None: it is not watched.
         self.own: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        divided = self.exact_shards or trainer.accumulate_grad_batches > 1
-        if isinstance(pl_module, TaskModule) and trainer.world_size > 1 and divided:
-            task = pl_module.task
+        module: Any = pl_module
+        self.division = module.arithmetic.division(trainer.accumulate_grad_batches)
+        if trainer.world_size > 1 and self.division:
+            task = module.task
             watched = {"loss": self.watched_loss(task.loss), "outputs": self.watched_outputs(task.outputs)}
             self.own = {name: vars(task)[name] for name in watched if name in vars(task)}
             vars(task).update(watched)  # not setattr, which refuses the name of a submodule
@@ -228,10 +229,8 @@ class TaskCollectives(Callback):
         self.own = None
         if not self.counter.count:
             return
-        micro_batches = f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
-        key = f"exact.shards={self.exact_shards}" if self.exact_shards else micro_batches
         raise UserError(
-            f"{type(task).__name__} communicates between processes in its loss or outputs, and {key} divides each process's samples: the "
-            "result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "
-            f"communicating; then leave {key} out."
+            f"{type(task).__name__} communicates between processes in its loss or outputs, and {self.division} divides each process's samples: "
+            "the result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "
+            f"communicating; then leave {self.division} out."
         )

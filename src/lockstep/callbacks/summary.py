@@ -124,7 +124,7 @@ def across_processes(module: LightningModule, data: LightningDataModule) -> str:
         return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
     if not isinstance(module, TaskModule):
         return UNKNOWN.format(f"the steps of {type(module).__name__} are its own, and were not tried")
-    if module.logical_ranks:
+    if module.arithmetic.same_bits:
         return SAME_BITS
     apart = [m for m in module.net.modules() if isinstance(m, NORMS) and m.training and not isinstance(m, SYNCHRONISED)]
     if apart:

@@ -90,7 +90,7 @@ class OneFormat(Strategy):
 
     lightning_module: pl.LightningModule  # set before anything here is called
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
-    in_blocks = False
+    contiguous_micro_batches = False
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
         """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""

@@ -39,7 +39,7 @@ class Replicated(OneFormat, DDPStrategy):
         logical_ranks: bool = False,
     ) -> None:
         self.timeout = timedelta(seconds=timeout_s)
-        self.in_blocks = logical_ranks
+        self.contiguous_micro_batches = logical_ranks
         super().__init__(
             cluster_environment=environment,
             bucket_cap_mb=bucket_cap_mb,
@@ -55,8 +55,8 @@ class Replicated(OneFormat, DDPStrategy):
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        """With logical ranks the network stays as it is: training/logical_ranks.py adds gradients, in the order of a tree."""
-        if not self.in_blocks:
+        """With logical ranks the network stays as it is: training/arithmetic.py adds gradients, in the order of a tree."""
+        if not self.contiguous_micro_batches:
             super().configure_ddp()
             return
         for tensor in self.lightning_module.state_dict(keep_vars=True).values():
@@ -64,7 +64,7 @@ class Replicated(OneFormat, DDPStrategy):
 
     def on_train_start(self) -> None:
         known = isinstance(self.lightning_module, TaskModule)  # a user's LightningModule calls its own network
-        self.resumed = known and not self.in_blocks and self.lightning_module.trainer.global_step > 0
+        self.resumed = known and not self.contiguous_micro_batches and self.lightning_module.trainer.global_step > 0
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Does not round a mean of integers. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`: a mean over

@@ -22,7 +22,7 @@ from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import OneFormat, gathered
 from lockstep.strategies.rendezvous import meet
-from lockstep.training.logical_ranks import TreeReduceScatter
+from lockstep.training.tree_reduction import TreeReduceScatter
 
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 

@@ -150,7 +150,7 @@ def rehearse(
                 try_callback(cfg, module, data, callback)
         if any(cfg.trainer[f"limit_{part}_batches"] != 0 for part in ("val", "test")):
             try_evaluation(cfg, module, data, device, count)
-        if not module.logical_ranks:
+        if not module.arithmetic.same_bits:
             module.across_processes = across_processes(cfg, module, data, device)
 
 

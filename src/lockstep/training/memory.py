@@ -17,6 +17,7 @@ from lockstep.config.batches import accumulations, unit
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import LostProcess, OutOfMemory
+from lockstep.training.arithmetic import Averaged
 from lockstep.training.module import TaskModule
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ def fits(trainer: pl.Trainer, module: Any, data: DataModule, micro_batch: int) -
 
 def free(trainer: pl.Trainer, module: TaskModule) -> None:
     trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
-    module.logical_ranks = None  # holds gradients
+    module.arithmetic = Averaged()  # logical ranks hold gradients
     module.zero_grad(set_to_none=True)
     gc.collect()
     if trainer.strategy.root_device.type == "cuda":

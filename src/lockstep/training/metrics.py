@@ -13,7 +13,7 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.tasks.panel import EXACT
-from lockstep.training.logical_ranks import tree_sum
+from lockstep.training.tree_reduction import tree_sum
 from lockstep.training.trees import samples_at
 
 # --- The loss of samples that augmentation has mixed with their partners (augment/mixing.py) ---
@@ -64,7 +64,7 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
 class MeanLoss(Metric):
     """The weighted mean of per-sample losses, and the number of samples.
 
-    With `shards`, each logical rank has a sum of its own, and these are added in one fixed tree.
+    With several `sums`, one for each logical rank, these are added in one fixed tree.
     """
 
     full_state_update = False
@@ -72,17 +72,17 @@ class MeanLoss(Metric):
     weight_sum: Tensor
     count: Tensor
 
-    def __init__(self, shards: int = 1) -> None:
+    def __init__(self, sums: int = 1) -> None:
         super().__init__()
         self.exact = EXACT  # the order of 10,000 float32 additions changes the sixth digit
-        self.add_state("loss_sum", torch.zeros(shards, dtype=self.exact), dist_reduce_fx="sum")
-        self.add_state("weight_sum", torch.zeros(shards, dtype=self.exact), dist_reduce_fx="sum")
+        self.add_state("loss_sum", torch.zeros(sums, dtype=self.exact), dist_reduce_fx="sum")
+        self.add_state("weight_sum", torch.zeros(sums, dtype=self.exact), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, loss_B: Tensor, weight_B: Tensor | None, logical_rank: int = 0) -> None:
+    def update(self, loss_B: Tensor, weight_B: Tensor | None, place: int = 0) -> None:
         weighted_B = loss_B if weight_B is None else loss_B * weight_B
-        self.loss_sum[logical_rank] += weighted_B.sum(dtype=self.loss_sum.dtype)
-        self.weight_sum[logical_rank] += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
+        self.loss_sum[place] += weighted_B.sum(dtype=self.loss_sum.dtype)
+        self.weight_sum[place] += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
         self.count += len(loss_B)
 
     def compute(self) -> dict[str, Tensor]:
