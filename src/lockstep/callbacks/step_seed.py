@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lockstep.data.datamodule import DataModule
 from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.steps import micro_batch_index, steps_done
@@ -42,8 +41,8 @@ def seed_host(seed: int) -> None:
 class StepSeed(Callback):
     """Seeds the generators before each training batch, and tells the dropout layers which samples follow."""
 
-    def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool = True) -> None:
-        self.seed, self.arithmetic, self.masks_by_row = seed, arithmetic, masks_by_row
+    def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool, own_loaders: bool) -> None:
+        self.seed, self.arithmetic, self.masks_by_row, self.own_loaders = seed, arithmetic, masks_by_row, own_loaders
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.masks_by_row:
@@ -59,14 +58,11 @@ class StepSeed(Callback):
             dropout.begin(self.rows(trainer, batch_idx))
         seed = step_seed(self.seed, *self.arithmetic.seed_parts(trainer, batch_idx))
         seed_generators(seed, trainer.strategy.root_device.type)
-        if isinstance(trainer.datamodule, DataModule):  # type: ignore[attr-defined]
-            seed_host(seed)  # dataloaders of the user's own may draw an order from these that all processes share
+        if not self.own_loaders:  # which may draw an order from these that all processes share
+            seed_host(seed)
 
-    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
-        """None for dataloaders of the user's own, whose samples have no place in a global batch."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, DataModule):
-            return None
+    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         count = data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
         first = micro_batch_index(trainer, batch_idx) * count
         rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ from lockstep.checkpoints.finding import checkpoints, step_of
 from lockstep.compat.collectives import CollectiveCounter
 from lockstep.config.words import nearest
 from lockstep.errors import LossNotFinite, TrainingFailed, UserError
-from lockstep.training.module import TaskModule
 from lockstep.training.steps import completes_step, has_row, steps_done
+from lockstep.training.workload import workload
 
 # --- Ends a run at trainer.max_time ---
 
@@ -165,8 +165,8 @@ class Monitored(Callback):
                 continue
             if self.save:
                 self.save(trainer)
-            module, goes_on = trainer.lightning_module, " resume=auto to continue" if self.save else ""
-            name = type(module.task if isinstance(module, TaskModule) else module).__name__
+            goes_on = " resume=auto to continue" if self.save else ""
+            name = workload(trainer.lightning_module, trainer.datamodule).title  # type: ignore[attr-defined]
             keeps = key == "checkpoint.monitor"
             last = ", or checkpoint.monitor=null to keep the last checkpoint only" if keeps else ""
             raise TrainingFailed(

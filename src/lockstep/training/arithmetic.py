@@ -1,6 +1,7 @@
 """How the micro-batches of a step become one update: averaged as they come, or as logical ranks with the same bits on any number of
 processes (`exact.shards`, docs/exact.md)."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,19 +20,27 @@ if TYPE_CHECKING:
 
 
 class StepArithmetic:
-    """The joints of a step at which the two ways differ. `TaskModule` and the callbacks call them without asking which way it is."""
+    """The joints of a step at which its two ways differ. `TaskModule` and the callbacks call them without asking which way it is."""
 
     evaluation_sums = 1  # in how many sums an evaluation adds up its losses
     masks_by_sample = True  # whether dropout masks belong to the samples (training/dropout.py)
     same_bits = False  # on any number of processes
 
+    @abstractmethod
     def seed_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, int]:
         """What the random numbers of a micro-batch depend on, besides the run's seed."""
-        raise NotImplementedError
 
-    def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
-        """The sum that a batch of an evaluation belongs to."""
-        return 0
+    @abstractmethod
+    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
+        """The 2-norm of all gradients together, including other processes' shards."""
+
+    @abstractmethod
+    def division(self, accumulate: int) -> str | None:
+        """The key that divides each process's samples of a step into `accumulate` micro-batches, if one does."""
+
+    @abstractmethod
+    def key_of(self, accumulate: int, world: int) -> str | None:
+        """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""
 
     def before_forward(self, module: "TaskModule", batch_idx: int) -> None:
         """Of each micro-batch, like the next two."""
@@ -43,17 +52,9 @@ class StepArithmetic:
     def after_backward(self, module: "TaskModule") -> None:
         """After the last micro-batch of a step, gradients and buffers are those of the global batch."""
 
-    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together, including other processes' shards."""
-        raise NotImplementedError
-
-    def division(self, accumulate: int) -> str | None:
-        """The key by which each process's samples of a step are divided, if they are; with `accumulate` micro-batches a step."""
-        raise NotImplementedError
-
-    def key_of(self, accumulate: int, world: int) -> str | None:
-        """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""
-        raise NotImplementedError
+    def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
+        """The sum that a batch of an evaluation belongs to."""
+        return 0
 
     def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         return optimizer

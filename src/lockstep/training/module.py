@@ -23,8 +23,15 @@ from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
 from lockstep.training.arithmetic import Averaged, StepArithmetic, clip_by_norm, scale_gradients
-from lockstep.training.between_samples import evaluation_loss, whole_batch
-from lockstep.training.metrics import MeanLoss, named, names_without_samples, one_per_sample, weighted_loss
+from lockstep.training.metrics import (
+    MeanLoss,
+    evaluation_loss,
+    named,
+    names_without_samples,
+    one_per_sample,
+    weighted_loss,
+    whole_batch,
+)
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import completes_step, has_row, total_steps
@@ -57,8 +64,8 @@ class TaskModule(QuickHookNames):
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
-        self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
-        self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by rehearsal.py
+        self.flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
+        self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by dry_run.py
         self.across_processes = invariance.UNKNOWN.format("it was not tried")
         self.arithmetic = arithmetic or Averaged()
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
@@ -112,6 +119,8 @@ class TaskModule(QuickHookNames):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
+        if self.step_weight is None and not gradient_clip_val:
+            return
         grads = [p.grad for p in self.parameters() if p.grad is not None]
         if self.step_weight is not None:  # gradients are of the mean of loss x weight
             mean = self.trainer.strategy.reduce(self.step_weight.clone(), reduce_op="mean")
