@@ -20,7 +20,7 @@ def train(cfg: DictConfig, world: launch.World) -> None:
         data = build.data(cfg)
         module = build.module(cfg, data, weights=None if cfg.resume else cfg.init_from)
         trainer = build.trainer(cfg, world, data)
-        build.rehearse(cfg, world, trainer, module, data)  # what does not fit is refused before a file is written
+        build.dry_run(cfg, world, trainer, module, data)  # what does not fit is refused before a file is written
         run.begin(trainer, data, module)
         best = build.fit(cfg, trainer, module, data)
         run.trained(best)

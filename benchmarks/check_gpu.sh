@@ -32,7 +32,7 @@ train() { # name of the run, options
 }
 
 train default
-step tests "$python" -m pytest -n0 -q tests/data/test_loaders.py tests/strategies tests/training/test_memory.py
+step tests "$python" -m pytest -n0 -q tests/data/test_loaders.py tests/strategies tests/training/test_oom.py
 step waits "$python" -W always -c "import runpy, sys, torch
 if torch.cuda.is_available(): torch.cuda.set_sync_debug_mode('warn')
 sys.argv[0] = 'train.py'

@@ -44,7 +44,7 @@ def preload() -> None:
     import lockstep.build
     import lockstep.launch.start
     import lockstep.reporting.page
-    import lockstep.training.memory  # noqa: F401
+    import lockstep.training.oom  # noqa: F401
 
 
 # --- the page ---

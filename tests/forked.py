@@ -142,7 +142,7 @@ def preload() -> None:
     import lockstep.launch.start
     import lockstep.launch.sweeps
     import lockstep.reporting.page
-    import lockstep.training.memory  # noqa: F401
+    import lockstep.training.oom  # noqa: F401
 
     importlib.import_module("timm")
 

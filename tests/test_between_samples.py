@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lockstep
 from lockstep.checkpoints.content import read
 from lockstep.errors import RunFailed, UserError
-from lockstep.training.between_samples import whole_batch
+from lockstep.training.metrics import whole_batch
 
 pytestmark = pytest.mark.xdist_group("between_samples")
 

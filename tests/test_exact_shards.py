@@ -10,8 +10,8 @@ from in_process import Crash, same, state
 import lockstep
 from lockstep.callbacks import step_seed
 from lockstep.extras.comparison import agree, compare, find
-from lockstep.training import logical_ranks
-from lockstep.training.logical_ranks import TreeSum
+from lockstep.training import arithmetic
+from lockstep.training.tree_reduction import TreeReduction
 
 pytestmark = pytest.mark.xdist_group("exact")
 # Dropout, clipping, the average and AdamW's default learning rate are on.
@@ -94,14 +94,14 @@ def test_a_run_that_goes_on_in_another_world_ends_with_the_same_bits(base, runs,
 def test_a_broken_tree_is_noticed(base, runs, single, monkeypatch):
     """A sum one by one has the same addends, in another order."""
 
-    class OneByOne(TreeSum):
+    class OneByOne(TreeReduction):
         def add(self, tensors):
             if self.levels:
                 torch._foreach_add_(self.levels[0], tensors)
             else:
                 super().add(tensors)
 
-    monkeypatch.setattr(logical_ranks, "TreeSum", OneByOne)
+    monkeypatch.setattr(arithmetic, "TreeReduction", OneByOne)
     lockstep.train([*base, *RECIPES["plain"], "run=broken"])
     found = compare(find("plain-single", runs), find("broken", runs), exact=True, tolerance=0.0)
     assert not agree(found)

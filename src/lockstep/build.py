@@ -5,6 +5,7 @@ from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightni
 # isort: split
 import inspect
 import os
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from torchmetrics import Metric
 
 from lockstep import strategies
 from lockstep.augment.augmentation import Augmentation
-from lockstep.build_trainer import evaluator, trainer
+from lockstep.build_trainer import arithmetic, evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_into, load_module_weights, network_of, plain, read
 from lockstep.config import batches
 from lockstep.config.classes import optimizer_node
+from lockstep.config.custom_module import create_custom_module, uses_custom_module
 from lockstep.config.identity import title
 from lockstep.config.instantiate import (
     ENGINE,
@@ -35,8 +37,8 @@ from lockstep.config.instantiate import (
     with_numbers,
 )
 from lockstep.config.project import of_users_code
-from lockstep.config.rules import missing_groups, monitor_problems
-from lockstep.config.targets import accepted
+from lockstep.config.rules import missing_groups, monitor_problems, total_steps
+from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import warn_of_small_shared_memory
@@ -46,11 +48,13 @@ from lockstep.machine.world import World, gpu_count, threads, world_of
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.tasks import Task
-from lockstep.training import between_samples, dry_run, foreign, memory, optim
+from lockstep.training import oom, optim
+from lockstep.training.dry_run import DryRun
+from lockstep.training.metrics import undivided_evaluation
 from lockstep.training.module import TaskModule
-from lockstep.training.panels import TestPanels
+from lockstep.training.workload import CustomModuleWorkload, workload
 
-__all__ = ["data", "evaluate", "fit", "module", "process", "rehearse", "seed", "trainer", "with_numbers"]
+__all__ = ["data", "dry_run", "evaluate", "fit", "module", "process", "seed", "trainer", "with_numbers"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
@@ -123,12 +127,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     Raises:
         UserError: network, task and data do not fit together.
     """
-    if foreign.is_foreign(cfg):
-        made = foreign.create_module(cfg)
-        raise_problems(foreign.problems(cfg, made, data))
+    if uses_custom_module(cfg):
+        custom = create_custom_module(cfg)
+        raise_problems(CustomModuleWorkload(custom, data).problems(title(cfg.data), cfg.checkpoint.monitor))
         if weights:
-            load_module_weights(made, Path(weights))
-        return made
+            load_module_weights(custom, Path(weights))
+        return custom
     raise_problems(missing_groups(cfg))
     goal: Task = create(cfg.task, "task")
     if not isinstance(data, DataModule):
@@ -137,7 +141,9 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
     goal.bind(data.about)
-    raise_problems(between_samples.problems(cfg, world_of(cfg), data, goal))
+    if goal.between_samples:
+        whole = undivided_evaluation(data, title(cfg.task), world_of(cfg).size)
+        raise_problems([*batches.division_of_whole_batch(cfg), *whole])
     if own := ", ".join(goal.state_dict()):
         raise UserError(
             f"task={title(cfg.task)} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
@@ -161,7 +167,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         ),
         metrics=metrics(cfg, goal),
         network_arguments=offered,
-        shards=cfg.exact.shards,
+        arithmetic=arithmetic(cfg),
     )
     raise_problems(monitor_problems(cfg, made.figure_names()))
     return made
@@ -170,7 +176,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
 def load_module(path: Path) -> pl.LightningModule:
     """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError if they do not fit."""
     content = read(path)
-    made = foreign.create_module(OmegaConf.create(content["config"]))
+    made = create_custom_module(OmegaConf.create(content["config"]))
     load_module_weights(made, path)
     return made.eval()
 
@@ -186,12 +192,40 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
     return found
 
 
-def rehearse(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
-    """Tries a step without computing it. Raises UserError if the parts do not fit together."""
-    samples = batches.batches(cfg, world)["micro_batch"] or 1
+def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
+    """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
+    if not isinstance(module, TaskModule) or not isinstance(data, DataModule):
+        return
+    samples = batches.batches(cfg, world)["micro_batch"]
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
-    device, callbacks = trainer.strategy.root_device, trainer.callbacks  # type: ignore[attr-defined]
-    dry_run.rehearse(cfg, module, data, device=device, samples=samples, callbacks=callbacks)
+    nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
+    DryRun(
+        module=module,
+        data=data,
+        device=trainer.strategy.root_device,
+        samples=samples,
+        steps=total_steps(cfg, data.train_split.count),
+        make_net=partial(network, to_plain(cfg.model), module.network_arguments, with_weights=False),
+        titles={group: title(cfg[group]) for group in ("model", "data", "task")},
+        image_size=cfg.data.get("image_size"),
+        evaluates=any(cfg.trainer[f"limit_{part}_batches"] != 0 for part in ("val", "test")),
+        compiled=cfg.compile,
+        shipped=all(str(node.get("_target_")).startswith(TRUSTED) for node in nodes),
+        is_user_error=of_users_code,
+    )(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def oom_advice(
+    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
+) -> AbstractContextManager[None]:
+    """Explains errors of memory that ran out."""
+    world = trainer.world_size
+    return oom.oom_advice(
+        trainer,
+        workload(module, data),
+        accumulations=lambda: batches.accumulations(cfg.data.batch_size, world, batches.unit(cfg)[0]),
+        alone=not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1),
+    )
 
 
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
@@ -202,7 +236,7 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
         OutOfMemory: memory ran out, in training or in validation.
     """
     try:
-        with memory.explained(cfg, trainer, module, data):
+        with oom_advice(cfg, trainer, module, data):
             trainer.fit(module, data, ckpt_path=cfg.resume, weights_only=True)
     except REFUSALS as e:
         began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
@@ -228,11 +262,12 @@ def evaluate(
     if cfg.trainer[f"limit_{stage}_batches"] == 0:
         return {}
     subject = module(cfg, data, weights=tested) if isinstance(tested, str) else tested
-    if not foreign.evaluates(subject, data, step, stage):
+    work = workload(subject, data)
+    if not work.evaluates(step, stage):
         console.say(f"no {run}: {type(subject).__name__} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
-    if panels is not None and isinstance(subject, TaskModule):
-        subject.test_panels = TestPanels(subject.task, panels, compiled=bool(cfg.compile))
+    if panels is not None:
+        work.collect_panels(panels, compiled=bool(cfg.compile))
     figures = figures_of(cfg, world, data, subject, run)
     raw = read(Path(tested)).get("current_model_state") if isinstance(tested, str) else None
     if raw is not None:  # the run averaged its weights: training goes on with these
@@ -247,7 +282,7 @@ def figures_of(
     cfg: DictConfig, world: World, data: pl.LightningDataModule, subject: pl.LightningModule, run: str
 ) -> dict[str, float]:
     trainer = evaluator(cfg, world)
-    with memory.explained(cfg, trainer, subject, data):
+    with oom_advice(cfg, trainer, subject, data):
         found = getattr(trainer, run)(subject, data, verbose=False, weights_only=True)  # one for each dataloader
     figures = {name: value for each in found for name, value in each.items() if name != "val/count"}
     return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}

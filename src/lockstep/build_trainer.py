@@ -1,5 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,18 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig
 
-from lockstep import callbacks, strategies
+from lockstep import callbacks
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import DATA, refuse_without_position
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
-from lockstep.config.auto import SPARSEST
+from lockstep.config.auto import SPARSEST, log_interval
 from lockstep.config.batches import parts_of_step
+from lockstep.config.custom_module import uses_custom_module
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.rules import COUNTED
@@ -28,14 +30,24 @@ from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
-from lockstep.training import foreign
-from lockstep.training.profiler import NoProfiler
+from lockstep.strategies.batch_norm import synchronise
+from lockstep.training.arithmetic import Averaged, LogicalRanks, StepArithmetic
+from lockstep.training.workload import CustomModuleWorkload, TaskWorkload
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
+
+
+class NoProfiler(PassThroughProfiler):
+    """Lightning asks its profiler for a context 70 times a step; its PassThroughProfiler creates a generator each time."""
+
+    context: Any = nullcontext()
+
+    def profile(self, action_name: str) -> Any:
+        return self.context
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
@@ -62,9 +74,22 @@ def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
     return found
 
 
-def foreign_callbacks(cfg: DictConfig) -> list[pl.Callback]:
+def arithmetic(cfg: DictConfig) -> StepArithmetic:
+    return LogicalRanks(cfg.exact.shards) if cfg.exact.shards else Averaged()
+
+
+def custom_module_callbacks(cfg: DictConfig) -> list[pl.Callback]:
     """First in the list, to say first what is wrong."""
-    return [callbacks.Foreign(cfg, strategies.parallelize)] if foreign.is_foreign(cfg) else []
+    if not uses_custom_module(cfg):
+        return []
+    return [
+        callbacks.CustomModule(
+            seed=cfg.seed,
+            own_loaders=has_own_loaders(cfg),
+            synchronise=synchronise if cfg.trainer.sync_batchnorm else None,
+            log_interval=log_interval if cfg.trainer.log_every_n_steps == "auto" else None,
+        )
+    ]
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -73,17 +98,21 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     Raises:
         UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
     """
+    custom, own_loaders, steps = uses_custom_module(cfg), has_own_loaders(cfg), arithmetic(cfg)
     if cfg.resume:
-        of_module = ("plateau",) if foreign.is_foreign(cfg) else ("window", "network")
-        refuse_without_position(Path(cfg.resume), (*of_module, *(() if has_own_loaders(cfg) else (DATA,))))
+        kind = CustomModuleWorkload if custom else TaskWorkload
+        refuse_without_position(Path(cfg.resume), (*kind.position, *(() if own_loaders else (DATA,))))
     own: list[pl.Callback] = [
         callbacks.StepSeed(
-            cfg.seed, by_logical_rank=bool(cfg.exact.shards), masks_by_row=not (cfg.exact.shards or cfg.compile)
+            cfg.seed,
+            steps,
+            masks_by_row=steps.masks_by_sample and not cfg.compile and not own_loaders,
+            own_loaders=own_loaders,
         ),
         callbacks.Plan(cfg, data, facts(data)),
         callbacks.Clock(),
         callbacks.FirstBatch(),
-        callbacks.TaskCollectives(cfg.exact.shards),
+        *([] if custom else [callbacks.TaskCollectives()]),
         CutAtResume(read_report(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
@@ -103,14 +132,14 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         own.append(callbacks.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(to_plain(cfg))  # before those that log when a batch begins
-    every = [*foreign_callbacks(cfg), callbacks.Monitored(cfg, save), position, *chosen, *own]
+    every = [*custom_module_callbacks(cfg), callbacks.Monitored(cfg, save), position, *chosen, *own]
     return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
     """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
     shown = [callbacks.PassProgress()] if cfg.trainer.enable_progress_bar else []
-    own = [*foreign_callbacks(cfg), callbacks.Preemption(None), *shown, *more]
+    own = [*custom_module_callbacks(cfg), callbacks.Preemption(None), *shown, *more]
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
@@ -135,7 +164,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= for_logical_ranks(cfg, world) | parts
     if given["log_every_n_steps"] == "auto":
-        given["log_every_n_steps"] = SPARSEST  # callbacks/foreign.py decides once the loaders are there
+        given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
     if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
@@ -150,6 +179,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
         "environment": environment,
         "sharded_checkpoints": cfg.checkpoint.sharded,
         "logical_ranks": bool(cfg.exact.shards),
+        "trains_task": not uses_custom_module(cfg),
     }
     strategy = create(cfg.strategy, "strategy", **accepted(cfg.strategy._target_, offered))
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]

@@ -15,10 +15,10 @@ from lockstep.config.batches import accumulations, unit
 from lockstep.config.checks import check
 from lockstep.config.classes import data_problems, operation_problems
 from lockstep.config.compose import beyond_schema, compose_config, tried_alone
+from lockstep.config.custom_module import custom_module_problems
 from lockstep.config.instantiate import operations
 from lockstep.config.rules import batches_of
 from lockstep.machine.world import World
-from lockstep.training import foreign
 
 PAGE = (ROOT / "docs/augment.md").read_text()
 FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -107,8 +107,8 @@ def test_batches_of_ones_own_loaders_are_not_augmented(project):
 
 def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples():
     module = ["task=lightning_module", "task._target_=mine.Module"]
-    assert list(foreign.config_problems(config(*module, "augment=standard"))) == []
-    (told,) = foreign.config_problems(config(*module, "augment=strong"))
+    assert list(custom_module_problems(config(*module, "augment=standard"))) == []
+    (told,) = custom_module_problems(config(*module, "augment=strong"))
     assert told.startswith("augment.mixup_cutmix mixes the losses of two targets, which a task computes")
 
 

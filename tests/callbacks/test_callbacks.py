@@ -186,7 +186,6 @@ def test_processes_that_would_compute_differently_end_and_say_so(own):
 def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monkeypatch):
     said = []
     monkeypatch.setattr(plan_module, "say", said.append)
-    monkeypatch.setattr(plan_module, "promises", lambda *_: "")
     cfg = compose_config("train", ["run=a", f"compile={str(compiled).lower()}"])
     trainer = MagicMock(
         world_size=1, accumulate_grad_batches=1, global_step=0, estimated_stepping_batches=1, precision="32-true"

@@ -23,7 +23,9 @@ NODES = {
 
 def trainer(*logged: str) -> SimpleNamespace:
     metrics = dict.fromkeys(logged, 1.0)
-    return SimpleNamespace(callback_metrics=metrics, sanity_checking=False, lightning_module=SimpleNamespace())
+    return SimpleNamespace(
+        callback_metrics=metrics, sanity_checking=False, lightning_module=SimpleNamespace(), datamodule=None
+    )
 
 
 def watching(saved: list | None, **checkpoint) -> Monitored:

@@ -38,7 +38,7 @@ def test_a_watched_task_is_afterwards_what_it_was(make):
         nn.Identity(), task, optimizer=torch.optim.SGD, schedule=schedules.constant, parallelize=pytest.fail, metrics={}, network_arguments={},
     )  # fmt: skip
     before, modules = dict(vars(task)), dict(task.named_modules())
-    callback = TaskCollectives(None)
+    callback = TaskCollectives()
     callback.on_train_start(TRAINER, module)
     assert task.loss is not before.get("loss")
     batch = {"input": torch.zeros(3, 10), "target": torch.zeros(3, dtype=torch.int64)}
@@ -47,11 +47,3 @@ def test_a_watched_task_is_afterwards_what_it_was(make):
         callback.on_train_batch_end(TRAINER, module, None, batch, 0)
         assert vars(task) == before
         assert dict(task.named_modules()) == modules
-
-
-def test_a_lightning_module_may_have_a_task_of_its_own():
-    module = SimpleNamespace(task="multiclass")  # as torchmetrics calls it
-    callback = TaskCollectives(None)
-    callback.on_train_start(TRAINER, module)
-    callback.on_train_batch_end(TRAINER, module, None, None, 0)
-    assert module.task == "multiclass"

@@ -132,7 +132,7 @@ def test_a_name_outside_of_the_list_is_not_imported(tmp_path, monkeypatch):
         ("logger.x", "lightning.pytorch.loggers.CSVLogger"),
         ("logger.x", "lockstep.reporting.loggers.wandb"),
         ("task.metrics.x", "torchmetrics.Accuracy"),
-        ("strategy", "lockstep.strategies.Single"),
+        ("strategy", "lockstep.strategies.SingleDevice"),
         ("strategy", "lightning.pytorch.strategies.DDPStrategy"),
         ("data", "lockstep.data.Mnist"),
         ("data.train", "torchvision.datasets.ImageFolder"),

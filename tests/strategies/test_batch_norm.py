@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import GlobalBatchNorm, synchronise
 
 
@@ -111,7 +112,8 @@ def test_the_activation_that_timm_puts_into_a_norm_is_kept():
 
 
 def test_a_network_without_batch_norm_has_none():
-    assert synchronise(nn.Sequential(nn.Linear(2, 2)), "cpu") == 0
+    with pytest.raises(UserError, match="this network has no batch normalisation"):
+        synchronise(nn.Sequential(nn.Linear(2, 2)), "cpu")
 
 
 def test_frozen_and_tied_parameters_stay_what_they_are():

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.strategies import FullySharded
+from lockstep.strategies import FSDP2
 
 
 class Block(nn.Sequential):
@@ -42,8 +42,8 @@ def make(monkeypatch):
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
-    def made(*, precision: str = "32-true", **options: object) -> tuple[FullySharded, nn.Module]:
-        strategy = FullySharded(
+    def made(*, precision: str = "32-true", **options: object) -> tuple[FSDP2, nn.Module]:
+        strategy = FSDP2(
             environment=LightningEnvironment(), blocks=["Block"], reshard_after_forward=True,
             sharded_checkpoints=False, timeout_s=60, **options,
         )  # fmt: skip
@@ -68,7 +68,7 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reduced(strategy: FullySharded, net: nn.Module, *, last: bool) -> int:
+def reduced(strategy: FSDP2, net: nn.Module, *, last: bool) -> int:
     """The collectives that average gradients in one micro-batch, run as Lightning runs it."""
     with Seen() as seen, _block_parallel_sync_behavior(strategy, block=not last):
         net(torch.ones(2, 8)).sum().backward()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.strategies.base import by_index
-from lockstep.strategies.ddp import Replicated
+from lockstep.strategies.ddp import DDP
 
 
 def optimizer(kind: type, **options: object) -> torch.optim.Optimizer:
@@ -33,9 +33,9 @@ def test_how_a_step_is_computed_is_not_taken_from_a_checkpoint(kind, saved, own)
 
 def test_lightnings_advice_on_unused_parameters_names_our_key():
     error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. ...", 7)
-    Replicated.on_exception(Replicated.__new__(Replicated), error)
+    DDP.on_exception(DDP.__new__(DDP), error)
     assert "type strategy.find_unused_parameters=true" in error.args[0]
     assert error.args[1] == 7
     other = ValueError("mine")
-    Replicated.on_exception(Replicated.__new__(Replicated), other)
+    DDP.on_exception(DDP.__new__(DDP), other)
     assert other.args == ("mine",)

@@ -3,29 +3,33 @@
 import pytest
 import torch
 
-from lockstep.training.optim import clip_grad_norm, exact_norm, gradient_norm
+from lockstep.training.arithmetic import Averaged, LogicalRanks, clip_by_norm
+
+gradient_norm, exact_norm = Averaged().gradient_norm, LogicalRanks(4).gradient_norm
 
 
-def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
     made = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((1000, 300), (7,), (3, 4, 5))]
     for p in made:
         p.grad = torch.randn(p.shape, generator=generator)
-    return [*made, torch.nn.Parameter(torch.zeros(2))]  # the last one has no gradient
+    return made
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_gradients_are_clipped_as_torch_does(max_norm):
-    ours, theirs = parameters(), parameters()
-    norm, expected = clip_grad_norm(ours, max_norm), torch.nn.utils.clip_grad_norm_(theirs, max_norm)
-    assert float(norm) == pytest.approx(float(expected), rel=1e-5)
-    for a, b in zip(ours[:-1], theirs[:-1], strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=0)
-    assert ours[-1].grad is None
+def gradients() -> list[torch.Tensor]:
+    return [p.grad for p in parameters()]
 
 
-def test_a_network_without_gradients_is_left_alone():
-    assert float(clip_grad_norm([torch.nn.Parameter(torch.zeros(2))], 1.0)) == 0.0
+@pytest.mark.parametrize("arithmetic", [Averaged(), LogicalRanks(4)])
+@pytest.mark.parametrize("most", [0.5, 1e6])
+def test_gradients_are_clipped_as_torch_does(most, arithmetic):
+    ours, theirs = gradients(), parameters()
+    clip_by_norm(ours, most, arithmetic)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, most)
+    assert float(arithmetic.gradient_norm(gradients())) == pytest.approx(float(expected), rel=1e-5)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=1e-5, atol=0)
+    clip_by_norm([], most, arithmetic)  # a network without gradients
 
 
 def test_the_norm_is_the_same_of_parts():
@@ -37,7 +41,7 @@ def test_the_norm_is_the_same_of_parts():
 
 
 def test_the_exact_norm_is_the_norm():
-    grads = [p.grad for p in parameters() if p.grad is not None] + [torch.zeros(3), torch.zeros(0)]
+    grads = [*gradients(), torch.zeros(3), torch.zeros(0)]
     assert float(exact_norm(grads)) == pytest.approx(float(gradient_norm(grads[:-1])), rel=1e-9)
     tiny = [grad * 1e-30 for grad in grads]
     assert float(exact_norm(tiny)) == pytest.approx(float(exact_norm(grads)) * 1e-30, rel=1e-6)

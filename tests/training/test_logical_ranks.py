@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.training.logical_ranks import LogicalRanks
+from lockstep.training.arithmetic import LogicalRanks
 
 SHARDS = 4
 TRAINER: Any = SimpleNamespace(
-    accumulate_grad_batches=SHARDS, global_rank=0, world_size=1, strategy=SimpleNamespace(in_blocks=True)
+    accumulate_grad_batches=SHARDS, global_rank=0, world_size=1, strategy=SimpleNamespace(contiguous_micro_batches=True)
 )
 
 
@@ -35,16 +35,17 @@ def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_step_leaves_the_mean_of_gradients_and_statistics():
     net, ranks = make_net(), LogicalRanks(SHARDS)
+    module = SimpleNamespace(net=net, trainer=TRAINER)
     written = [copy.deepcopy(net) for _ in range(SHARDS)]
     for _ in range(2):  # the second step begins with what the first one left
         for alone in written:
             alone.load_state_dict(net.state_dict())
             alone.zero_grad()
         for i, x in enumerate(batches()):
-            ranks.begin(net, TRAINER, i)
-            loss = ranks.undivided(loss_of(net, x), TRAINER)
+            ranks.before_forward(module, i)
+            loss = ranks.to_backward(module, loss_of(net, x))
             (loss / SHARDS).backward()  # as Lightning divides it
-            ranks.end(net, TRAINER)
+            ranks.after_backward(module)
             loss_of(written[i], x).backward()
         for name, p in net.named_parameters():
             others = [dict(alone.named_parameters())[name].grad for alone in written]
@@ -65,10 +66,11 @@ def test_a_step_leaves_the_mean_of_gradients_and_statistics():
 
 def test_micro_batches_that_are_no_whole_step_are_noticed():
     net, ranks = make_net(), LogicalRanks(SHARDS)
+    module = SimpleNamespace(net=net, trainer=TRAINER)
     for i in range(3):
-        ranks.begin(net, TRAINER, i)
-        ranks.undivided(loss_of(net, batches()[i]), TRAINER).backward()
-        ranks.end(net, TRAINER)
+        ranks.before_forward(module, i)
+        ranks.to_backward(module, loss_of(net, batches()[i])).backward()
+        ranks.after_backward(module)
     assert all(p.grad is None for p in net.parameters())
     with pytest.raises(AssertionError, match="no whole step"):
-        ranks.begin(net, TRAINER, 0)
+        ranks.before_forward(module, 0)

@@ -3,7 +3,7 @@
 from lightning.pytorch.profilers import PassThroughProfiler
 
 import lockstep
-from lockstep.training.profiler import NoProfiler
+from lockstep.build_trainer import NoProfiler
 
 
 def test_no_context_is_made_anew():

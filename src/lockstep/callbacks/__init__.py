@@ -3,9 +3,9 @@
 A method `report_figures() -> dict` adds figures to report.json; `report_panels() -> list` adds panels to report.html.
 """
 
+from lockstep.callbacks.custom_module import CustomModule as CustomModule
 from lockstep.callbacks.digests import Digests as Digests
 from lockstep.callbacks.ema import EMA as EMA
-from lockstep.callbacks.foreign import Foreign as Foreign
 from lockstep.callbacks.freeze import Freeze as Freeze
 from lockstep.callbacks.preemption import Preemption as Preemption
 from lockstep.callbacks.step_seed import StepSeed as StepSeed

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.reporting import digests
-from lockstep.training.module import TaskModule
 from lockstep.training.steps import completes_step, steps_done
 
 
@@ -42,8 +41,8 @@ class Digests(Callback):
     ) -> None:
         if not completes_step(trainer, batch_idx):
             return
-        assert isinstance(pl_module, TaskModule)
-        losses = self.of_all_ranks(pl_module)
+        arithmetic: Any = pl_module.arithmetic  # of logical ranks: the option needs them
+        losses = self.of_all_ranks(arithmetic.losses)
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             step = str(steps_done(trainer))
@@ -52,9 +51,8 @@ class Digests(Callback):
             digests.append(self.folder, rows)
 
     @staticmethod
-    def of_all_ranks(module: TaskModule) -> list[tuple[str, str]]:
-        assert module.logical_ranks
-        own = {rank: digest(loss.reshape(1)) for rank, loss in module.logical_ranks.losses.items()}
+    def of_all_ranks(losses: dict[int, Tensor]) -> list[tuple[str, str]]:
+        own = {rank: digest(loss.reshape(1)) for rank, loss in losses.items()}
         gathered: list[Any] = [own]
         if torch.distributed.is_initialized():
             gathered = [None] * torch.distributed.get_world_size()

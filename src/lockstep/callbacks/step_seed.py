@@ -1,7 +1,7 @@
 """Random numbers of a training step as a function of what they are for: nothing to store, nothing to restore.
 
-Masks of dropout layers belong to the samples of the global batch (training/dropout.py), and with `exact.shards` all random numbers to
-(seed, step, logical rank): neither depends on the number of processes. Everything else belongs to (seed, micro-batch, rank), which does.
+Masks of dropout layers belong to the samples of the global batch (training/dropout.py), and those of logical ranks to (seed, step,
+logical rank): neither depends on the number of processes. Everything else belongs to (seed, micro-batch, rank), which does.
 """
 
 import hashlib
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lockstep.data.datamodule import DataModule
 from lockstep.training import dropout
-from lockstep.training.steps import logical_rank, steps_done
+from lockstep.training.arithmetic import StepArithmetic
+from lockstep.training.steps import micro_batch_index, steps_done
 
 
 def step_seed(seed: int, micro_batch: int, rank: int) -> int:
@@ -41,8 +41,8 @@ def seed_host(seed: int) -> None:
 class StepSeed(Callback):
     """Seeds the generators before each training batch, and tells the dropout layers which samples follow."""
 
-    def __init__(self, seed: int, *, by_logical_rank: bool = False, masks_by_row: bool = True) -> None:
-        self.seed, self.by_logical_rank, self.masks_by_row = seed, by_logical_rank, masks_by_row
+    def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool, own_loaders: bool) -> None:
+        self.seed, self.arithmetic, self.masks_by_row, self.own_loaders = seed, arithmetic, masks_by_row, own_loaders
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and self.masks_by_row:
@@ -54,25 +54,17 @@ class StepSeed(Callback):
             dropout.by_row(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        when, who, accumulate = steps_done(trainer), trainer.global_rank, trainer.accumulate_grad_batches
         if self.masks_by_row:
             dropout.begin(self.rows(trainer, batch_idx))
-        if self.by_logical_rank:
-            who = logical_rank(trainer, batch_idx)
-        else:
-            when = when * accumulate + batch_idx % accumulate
-        seed = step_seed(self.seed, when, who)
+        seed = step_seed(self.seed, *self.arithmetic.seed_parts(trainer, batch_idx))
         seed_generators(seed, trainer.strategy.root_device.type)
-        if isinstance(trainer.datamodule, DataModule):  # type: ignore[attr-defined]
-            seed_host(seed)  # dataloaders of the user's own may draw an order from these that all processes share
+        if not self.own_loaders:  # which may draw an order from these that all processes share
+            seed_host(seed)
 
-    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch | None:
-        """None for dataloaders of the user's own, whose samples have no place in a global batch."""
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, DataModule):
-            return None
+    def rows(self, trainer: Trainer, batch_idx: int) -> dropout.MicroBatch:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         count = data.batch_size // (trainer.world_size * trainer.accumulate_grad_batches)
-        first = logical_rank(trainer, batch_idx) * count
+        first = micro_batch_index(trainer, batch_idx) * count
         rows = trainer.strategy.device_rows(range(first, first + count))  # type: ignore[attr-defined]
         return dropout.MicroBatch(self.seed, steps_done(trainer), rows)
 

@@ -18,8 +18,8 @@ from lockstep.checkpoints.finding import checkpoints, step_of
 from lockstep.compat.collectives import CollectiveCounter
 from lockstep.config.words import nearest
 from lockstep.errors import LossNotFinite, TrainingFailed, UserError
-from lockstep.training.module import TaskModule
 from lockstep.training.steps import completes_step, has_row, steps_done
+from lockstep.training.workload import workload
 
 # --- Ends a run at trainer.max_time ---
 
@@ -165,8 +165,8 @@ class Monitored(Callback):
                 continue
             if self.save:
                 self.save(trainer)
-            module, goes_on = trainer.lightning_module, " resume=auto to continue" if self.save else ""
-            name = type(module.task if isinstance(module, TaskModule) else module).__name__
+            goes_on = " resume=auto to continue" if self.save else ""
+            name = workload(trainer.lightning_module, trainer.datamodule).title  # type: ignore[attr-defined]
             keeps = key == "checkpoint.monitor"
             last = ", or checkpoint.monitor=null to keep the last checkpoint only" if keeps else ""
             raise TrainingFailed(
@@ -183,15 +183,16 @@ class Monitored(Callback):
 class TaskCollectives(Callback):
     """Watches the first micro-batch of a process. One process alone is not watched: tasks communicate if there are several."""
 
-    def __init__(self, exact_shards: int | None) -> None:
-        self.exact_shards, self.counter = exact_shards, CollectiveCounter()
+    def __init__(self) -> None:
+        self.counter, self.division = CollectiveCounter(), ""
         # The task's own attributes named `loss` and `outputs`, to put back; None: it is not watched.
         self.own: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        divided = self.exact_shards or trainer.accumulate_grad_batches > 1
-        if isinstance(pl_module, TaskModule) and trainer.world_size > 1 and divided:
-            task = pl_module.task
+        module: Any = pl_module
+        self.division = module.arithmetic.division(trainer.accumulate_grad_batches)
+        if trainer.world_size > 1 and self.division:
+            task = module.task
             watched = {"loss": self.watched_loss(task.loss), "outputs": self.watched_outputs(task.outputs)}
             self.own = {name: vars(task)[name] for name in watched if name in vars(task)}
             vars(task).update(watched)  # not setattr, which refuses the name of a submodule
@@ -228,10 +229,8 @@ class TaskCollectives(Callback):
         self.own = None
         if not self.counter.count:
             return
-        micro_batches = f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}"
-        key = f"exact.shards={self.exact_shards}" if self.exact_shards else micro_batches
         raise UserError(
-            f"{type(task).__name__} communicates between processes in its loss or outputs, and {key} divides each process's samples: the "
-            "result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "
-            f"communicating; then leave {key} out."
+            f"{type(task).__name__} communicates between processes in its loss or outputs, and {self.division} divides each process's samples: "
+            "the result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "
+            f"communicating; then leave {self.division} out."
         )

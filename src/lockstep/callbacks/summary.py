@@ -14,19 +14,15 @@ from lockstep.callbacks.timing import size_of, waited_s
 from lockstep.checkpoints.resuming import values
 from lockstep.config.batches import repeats
 from lockstep.config.identity import model_title, title
-from lockstep.config.instantiate import has_own_loaders
-from lockstep.data.datamodule import DataModule
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.pictures import restored
 from lockstep.reporting.recorder import versions
 from lockstep.strategies.batch_norm import SYNCHRONISED
 from lockstep.tasks.panel import Content, Gallery, Sample
-from lockstep.training.foreign import promises
-from lockstep.training.invariance import DIFFERS, NORMS, SAME_BITS, UNKNOWN
-from lockstep.training.module import TaskModule
 from lockstep.training.panels import pictures
 from lockstep.training.steps import completes_step, has_row, steps_done, total_steps
+from lockstep.training.workload import workload
 
 # --- Prints a one-line summary of the run before the first step ---
 
@@ -77,6 +73,7 @@ class Plan(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.agree(trainer, "continues after step", steps_done(trainer))
+        work = workload(pl_module, self.data)
         cfg, world = self.cfg, trainer.world_size
         parameters = sum(p.numel() for p in pl_module.parameters())
         device = trainer.strategy.root_device.type
@@ -86,18 +83,18 @@ class Plan(Callback):
             replicas = f"1 process on {gpus} GPUs" if gpus > 1 and device == "cuda" else one
         say(
             f"{cfg.run}: {model_title(cfg)} ({parameters:,} parameters) · {title(cfg.data)} from {self.samples()} · "
-            f"{cfg.strategy.name}, {replicas} · {self.batches(trainer)}"
+            f"{cfg.strategy.name}, {replicas} · {self.batches(trainer, own_loaders=work.engine_data is None)}"
             f" · {trainer.precision} · {total_steps(trainer):g} steps".replace("inf steps", "no fixed number of steps")
             + (f", {steps_done(trainer)} of them done" if steps_done(trainer) else "")
         )
-        self.across_processes = across_processes(pl_module, self.data)
+        self.across_processes = work.across_processes(SYNCHRONISED)
         say(f"result: {self.across_processes}")
         if self.cfg.compile and device == "cpu":
             say(COMPILED_ON_A_CPU)
         for change in self.changes:
             say(f"changed since the checkpoint: {change}")
-        if not isinstance(pl_module, TaskModule):
-            say(promises(pl_module, self.data, world))
+        for line in work.promises(world):
+            say(line)
 
     def report_figures(self) -> dict[str, Any]:
         return {"across_processes": self.across_processes}
@@ -108,30 +105,14 @@ class Plan(Callback):
         counts = ", ".join(f"{known[f'data/{part}']:,} {part}" for part in parts)
         return f"{known['data/source']} ({counts})" if counts else str(known["data/source"])
 
-    def batches(self, trainer: Trainer) -> str:
+    def batches(self, trainer: Trainer, *, own_loaders: bool) -> str:
         world, accumulate = trainer.world_size, trainer.accumulate_grad_batches
         accumulated = f" x {accumulate} accumulated" if accumulate > 1 else ""
-        if has_own_loaders(self.cfg):
+        if own_loaders:
             return f"each process has its own batches{accumulated}"
         batch = self.cfg.data.batch_size
         copies = f", {repeats(self.cfg)} copies of each sample" if repeats(self.cfg) > 1 else ""
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{copies}"
-
-
-def across_processes(module: LightningModule, data: LightningDataModule) -> str:
-    """How the result depends on the number of processes."""
-    if not isinstance(data, DataModule):
-        return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
-    if not isinstance(module, TaskModule):
-        return UNKNOWN.format(f"the steps of {type(module).__name__} are its own, and were not tried")
-    if module.logical_ranks:
-        return SAME_BITS
-    apart = [m for m in module.net.modules() if isinstance(m, NORMS) and m.training and not isinstance(m, SYNCHRONISED)]
-    if apart:
-        return DIFFERS.format(
-            "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.shards=8"
-        )
-    return module.across_processes
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> Iterator[str]:

@@ -181,7 +181,7 @@ def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 def fused_problem(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
     if cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
-        return None  # training/logical_ranks.py
+        return None  # training/arithmetic.py
     if cfg.exact.shards and cfg.strategy.traits.shards:
         return f"was not tried on shards of GPUs, so exact.shards={cfg.exact.shards} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):

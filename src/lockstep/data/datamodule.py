@@ -113,7 +113,7 @@ class DataModule(pl.LightningDataModule):
             rank=trainer.global_rank,
             world=trainer.world_size,
             accumulate=trainer.accumulate_grad_batches,
-            in_blocks=getattr(trainer.strategy, "in_blocks", False),
+            in_blocks=getattr(trainer.strategy, "contiguous_micro_batches", False),
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
         self.position.batches_done = lambda: progress.current.ready

@@ -1,13 +1,10 @@
 """What predict.py makes of a config: the data to predict, and the trainer that writes the table."""
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lockstep import build
@@ -24,11 +21,7 @@ from lockstep.extras.prediction_writer import KEPT, Writer
 from lockstep.launch.request import gallery_of
 from lockstep.machine.files import remove
 from lockstep.machine.world import World
-from lockstep.tasks import Task
-from lockstep.training import memory
-from lockstep.training.module import TaskModule
-
-Columns = dict[str, Any]
+from lockstep.training.workload import workload
 
 
 def data(cfg: DictConfig) -> DataModule:
@@ -70,25 +63,13 @@ def predict(
         UserError: the module does not predict, or no file can be read.
     """
     asked, output = cfg.predict, Path(cfg.predict.output)
-    if not isinstance(module, TaskModule) and not is_overridden("predict_step", module):
-        raise UserError(
-            f"{type(module).__name__} has no predict_step. Add one: it gets a batch and returns a tensor with a row per sample, or a dict "
-            "of columns."
-        )
-    made: Callable[[Any], Columns]
-    if isinstance(module, TaskModule):
-        if asked.top_k > 1 and type(module.task).top is Task.top:
-            what = f"top_k={asked.top_k} has no effect: {type(module.task).__name__} does not rank classes"
-            raise UserError(f"{what}. Leave it out.")
-        made, about_names = partial(of_task, module.task, asked.top_k), module.task.about.get(module.task.names, ())
-    else:
-        made, about_names = prediction_writer.of_module, ()
+    columns, names = workload(module, data).columns(asked.top_k)
     if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
         raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
-    table = Writer(data, asked, made, about_names)
+    table = Writer(data, asked, columns, names)
     trainer = evaluator(cfg, world, table)
     try:
-        with memory.explained(cfg, trainer, module, data):
+        with build.oom_advice(cfg, trainer, module, data):
             trainer.predict(module, data, return_predictions=False)
         if world.rank:
             return None
@@ -105,16 +86,3 @@ def predict(
     finally:
         if world.rank == 0:
             remove(prediction_writer.folder_of(output))
-
-
-def of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
-    """Targets and loss, if the batch has targets, and the task's predictions."""
-    network_output, batch = output
-    known = "target" in batch
-    return {
-        **(task.targets(batch) if known else {}),
-        **task.predictions(network_output),
-        **(task.top(network_output, top_k) if top_k > 1 else {}),
-        # a loss between samples is none of a sample's own
-        **({"loss": task.loss(network_output, batch)} if known and not task.between_samples else {}),
-    }

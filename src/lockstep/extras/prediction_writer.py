@@ -66,17 +66,6 @@ def table_rows(
     return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
 
-def of_module(output: Any) -> dict[str, Any]:
-    """The columns of what a user's `predict_step` returned."""
-    if isinstance(output, Mapping):
-        return dict(output)
-    if isinstance(output, Tensor | list | tuple):
-        return {"output": output}
-    raise UserError(
-        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of them by column."
-    )
-
-
 # --- What the processes of a prediction leave for rank 0: each a file of lines, joined in input order as streams. Free of torch ---
 
 ERROR = "error"  # the column of why a file could not be read

@@ -62,7 +62,7 @@ class ProgressiveResize(Callback):
         small_BCHW = F.interpolate(image_BCHW, size=(side, side), mode="bilinear", antialias=True)
         return {**batch, **masks, "input": small_BCHW}
 
-    def rehearsed(self, batch: Batch, steps: float) -> Batch:
+    def dry_run(self, batch: Batch, steps: float) -> Batch:
         """The first batch of a run of so many steps. Raises UserError: the run has no end, or the batch no images."""
         if batch["input"].dim() != 4:
             raise UserError("it resizes images. Leave it out")

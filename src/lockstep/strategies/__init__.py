@@ -1,9 +1,8 @@
-"""How replicas of the network work together: one file per strategy. Networks and tasks do not know about strategies."""
+"""How replicas of the network work together. Networks and tasks do not know about strategies."""
 
 from lockstep.strategies.base import parallelize
-from lockstep.strategies.ddp import Replicated
-from lockstep.strategies.dp import DataParallel
-from lockstep.strategies.fsdp import FullySharded
-from lockstep.strategies.single import Single
+from lockstep.strategies.ddp import DDP
+from lockstep.strategies.fsdp import FSDP2
+from lockstep.strategies.single import DataParallel, SingleDevice
 
-__all__ = ["DataParallel", "FullySharded", "Replicated", "Single", "parallelize"]
+__all__ = ["DDP", "FSDP2", "DataParallel", "SingleDevice", "parallelize"]

@@ -25,18 +25,15 @@ def parallelize(
     net: nn.Module, trainer: pl.Trainer, *, sync_batchnorm: bool, channels_last: bool, compile: bool
 ) -> Callable[[Tensor], Tensor]:
     """Changes `net` in place, keeps its state keys, and returns the callable for a batch."""
-    strategy = trainer.strategy
+    strategy: Any = trainer.strategy
     if channels_last:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if sync_batchnorm and not synchronise(net, strategy.root_device.type):  # before sharding: it replaces modules
-        raise UserError(
-            "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation. Leave it out."
-        )
+    if sync_batchnorm:  # before sharding: it replaces modules
+        synchronise(net, strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
-        blocks: list[nn.Module] = getattr(strategy, "blocks_of", lambda _: [])(net)  # of fsdp
-        compile_in_place(blocks or [net])
-    shard_or_replicate = getattr(strategy, "parallelize", None)  # fsdp and dp have one
-    return shard_or_replicate(net) if shard_or_replicate else net
+        compile_in_place(strategy.blocks_of(net) or [net])
+    parallel: Callable[[Tensor], Tensor] = strategy.parallelize(net)
+    return parallel
 
 
 def compile_in_place(parts: list[nn.Module]) -> None:
@@ -85,12 +82,20 @@ def own_copy(value: Any, own: Tensor) -> Any:
     return torch.empty_like(own, dtype=value.dtype, device=value.device).copy_(value)
 
 
-class OneFormat(Strategy):
-    """A base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
+class PortableCheckpoint(Strategy):
+    """The base of all strategies: saves and loads weights and optimizer states by name, in the precision they were saved in."""
 
     lightning_module: pl.LightningModule  # set before anything here is called
     # whether a process computes neighbouring micro-batches of a global batch; otherwise every world-th
-    in_blocks = False
+    contiguous_micro_batches = False
+
+    def blocks_of(self, net: nn.Module) -> list[nn.Module]:
+        """The parts of a network that are computed one after the other, if the strategy treats them separately."""
+        return []
+
+    def parallelize(self, net: nn.Module) -> nn.Module:
+        """What is called for a batch, after changing `net` in place."""
+        return net
 
     def device_rows(self, rows: range) -> dict[torch.device, range]:
         """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""

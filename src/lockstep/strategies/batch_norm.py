@@ -15,16 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.compat.sync_batch_norm import without_masks
+from lockstep.errors import UserError
 from lockstep.training.invariance import NORMS
 
 AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising
-
-
-def sum_over_processes(x: Tensor) -> Tensor:
-    x = x.clone()
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(x)
-    return x
 
 
 class SumOverProcesses(torch.autograd.Function):
@@ -32,11 +26,14 @@ class SumOverProcesses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return sum_over_processes(x)
+        x = x.clone()
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(x)
+        return x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return sum_over_processes(grads[0])
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return SumOverProcesses.apply(grads[0])
 
 
 class GlobalBatchNorm(nn.BatchNorm2d):
@@ -67,7 +64,7 @@ class GlobalBatchNorm(nn.BatchNorm2d):
     def activated(self, y: Tensor) -> Tensor:
         for name in AFTER:
             module = getattr(self, name, None)
-            y = y if module is None else module(y)
+            y = module(y) if isinstance(module, nn.Module) else y
         return y
 
     @torch.no_grad()
@@ -84,8 +81,12 @@ SYNCHRONISED = (GlobalBatchNorm, nn.SyncBatchNorm)
 
 
 def synchronise(net: nn.Module, device_type: str) -> int:
-    """Replaces every batch norm of `net` by a synchronised one, in place; returns their number."""
+    """Replaces every batch norm of `net` by a synchronised one, in place; returns their number. Raises UserError: there is none."""
     count = sum(isinstance(module, NORMS) for module in net.modules())
+    if not count:
+        raise UserError(
+            "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation. Leave it out."
+        )
     if device_type == "cuda":
         # torch's converter drops the activation of timm's BatchNormAct2d; timm's own keeps it.
         timm_layers = sys.modules.get("timm.layers")
@@ -93,21 +94,7 @@ def synchronise(net: nn.Module, device_type: str) -> int:
         convert(net)
         without_masks()
         return count
-    for parent in list(net.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, NORMS):
-                setattr(parent, name, converted(child))
+    for module in net.modules():
+        if isinstance(module, NORMS):
+            module.__class__ = GlobalBatchNorm  # with its own parameters, buffers, hooks, and the activation of timm's
     return count
-
-
-def converted(norm: nn.Module) -> GlobalBatchNorm:
-    """A GlobalBatchNorm with the parameters and buffers of `norm`, and with the activation of timm's."""
-    assert isinstance(norm, NORMS)
-    new = GlobalBatchNorm(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    new.weight, new.bias = norm.weight, norm.bias
-    new.running_mean, new.running_var = norm.running_mean, norm.running_var
-    new.num_batches_tracked = norm.num_batches_tracked
-    for name, module in norm.named_children():
-        if name in AFTER:
-            new.add_module(name, module)
-    return new.train(norm.training)

@@ -10,10 +10,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from lockstep.strategies.base import OneFormat
+from lockstep.strategies.base import PortableCheckpoint
 from lockstep.strategies.rendezvous import meet
 from lockstep.training import dropout
-from lockstep.training.module import TaskModule
 
 UNUSED = (
     "Some parameters had no part in the loss of the last step, and DDP waits for the gradients of all. If that is intended, type "
@@ -21,7 +20,7 @@ UNUSED = (
 )
 
 
-class Replicated(OneFormat, DDPStrategy):
+class DDP(PortableCheckpoint, DDPStrategy):
     """Lightning's DDP, with checkpoints that load under every strategy, and exact when resuming."""
 
     resumed = False
@@ -37,9 +36,10 @@ class Replicated(OneFormat, DDPStrategy):
         comm_hook: str | None,
         timeout_s: float,
         logical_ranks: bool = False,
+        trains_task: bool = True,
     ) -> None:
-        self.timeout = timedelta(seconds=timeout_s)
-        self.in_blocks = logical_ranks
+        self.timeout, self.trains_task = timedelta(seconds=timeout_s), trains_task
+        self.contiguous_micro_batches = logical_ranks
         super().__init__(
             cluster_environment=environment,
             bucket_cap_mb=bucket_cap_mb,
@@ -55,16 +55,17 @@ class Replicated(OneFormat, DDPStrategy):
         super().setup_environment()
 
     def configure_ddp(self) -> None:
-        """With logical ranks the network stays as it is: training/logical_ranks.py adds gradients, in the order of a tree."""
-        if not self.in_blocks:
+        """With logical ranks the network stays as it is: training/arithmetic.py adds gradients, in the order of a tree."""
+        if not self.contiguous_micro_batches:
             super().configure_ddp()
             return
         for tensor in self.lightning_module.state_dict(keep_vars=True).values():
             torch.distributed.broadcast(tensor.detach(), 0)
 
     def on_train_start(self) -> None:
-        known = isinstance(self.lightning_module, TaskModule)  # a user's LightningModule calls its own network
-        self.resumed = known and not self.in_blocks and self.lightning_module.trainer.global_step > 0
+        # the forward of a custom module may be another than that of its steps
+        replays = self.trains_task and not self.contiguous_micro_batches
+        self.resumed = replays and self.lightning_module.trainer.global_step > 0
 
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
         """Does not round a mean of integers. Lightning 2.6 does, and divides by it in `self.log(..., sync_dist=True)`: a mean over
@@ -90,9 +91,11 @@ class Replicated(OneFormat, DDPStrategy):
         """
         assert self.model is not None
         buffers = {name: buffer.clone() for name, buffer in self.lightning_module.named_buffers()}
-        gpus = [self.root_device] if self.root_device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus), dropout.paused(), self.precision_plugin.train_step_context():
+        gpus, micro_batch = [self.root_device] if self.root_device.type == "cuda" else [], dropout.current
+        dropout.begin(None)
+        with torch.random.fork_rng(devices=gpus), self.precision_plugin.train_step_context():
             output = self.model(batch)
+        dropout.begin(micro_batch)
         total(output).backward()
         for name, buffer in self.lightning_module.named_buffers():
             buffer.copy_(buffers[name])

@@ -20,9 +20,9 @@ from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.whole_mesh import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.machine import files
-from lockstep.strategies.base import OneFormat, gathered
+from lockstep.strategies.base import PortableCheckpoint, gathered
 from lockstep.strategies.rendezvous import meet
-from lockstep.training.logical_ranks import TreeReduceScatter
+from lockstep.training.tree_reduction import TreeReduceScatter
 
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
@@ -62,10 +62,10 @@ def modules_of_vectors(blocks: list[nn.Module]) -> Iterator[nn.Module]:
             yield module
 
 
-class FullySharded(OneFormat, WholeMeshStrategy):
+class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     """Lightning's strategy for FSDP2, which also shards the network, so the network needs no code for it."""
 
-    lightning_restore_optimizer = True  # like the other strategies; see OneFormat
+    lightning_restore_optimizer = True  # like the other strategies; see PortableCheckpoint
 
     def __init__(
         self,

@@ -9,8 +9,7 @@ generator, stored or sent. Outside of a training step the layers are torch's own
 import hashlib
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -69,17 +68,6 @@ def begin(micro_batch: MicroBatch | None) -> None:
     """Of the forward that follows; None where masks belong to no sample."""
     global current
     current = micro_batch
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """The layers are torch's own meanwhile."""
-    kept = current
-    begin(None)
-    try:
-        yield
-    finally:
-        begin(kept)
 
 
 def words_on_cpu(key: int, call: int, rows: range, words: int) -> Tensor:

@@ -1,24 +1,29 @@
-"""Evaluation figures from sums over samples, never from means of means, so they do not depend on the world size; and the loss of mixed samples."""
+"""The losses of samples, mixed or compared with each other, and evaluation figures from sums over samples."""
+
+# B batch
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
+from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Batch
+from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.tasks.panel import EXACT
-from lockstep.training.logical_ranks import tree_sum
-from lockstep.training.trees import samples_at
+from lockstep.training.tree_reduction import tree_sum
+from lockstep.training.trees import float32, samples_at
 
 # --- The loss of samples that augmentation has mixed with their partners (augment/mixing.py) ---
-
-# B batch
 
 
 def of_partners(batch: Batch) -> Batch:
@@ -56,15 +61,78 @@ def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor
     return loss_B, share_B * weight_B + (1 - share_B) * of_other_B
 
 
-# --- Evaluation figures from sums over samples, never from means of means, so they do not depend on the world size ---
+# --- Losses between samples (`Task.between_samples`): every process computes the loss of the whole global batch ---
+#
+# Outputs and batches are gathered in the order of the global batch. Each process then has the whole loss, so its gradient with
+# respect to its own outputs is complete: backward communicates nothing more.
 
-# B batch
+
+def undivided_evaluation(data: DataModule, title: str, world: int) -> Iterator[str]:
+    """What would cut an evaluation's batch, so that samples of it do not meet; `title` is that of the task."""
+    batch, largest = data.eval_batch_size, max(data.val_split.count, data.test_split.count)
+    if batch % world and batch < largest:
+        yield (
+            f"data.eval_batch_size={batch} cannot be divided among {world} processes, and task={title} compares the samples of a "
+            "batch (between_samples): other batches than those of one process would give other figures. "
+            f"Type data.eval_batch_size={batch // world * world or world}."
+        )
+
+
+def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> tuple[Any, Batch]:
+    """For a task with `between_samples`, the outputs, with gradients, and the batch of all processes; for others its arguments."""
+    if not task.between_samples or trainer.world_size == 1:
+        return output, batch
+    rank, world, size_B = trainer.global_rank, trainer.world_size, len(batch["index"])
+
+    def gather(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != size_B:
+            raise UserError(
+                f"{type(task).__name__}.between_samples gathers tensors with a row per sample, but one has the shape {tuple(tensor.shape)} in a batch "
+                f"of {size_B}. Return tensors of {size_B} rows from `outputs`; expand what all samples share."
+            )
+        sent = tensor.detach().contiguous()
+        parts_N = [torch.empty_like(sent) for _ in range(world)]
+        torch.distributed.all_gather(parts_N, sent)
+        if tensor.requires_grad:
+            parts_N[rank] = own = tensor.view_as(tensor)
+            own.register_hook(lambda gradient: gradient * world)  # the strategy averages gradients over processes
+        return torch.cat(parts_N)
+
+    batch = dict(batch)
+    if "partner" in batch:  # a place in the micro-batch
+        batch["partner"] = batch["partner"] + rank * size_B
+    if lists := {name: value for name, value in batch.items() if isinstance(value, list)}:
+        every: list[Any] = [None] * world
+        # over the CPU: a tensor would arrive on the sender's GPU
+        torch.distributed.all_gather_object(every, move_data_to_device(lists, "cpu"))
+        joined = {name: [item for part in every for item in part[name]] for name in lists}
+        batch |= move_data_to_device(joined, batch["index"].device)
+    named = {name: value for name, value in batch.items() if name not in lists}
+    gathered: Batch = {**batch, **apply_to_collection(named, Tensor, gather), "count": size_B * world}
+    return apply_to_collection(output, Tensor, gather), gathered
+
+
+def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningModule) -> Tensor | None:
+    """loss_B of this process's real samples, among those of all processes; None if the task compares no samples, or one process has
+    them all. Every process must call it, also one without samples."""
+    if not task.between_samples or module.trainer.world_size == 1:
+        return None
+    output, gathered = whole_batch(task, float32(output), batch, module.trainer)
+    places = (gathered["index"] != FILLER).nonzero()[:, 0].tolist()
+    first = module.trainer.global_rank * len(batch["index"])
+    before = sum(place < first for place in places)
+    output = apply_to_collection(output, Tensor, lambda tensor: tensor[places])
+    named = {**samples_at(gathered, places, gathered["count"]), "count": len(places)}
+    return one_per_sample(task.loss(output, named), task, named)[before : before + batch["count"]]
+
+
+# --- Evaluation figures from sums over samples, never from means of means, so they do not depend on the world size ---
 
 
 class MeanLoss(Metric):
     """The weighted mean of per-sample losses, and the number of samples.
 
-    With `shards`, each logical rank has a sum of its own, and these are added in one fixed tree.
+    With several `sums`, one for each logical rank, these are added in one fixed tree.
     """
 
     full_state_update = False
@@ -72,17 +140,17 @@ class MeanLoss(Metric):
     weight_sum: Tensor
     count: Tensor
 
-    def __init__(self, shards: int = 1) -> None:
+    def __init__(self, sums: int = 1) -> None:
         super().__init__()
         self.exact = EXACT  # the order of 10,000 float32 additions changes the sixth digit
-        self.add_state("loss_sum", torch.zeros(shards, dtype=self.exact), dist_reduce_fx="sum")
-        self.add_state("weight_sum", torch.zeros(shards, dtype=self.exact), dist_reduce_fx="sum")
+        self.add_state("loss_sum", torch.zeros(sums, dtype=self.exact), dist_reduce_fx="sum")
+        self.add_state("weight_sum", torch.zeros(sums, dtype=self.exact), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, loss_B: Tensor, weight_B: Tensor | None, logical_rank: int = 0) -> None:
+    def update(self, loss_B: Tensor, weight_B: Tensor | None, place: int = 0) -> None:
         weighted_B = loss_B if weight_B is None else loss_B * weight_B
-        self.loss_sum[logical_rank] += weighted_B.sum(dtype=self.loss_sum.dtype)
-        self.weight_sum[logical_rank] += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
+        self.loss_sum[place] += weighted_B.sum(dtype=self.loss_sum.dtype)
+        self.weight_sum[place] += len(loss_B) if weight_B is None else weight_B.sum(dtype=self.weight_sum.dtype)
         self.count += len(loss_B)
 
     def compute(self) -> dict[str, Tensor]:

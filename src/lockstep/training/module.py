@@ -22,10 +22,16 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
-from lockstep.training.between_samples import evaluation_loss, whole_batch
-from lockstep.training.logical_ranks import LogicalRanks, WholeVectors
-from lockstep.training.metrics import MeanLoss, named, names_without_samples, one_per_sample, weighted_loss
-from lockstep.training.optim import clip_grad_norm, exact_norm, gradient_norm, scale_gradients
+from lockstep.training.arithmetic import Averaged, StepArithmetic, clip_by_norm, scale_gradients
+from lockstep.training.metrics import (
+    MeanLoss,
+    evaluation_loss,
+    named,
+    names_without_samples,
+    one_per_sample,
+    weighted_loss,
+    whole_batch,
+)
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import completes_step, has_row, total_steps
@@ -51,19 +57,18 @@ class TaskModule(QuickHookNames):
         parallelize: Callable[[nn.Module, pl.Trainer], Callable[..., Any]],
         metrics: dict[str, Metric],
         network_arguments: dict[str, Any],
-        shards: int | None = None,
+        arithmetic: StepArithmetic | None = None,
     ) -> None:
         super().__init__()
         self.net, self.task, self.network_arguments = net, task, network_arguments
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
-        self.flops_per_sample: int | None = None  # of forward and backward, counted by rehearsal.py
-        self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by rehearsal.py
+        self.flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
+        self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by dry_run.py
         self.across_processes = invariance.UNKNOWN.format("it was not tried")
-        self.logical_ranks = LogicalRanks(shards) if shards else None
-        self.whole_vectors: WholeVectors | None = None  # of logical ranks, if the optimizer is fused
-        self.mean_loss = MeanLoss(shards or 1)
+        self.arithmetic = arithmetic or Averaged()
+        self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
@@ -82,8 +87,7 @@ class TaskModule(QuickHookNames):
         return self.task.outputs(self.call_net or self.net, batch)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if self.logical_ranks:
-            self.logical_ranks.begin(self.net, self.trainer, batch_idx)
+        self.arithmetic.before_forward(self, batch_idx)
         loss_B, weight_B = weighted_loss(self.task, *whole_batch(self.task, self(batch), batch, self.trainer))
         loss = loss_B.mean()
         # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
@@ -101,11 +105,10 @@ class TaskModule(QuickHookNames):
             self.log("train/loss", (loss_sum / weight_sum).float(), prog_bar=True)
             self.window_loss = self.window_weight = 0.0
             self.log("train/lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        return self.logical_ranks.undivided(loss, self.trainer) if self.logical_ranks else loss
+        return self.arithmetic.to_backward(self, loss)
 
     def on_after_backward(self) -> None:
-        if self.logical_ranks:
-            self.logical_ranks.end(self.net, self.trainer)
+        self.arithmetic.after_backward(self)
 
     def window(self) -> Tensor:
         """Loss and weight since the last log row, over all processes."""
@@ -116,10 +119,13 @@ class TaskModule(QuickHookNames):
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
+        if self.step_weight is None and not gradient_clip_val:
+            return
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
         if self.step_weight is not None:  # gradients are of the mean of loss x weight
             mean = self.trainer.strategy.reduce(self.step_weight.clone(), reduce_op="mean")
             scale = self.trainer.accumulate_grad_batches / mean
-            scale_gradients(self.parameters(), scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
+            scale_gradients(grads, scale.where(mean > 0, 0.0))  # a batch with a total weight of 0
             self.step_weight = None
         if gradient_clip_val:
             scaler = getattr(self.trainer.precision_plugin, "scaler", None)
@@ -129,10 +135,7 @@ class TaskModule(QuickHookNames):
             if gradient_clip_algorithm == "value":
                 nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
             else:
-                norm_of = exact_norm if self.logical_ranks else gradient_norm
-                clip_grad_norm(self.parameters(), gradient_clip_val, norm_of)
-        if self.whole_vectors:
-            self.whole_vectors.begin()
+                clip_by_norm(grads, gradient_clip_val, self.arithmetic)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The window since the last row of the log is reduced first, so the run can resume with another world size.
@@ -170,10 +173,7 @@ class TaskModule(QuickHookNames):
             return
         output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
-        rank = 0
-        if self.logical_ranks:
-            rank = (batch_idx * self.trainer.world_size + self.trainer.global_rank) % self.logical_ranks.count
-        self.mean_loss.update(loss_B, self.task.weight(batch), rank)
+        self.mean_loss.update(loss_B, self.task.weight(batch), self.arithmetic.evaluation_sum(self, batch_idx))
         for metric in self.figures.values():
             update(metric, batch_idx, *self.task.metric_inputs(output, batch))
         if self.test_panels and self.trainer.testing:
@@ -214,9 +214,7 @@ class TaskModule(QuickHookNames):
         return float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        optimizer = self.new_optimizer()
-        if self.logical_ranks and optimizer.defaults.get("fused") and self.device.type == "cpu":
-            self.whole_vectors = WholeVectors(optimizer)
+        optimizer = self.arithmetic.prepared(self.new_optimizer(), self.device)
         schedule = scheduler(self.make_schedule, optimizer, total_steps(self.trainer))
         if isinstance(schedule, ReduceLROnPlateau):
             raise UserError(

@@ -22,11 +22,11 @@ def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
     return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or last
 
 
-def logical_rank(trainer: pl.Trainer, batch_idx: int) -> int:
+def micro_batch_index(trainer: pl.Trainer, batch_idx: int) -> int:
     """Which micro-batch of its global batch the micro-batch `batch_idx` of an epoch is, in this process."""
     parts = trainer.accumulate_grad_batches
-    in_blocks = getattr(trainer.strategy, "in_blocks", False)
-    return place_in_step(trainer.global_rank, trainer.world_size, batch_idx % parts, parts, in_blocks)
+    contiguous: bool = trainer.strategy.contiguous_micro_batches  # type: ignore[attr-defined]
+    return place_in_step(trainer.global_rank, trainer.world_size, batch_idx % parts, parts, contiguous)
 
 
 def total_steps(trainer: pl.Trainer) -> float:

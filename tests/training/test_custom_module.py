@@ -17,10 +17,11 @@ from lockstep.checkpoints.finding import step_of
 from lockstep.config.checks import check
 from lockstep.config.classes import own_loader_problems
 from lockstep.config.compose import compose_config
+from lockstep.config.custom_module import custom_module_problems
 from lockstep.config.project import make_importable
 from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
 from lockstep.extras.export import export
-from lockstep.training import dropout, foreign
+from lockstep.training import dropout
 
 MODULES = """import random
 
@@ -277,7 +278,7 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
     ],
 )  # fmt: skip
 def test_what_the_module_would_not_notice_is_refused(overrides, words):
-    assert words in "\n".join(foreign.config_problems(config(*overrides)))
+    assert words in "\n".join(custom_module_problems(config(*overrides)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.strategies.dp import Replicas
+from lockstep.strategies.single import Replicas
 
 
 @pytest.fixture

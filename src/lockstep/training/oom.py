@@ -4,20 +4,18 @@ import copy
 import gc
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from omegaconf import DictConfig
 
-from lockstep.config.batches import accumulations, unit
 from lockstep.data import loaders
-from lockstep.data.datamodule import DataModule
 from lockstep.errors import LostProcess, OutOfMemory
-from lockstep.training.module import TaskModule
+from lockstep.training.arithmetic import Averaged
+from lockstep.training.workload import Workload
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +40,15 @@ def ran_out(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(
-    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
+def oom_advice(
+    trainer: pl.Trainer, work: Workload, *, accumulations: Callable[[], list[int]], alone: bool
 ) -> Iterator[None]:
-    """Raises OutOfMemory in place of torch's errors when memory runs out, and LostProcess when a data worker ended."""
+    """Raises OutOfMemory in place of torch's errors when memory runs out, and LostProcess when a data worker ended.
+
+    Args:
+        accumulations: the possible numbers of micro-batches per process and step, smallest first.
+        alone: one process can try them by itself, because the network does not communicate in forward.
+    """
     try:
         yield
     except Exception as e:
@@ -56,50 +59,50 @@ def explained(
             raise
         log.info("%s: %s", type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)  # they hold the activations
-        raise explanation(cfg, trainer, module, data) from None
+        raise advice(trainer, work, accumulations, alone) from None
 
 
-def explanation(
-    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
-) -> OutOfMemory:
-    if not isinstance(data, DataModule):
-        return OutOfMemory(f"a batch does not fit in memory; {type(data).__name__} decides its size. {OTHERWISE}")
-    loop, world = trainer.fit_loop.epoch_loop, trainer.world_size
+def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list[int]], alone: bool) -> OutOfMemory:
+    data = work.engine_data
+    if data is None:
+        return OutOfMemory(f"a batch does not fit in memory; {type(work.data).__name__} decides its size. {OTHERWISE}")
+    loop, world, arithmetic = trainer.fit_loop.epoch_loop, trainer.world_size, work.arithmetic
     validation = loop.val_loop.batch_progress.current
     if trainer.state.fn != TrainerFn.FITTING or validation.ready > validation.completed:
         parts = {TrainerFn.TESTING: data.test_split, TrainerFn.PREDICTING: data.predicted_split[1]}
         split = parts.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
         batch = min(data.eval_batch_size, split.count)
         smaller = f"Try data.eval_batch_size={batch // 2}; the figures stay the same." if batch > 1 else OTHERWISE
-        share = -(-batch // (cfg.exact.shards or world))
+        share = -(-batch // max(arithmetic.evaluation_sums, world))
         return OutOfMemory(f"an evaluation's batch of {share} does not fit in memory. {smaller}")
     if not loop.batch_progress.total.ready:
         return OutOfMemory(f"the network and its optimizer do not fit in memory, before any batch. {OTHERWISE}")
     batch, now = data.batch_size, trainer.accumulate_grad_batches
     said = f"a micro-batch of {batch // (world * now)} does not fit in memory."
-    more = [k for k in accumulations(batch, world, unit(cfg)[0]) if k > now] if module.automatic_optimization else []
-    if cfg.exact.shards:
-        more = [k for k in more if k.bit_count() == 1]
-    # A network that communicates in forward cannot be tried by one process.
-    known = isinstance(module, TaskModule)
-    if isinstance(module, TaskModule) and module.task.between_samples:
-        return OutOfMemory(f"{said} {type(module.task).__name__}.between_samples needs it whole. {OTHERWISE}")
-    alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
-    found = next((k for k in more if not alone or fits(trainer, module, data, batch // (world * k))), None)
+    if work.task is not None and work.task.between_samples:
+        return OutOfMemory(f"{said} {type(work.task).__name__}.between_samples needs it whole. {OTHERWISE}")
+    counts = accumulations() if work.module.automatic_optimization else []
+    keys = {k: key for k in counts if k > now and (key := arithmetic.key_of(k, world))}
+    alone = alone and work.task is not None
+    found = next((k for k in keys if not alone or fits(trainer, work, batch // (world * k))), None)
     if found is None:
-        return OutOfMemory(f"{said} {'No smaller one does' if more else 'There is no smaller one'}. {OTHERWISE}")
+        return OutOfMemory(f"{said} {'No smaller one does' if keys else 'There is no smaller one'}. {OTHERWISE}")
     of = batch // (world * found)
     which = f"One of {of} does, tried without the rest of the run" if alone else f"One of {of} was not tried"
-    exact = f"exact.shards={world * found} in a new run"
-    key = exact if cfg.exact.shards else f"trainer.accumulate_grad_batches={found}"
-    return OutOfMemory(f"{said} {which}: type {key}; the global batch stays {batch}.", found)
+    return OutOfMemory(f"{said} {which}: type {keys[found]}; the global batch stays {batch}.", found)
 
 
-def fits(trainer: pl.Trainer, module: Any, data: DataModule, micro_batch: int) -> bool:
-    """Whether this process alone can train in micro-batches of that size. It changes the weights."""
+def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
+    """Whether this process alone can train a task in micro-batches of that size. It changes the weights."""
+    module: Any = work.module
     try:
-        free(trainer, module)
-        two_steps(trainer, module, data, micro_batch)
+        trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
+        module.arithmetic = Averaged()  # logical ranks hold gradients
+        module.zero_grad(set_to_none=True)
+        gc.collect()
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.empty_cache()
+        two_steps(trainer, module, work.engine_data, micro_batch)
     except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
         log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)
@@ -107,16 +110,7 @@ def fits(trainer: pl.Trainer, module: Any, data: DataModule, micro_batch: int) -
     return True
 
 
-def free(trainer: pl.Trainer, module: TaskModule) -> None:
-    trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
-    module.logical_ranks = None  # holds gradients
-    module.zero_grad(set_to_none=True)
-    gc.collect()
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def two_steps(trainer: pl.Trainer, module: TaskModule, data: DataModule, micro_batch: int) -> None:
+def two_steps(trainer: pl.Trainer, module: Any, data: Any, micro_batch: int) -> None:
     """Two steps, because gradients and optimizer state exist only from the second. On a CPU, also holds the copy that checkpoints
     are written from."""
     device = trainer.strategy.root_device

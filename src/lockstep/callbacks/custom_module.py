@@ -6,36 +6,47 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from omegaconf import DictConfig
+from omegaconf import OmegaConf
+from torch import nn
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.checkpoints.content import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
-from lockstep.config.auto import log_interval
-from lockstep.config.instantiate import has_own_loaders, to_plain
 from lockstep.errors import UserError
 from lockstep.training.steps import total_steps
 
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
 
-class Foreign(Callback):
-    """Used in training and in evaluation."""
+class CustomModule(Callback):
+    """Used in training and in evaluation.
 
-    def __init__(self, cfg: DictConfig, parallelize: Callable[..., Any]) -> None:
-        self.cfg, self.parallelize = cfg, parallelize
-        self.own_loaders, self.begun = has_own_loaders(cfg), False
+    Args:
+        synchronise: called with the module and the type of its device; replaces batch norms by synchronised ones.
+        log_interval: the optimizer steps from one row of the log to the next in a run of so many; None if the config sets it.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        own_loaders: bool,
+        synchronise: Callable[[nn.Module, str], object] | None,
+        log_interval: Callable[[float], int] | None,
+    ) -> None:
+        self.seed, self.own_loaders, self.synchronise, self.log_interval = seed, own_loaders, synchronise, log_interval
+        self.begun = False
         self.due: dict[int, float] = {}  # figures that a scheduler has not seen yet, by its index
         self.told: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Synchronises batch norms if asked to; the network is otherwise left as the module made it."""
+        """The network is left as the module made it, except its batch norms."""
         if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if not self.own_loaders:  # Lockstep's datamodule calls the module's hook
             warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
-        sync = self.cfg.trainer.sync_batchnorm
-        self.parallelize(pl_module, trainer, sync_batchnorm=sync, channels_last=False, compile=False)
+        if self.synchronise:
+            self.synchronise(pl_module, trainer.strategy.root_device.type)
         data = trainer.datamodule  # type: ignore[attr-defined]
         for split in () if self.own_loaders else (data.val_split, data.test_split):
             if split.count < trainer.world_size:
@@ -45,8 +56,8 @@ class Foreign(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = False
-        if self.cfg.trainer.log_every_n_steps == "auto":
-            trainer.log_every_n_steps = log_interval(total_steps(trainer))  # type: ignore[attr-defined]
+        if self.log_interval:
+            trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
         for index, figure in self.due.items():
             pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
         self.due = {}
@@ -55,7 +66,7 @@ class Foreign(Callback):
         """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
         if self.own_loaders:
             # the same on every rank, because ranks may share one order; -1 is no rank's
-            seed = step_seed(self.cfg.seed, trainer.current_epoch, -1)
+            seed = step_seed(self.seed, trainer.current_epoch, -1)
             seed_host(seed)
             seed_generators(seed, trainer.strategy.root_device.type)
             if not self.begun:  # in later epochs Lightning starts them after this hook
@@ -66,7 +77,8 @@ class Foreign(Callback):
         """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
-            values = to_plain(checkpoint[key])
+            values: Any = checkpoint[key]  # perhaps a node of Hydra's
+            values = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else dict(values)
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
             dropped = sorted(values.keys() - checkpoint[key].keys())
             if dropped and key not in self.told:

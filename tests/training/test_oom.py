@@ -21,7 +21,7 @@ from lockstep.extras import comparison
 from lockstep.launch import local
 from lockstep.machine.world import World
 from lockstep.models import BasicNet
-from lockstep.training.memory import ran_out
+from lockstep.training.oom import ran_out
 
 AUTO = "trainer.accumulate_grad_batches=auto"
 # 192 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.

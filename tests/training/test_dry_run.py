@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +13,15 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
+from lockstep import build
 from lockstep.config.compose import compose_config
 from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
+from lockstep.machine.world import World
 from lockstep.tasks import Classification
 from lockstep.training import schedules
-from lockstep.training.dry_run import MOST, rehearse, try_metric
+from lockstep.training.dry_run import MOST, DryRun, try_metric
 from lockstep.training.module import TaskModule
 
 
@@ -46,7 +49,8 @@ def flops_per_sample(channels: int, image_size: int, *overrides: str) -> int | N
     )
     cfg = compose_config("train", [*overrides, "data.batch_size=2", f"data.image_size={image_size}"])
     made = DataModule(data, batch_size=2, eval_batch_size=2)
-    rehearse(cfg, module, made, device=torch.device("cpu"), samples=2)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), callbacks=[])
+    build.dry_run(cfg, World("cpu", 1, 1, "single"), trainer, module, made)
     return module.flops_per_sample
 
 
@@ -100,15 +104,13 @@ def test_what_cannot_run_without_numbers_is_not_refused(train, typed):
     assert train(*typed.split(), "trainer.max_steps=1")["status"] == "done"
 
 
-def test_a_rehearsal_changes_nothing(train, monkeypatch):
+def test_a_dry_run_changes_nothing(train, monkeypatch):
     """Neither weights nor the order of random numbers, on whatever device the step was tried."""
-    from lockstep.training import dry_run
-
     losses = [train("run=a", "trainer.max_steps=2")["test/loss"]]
     with monkeypatch.context() as patch:
-        patch.setattr(dry_run, "on_meta", lambda *_: 1 / 0)
+        patch.setattr(DryRun, "on_meta", lambda *_, **__: 1 / 0)
         losses.append(train("run=b", "trainer.max_steps=2")["test/loss"])
-    monkeypatch.setattr(dry_run, "rehearse", lambda *_, **__: None)
+    monkeypatch.setattr(build, "dry_run", lambda *_: None)
     losses.append(train("run=c", "trainer.max_steps=2")["test/loss"])
     assert len(set(losses)) == 1
 

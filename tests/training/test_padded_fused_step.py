@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lockstep.training.logical_ranks import WholeVectors
+from lockstep.training.arithmetic import padded_fused
 
 COUNT, STEPS = 1003, 12
 CUTS = [[500, 503], [251, 251, 251, 250], [7] * 143 + [2], [1000, 0, 3], [1, 1002]]
@@ -29,17 +29,18 @@ def trained(
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, COUNT, generator=generator)
     parameters = [torch.nn.Parameter(part.clone()) for part in draw().split(sizes)]
-    optimizer = make(parameters, fused=fused)
-    between = WholeVectors(optimizer) if aligned else None
+
+    def made() -> Optimizer:
+        optimizer = make(parameters, fused=fused)
+        return padded_fused(optimizer) if aligned else optimizer
+
+    optimizer = made()
     for step in range(STEPS):
         if step == resumed_at:
-            saved, optimizer = optimizer.state_dict(), make(parameters, fused=fused)
+            saved, optimizer = optimizer.state_dict(), made()
             optimizer.load_state_dict(saved)
-            between = WholeVectors(optimizer)
         for parameter, gradient in zip(parameters, draw().split(sizes), strict=True):
             parameter.grad = gradient.clone()
-        if between:
-            between.begin()
         optimizer.step()
     found: dict[str, Any] = {"weights": torch.cat([p.detach() for p in parameters])}
     states = list(optimizer.state_dict()["state"].values())
@@ -74,7 +75,7 @@ def test_the_result_is_that_of_torch(name):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="seen on x86")
 def test_torch_alone_rounds_the_ends_of_tensors_in_another_way():
-    """When it no longer does, whole_vectors.py can go."""
+    """When it no longer does, PaddedFusedStep can go."""
     names = [
         name
         for name, make in MADE.items()
@@ -91,18 +92,35 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits():
 
 def test_a_parameter_without_gradient_stays_as_it_is():
     first, second = (torch.nn.Parameter(torch.ones(20)) for _ in range(2))
-    optimizer = AdamW([first, second], fused=True)
-    between = WholeVectors(optimizer)
+    optimizer = padded_fused(AdamW([first, second], fused=True))
     for _ in range(3):
         first.grad = torch.ones(20)
-        between.begin()
         optimizer.step()
     assert torch.equal(second, torch.ones(20))
     assert not torch.equal(first, torch.ones(20))
     second.grad = torch.ones(20)  # as after callbacks.freeze.unfreeze: a step that is not fused makes its state
     for _ in range(2):
-        between.begin()
         optimizer.step()
     assert (optimizer.state[first]["step"].item(), optimizer.state[second]["step"].item()) == (5, 2)
     assert {len(state) for state in optimizer.state.values()} == {3}
     assert optimizer.param_groups[0]["params"] == [first, second]
+
+
+def test_a_step_that_fails_leaves_the_parameters_in_their_place_and_hooks_run_once():
+    parameter, called = torch.nn.Parameter(torch.ones(20)), []
+    optimizer = padded_fused(AdamW([parameter], fused=True))
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+
+    def closure() -> float:
+        parameter.grad = torch.ones(20)
+        return 0.5
+
+    assert [optimizer.step(closure) for _ in range(2)] == [0.5, 0.5]
+    optimizer.load_state_dict(optimizer.state_dict())  # after which torch marks the step of the class again
+    optimizer.step(closure)
+    assert len(called) == 3
+    optimizer.param_groups[0]["lr"] = "odd"
+    with pytest.raises((TypeError, RuntimeError)):
+        optimizer.step(closure)
+    assert optimizer.param_groups[0]["params"] == [parameter]
+    assert list(optimizer.state) == [parameter]

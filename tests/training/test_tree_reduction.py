@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.training import logical_ranks
-from lockstep.training.logical_ranks import TreeReduceScatter, TreeSum, add_over_processes, tree_sum
+from lockstep.training import tree_reduction
+from lockstep.training.tree_reduction import TreeReduceScatter, TreeReduction, add_over_processes, tree_sum
 
 LEAVES = 8
 
@@ -40,7 +40,7 @@ def test_the_order_of_these_numbers_matters():
 
 
 def test_lists_that_come_one_after_the_other_are_added_in_the_tree():
-    total = TreeSum()
+    total = TreeReduction()
     for tensors in leaves():
         total.add(tensors)
     assert equal(total.total(), written_out())
@@ -49,7 +49,7 @@ def test_lists_that_come_one_after_the_other_are_added_in_the_tree():
 
 
 def test_a_sum_of_three_is_refused():
-    total = TreeSum()
+    total = TreeReduction()
     for tensors in leaves()[:3]:
         total.add(tensors)
     with pytest.raises(AssertionError, match="no power of two"):
@@ -63,15 +63,15 @@ def test_a_stack_is_added_in_the_tree():
 def process(rank: str, world: str, port: str, folder: str) -> None:
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world))
     share = LEAVES // int(world)
-    total = TreeSum()
+    total = TreeReduction()
     for tensors in leaves()[int(rank) * share :][:share]:
         total.add(tensors)
     summed = total.total()
     divided = [tensor.clone() for tensor in summed]
     add_over_processes(summed)
-    logical_ranks.AT_ONCE, at_once = 6, logical_ranks.AT_ONCE  # elements: less than a tensor has
+    tree_reduction.AT_ONCE, at_once = 6, tree_reduction.AT_ONCE  # elements: less than a tensor has
     add_over_processes(divided)
-    logical_ranks.AT_ONCE = at_once
+    tree_reduction.AT_ONCE = at_once
     mixed = [torch.full((3,), float(rank)), torch.full((2,), 1, dtype=torch.float64)]
     add_over_processes(mixed)
     # every world-th logical rank, as FSDP2 reduces them

@@ -1,0 +1,147 @@
+"""What a run trains: a task on Lockstep's batches, or a LightningModule of the user's. Whoever needs to know which asks a Workload."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lockstep.data.datamodule import DataModule
+from lockstep.errors import UserError
+from lockstep.tasks import Task
+from lockstep.tasks.panel import Content
+from lockstep.training.arithmetic import Averaged, StepArithmetic
+from lockstep.training.invariance import DIFFERS, NORMS, SAME_BITS, UNKNOWN
+from lockstep.training.module import TaskModule
+from lockstep.training.panels import TestPanels
+
+Columns = dict[str, Any]
+
+
+class Workload:
+    """A module and its data. `workload` makes one."""
+
+    position: tuple[str, ...]  # what a checkpoint holds of the module, besides its weights, to continue from
+    task: Task | None = None
+
+    def __init__(self, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
+        self.module, self.data = module, data
+        self.engine_data = data if isinstance(data, DataModule) else None
+        self.arithmetic: StepArithmetic = Averaged()
+
+    @property
+    def title(self) -> str:
+        """The class that decides what is logged."""
+        return type(self.task or self.module).__name__
+
+    @abstractmethod
+    def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
+        """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
+
+    @abstractmethod
+    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
+        """From what `predict_step` returns to the columns of a table; and the names of the values of wide columns."""
+
+    def promises(self, world: int) -> list[str]:
+        """Lines on which of Lockstep's promises hold, where not all do."""
+        return []
+
+    def evaluates(self, step: str, loader: str) -> bool:
+        """Whether there is both a step and a dataloader for it."""
+        return is_overridden(f"{step}_step", self.module) and is_overridden(f"{loader}_dataloader", self.data)
+
+    def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
+        """`panels` gets those of the next test."""
+
+
+class TaskWorkload(Workload):
+    position = ("window", "network")
+    module: TaskModule
+    task: Task
+
+    def __init__(self, module: TaskModule, data: pl.LightningDataModule) -> None:
+        super().__init__(module, data)
+        self.task, self.arithmetic = module.task, module.arithmetic
+
+    def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
+        if self.arithmetic.same_bits:
+            return SAME_BITS
+        if any(
+            isinstance(m, NORMS) and m.training and not isinstance(m, synchronised) for m in self.module.net.modules()
+        ):
+            return DIFFERS.format(
+                "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.shards=8"
+            )
+        return self.module.across_processes
+
+    def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
+        self.module.test_panels = TestPanels(self.task, panels, compiled=compiled)
+
+    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
+        if top_k > 1 and type(self.task).top is Task.top:
+            raise UserError(f"top_k={top_k} has no effect: {self.title} does not rank classes. Leave it out.")
+        return partial(columns_of_task, self.task, top_k), self.task.about.get(self.task.names, ())
+
+
+class CustomModuleWorkload(Workload):
+    position = ("plateau",)
+
+    def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
+        if self.engine_data is None:
+            return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
+        return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
+
+    def promises(self, world: int) -> list[str]:
+        own = "the loss is averaged as the module does it; test figures are the module's own"
+        if self.engine_data is None:
+            return [
+                f"task: {self.title}'s own steps on {type(self.data).__name__}'s own dataloaders: one-format checkpoints hold; batches are "
+                f"theirs, so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
+            ]
+        resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
+        return [f"task: {self.title}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"]
+
+    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
+        if not is_overridden("predict_step", self.module):
+            raise UserError(
+                f"{self.title} has no predict_step. Add one: it gets a batch and returns a tensor with a row per sample, or a dict of columns."
+            )
+        return columns_of_module, ()
+
+    def problems(self, data_title: str, monitor: str | None) -> Iterator[str]:
+        """What the module and the data define but would be ignored."""
+        hooks = ("train_dataloader", "val_dataloader", "test_dataloader")
+        if loaders := [hook for hook in hooks if is_overridden(hook, self.module)]:
+            yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Move it into a LightningDataModule and name that with data._target_."
+        if monitor and not self.evaluates("validation", "val"):
+            yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Type task.monitor=null."
+
+
+def workload(module: pl.LightningModule, data: pl.LightningDataModule) -> Workload:
+    return TaskWorkload(module, data) if isinstance(module, TaskModule) else CustomModuleWorkload(module, data)
+
+
+def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
+    """Targets and loss, if the batch has targets, and the task's predictions."""
+    network_output, batch = output
+    known = "target" in batch
+    return {
+        **(task.targets(batch) if known else {}),
+        **task.predictions(network_output),
+        **(task.top(network_output, top_k) if top_k > 1 else {}),
+        # a loss between samples is none of a sample's own
+        **({"loss": task.loss(network_output, batch)} if known and not task.between_samples else {}),
+    }
+
+
+def columns_of_module(output: Any) -> Columns:
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, Tensor | list | tuple):
+        return {"output": output}
+    raise UserError(
+        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of them by column."
+    )
