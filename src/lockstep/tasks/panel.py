@@ -5,7 +5,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ Point = tuple[float, float]
 class Table:
     """Sorted by a click on a column. `rows` holds texts and numbers; a share, such as an accuracy, is a `Share`."""
 
-    kind: ClassVar[str] = "table"
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -46,7 +45,6 @@ class Share:
 class Matrix:
     """Counts of what each row was taken for; the diagonal is right."""
 
-    kind: ClassVar[str] = "matrix"
     title: str
     names: Sequence[str]
     values: Sequence[Sequence[int]]
@@ -55,7 +53,6 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Lines:
-    kind: ClassVar[str] = "lines"
     title: str
     x: str
     y: str
@@ -67,7 +64,6 @@ class Lines:
 class Points:
     """A scatter plot; `diagonal` draws the line of equal values."""
 
-    kind: ClassVar[str] = "points"
     title: str
     x: str
     y: str
@@ -80,7 +76,6 @@ class Points:
 class Bars:
     """A histogram: the edges of the bins, one more than there are counts."""
 
-    kind: ClassVar[str] = "bars"
     title: str
     x: str
     y: str
@@ -115,7 +110,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Gallery:
-    kind: ClassVar[str] = "gallery"
     title: str
     samples: Sequence[Sample]
     note: str = ""
@@ -125,7 +119,6 @@ class Gallery:
 class Durations:
     """Parts of a whole, in seconds."""
 
-    kind: ClassVar[str] = "durations"
     title: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
