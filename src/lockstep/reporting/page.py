@@ -16,7 +16,7 @@ from lockstep.reporting.console import lines_of, metrics_table, say, speed, warn
 from lockstep.reporting.panels import write_panels
 from lockstep.reporting.recorder import evaluated
 from lockstep.reporting.render import chart, coloured, render
-from lockstep.tasks.panel import Content, Durations, Gallery
+from lockstep.tasks.panel import Content, Gallery
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -179,7 +179,7 @@ def write_page(
         "curves": drawn_curves(module, curves(module, metrics, unit), metrics, report),
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": [panel for panel in panels if isinstance(panel, Gallery)],
-        "durations": Durations("", {PARTS[part]: float(s) for part in PARTS if (s := report.get(f"time/{part}_s"))}),
+        "durations": {PARTS[part]: s for part in PARTS if (s := report.get(f"time/{part}_s"))},
         "command": command,
     }
     write_text(info.folder / "report.html", render("report.html.j2", str(report["run"]), values))

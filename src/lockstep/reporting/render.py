@@ -143,7 +143,11 @@ def thinned(points: Points, many: int = MANY) -> Points:
 
 FOLDER = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
-    loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    loader=FileSystemLoader(FOLDER),
+    autoescape=lambda name: not str(name).endswith(".md.j2"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
 ENVIRONMENT.filters |= {
     "percent": percent,

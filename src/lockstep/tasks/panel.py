@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Table:
-    """Sorted by a click on a column. `rows` holds texts and numbers; a share, such as an accuracy, is a `Share`."""
+    """Sorted by a click on a column. `rows` holds texts and numbers; a fraction of samples, such as an accuracy, is a `Share`."""
 
     title: str
     columns: Sequence[str]
@@ -27,7 +27,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Share:
-    """`right` of `count`, shown as per cent with its 95 % interval."""
+    """`right` of `count`, shown as a percentage with its 95% interval."""
 
     right: int
     count: int
@@ -115,16 +115,7 @@ class Gallery:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Durations:
-    """Parts of a whole, in seconds."""
-
-    title: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
-
-
-Content = Table | Matrix | Lines | Points | Bars | Gallery | Durations
+Content = Table | Matrix | Lines | Points | Bars | Gallery
 
 
 class Panel(Metric):
@@ -146,7 +137,7 @@ class Panel(Metric):
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, "Probable Inference", 1927); (0, 1) of no samples."""
+    """The 95% interval of a fraction (Wilson, "Probable Inference", 1927); (0, 1) of no samples."""
     if not count:
         return 0.0, 1.0
     z, p = 1.959963984540054, right / count
