@@ -201,8 +201,8 @@ def test_wandb_has_everything_in_its_files_and_a_resumed_run_is_the_same(train, 
     tested = next(row for row in history if "test/acc" in row)
     assert (tested["trainer/global_step"], tested[SEEN]) == (12, 12 * 48)
     assert tested["test/acc"] == pytest.approx(found["test/acc"])
-    (page,) = Path("runs/sweep/3/wandb").glob("offline-run-*/files/media/html/report*.html")
-    assert page.read_text() == Path("runs/sweep/3/report.html").read_text()
+    pages = Path("runs/sweep/3/wandb").glob("offline-run-*/files/media/html/report*.html")
+    assert Path("runs/sweep/3/report.html").read_text() in [page.read_text() for page in pages]
     (artifact,) = [record.artifact for record in of(second, "request") if record.HasField("log_artifact")] or of(
         second, "artifact"
     )
