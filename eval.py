@@ -11,13 +11,14 @@ from lockstep import launch
 def evaluate(cfg: DictConfig, world: launch.World) -> None:
     """The part of one process. `cfg` is the run's config with the strategy and devices of this command line."""
     from lockstep import build
-    from lockstep.reporting.summary import show_evaluation
+    from lockstep.config.identity import evaluation_file
+    from lockstep.reporting.page import show_evaluation
 
     build.process(cfg, world)
     data = build.data(cfg)
     figures = build.evaluate(cfg, world, data, cfg.init_from)
     if world.rank == 0:
-        show_evaluation(cfg, world, figures)
+        show_evaluation(evaluation_file(cfg), build.evaluation_info(cfg, world), figures)
 
 
 JOB = evaluate

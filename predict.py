@@ -11,15 +11,18 @@ from lockstep import launch
 def predict(cfg: DictConfig, world: launch.World) -> None:
     """The part of one process. `cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
     from lockstep import build
+    from lockstep.config.identity import evaluation_file
     from lockstep.extras import prediction
-    from lockstep.reporting.summary import show_predictions
+    from lockstep.reporting.page import show_predictions
 
     build.process(cfg, world)
     data = prediction.data(cfg)
     module = build.module(cfg, data, weights=cfg.init_from)
     found = prediction.predict(cfg, world, data, module)
-    if world.rank == 0:
-        show_predictions(cfg, world, found)
+    if found is not None:  # rank 0
+        asked, path = cfg.predict, evaluation_file(cfg, "predict")
+        result = {"input": asked.input, "output": asked.output, "count": found.count, "broken": found.broken}
+        show_predictions(path, build.evaluation_info(cfg, world), result, asked.gallery)
 
 
 JOB = predict

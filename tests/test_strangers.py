@@ -181,7 +181,7 @@ NAMES = ["[/b]x", "a[red]b", "\x1b[31mred\x1b]0;title\x07", ":smile:", "\u202eri
 def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
     monkeypatch.setattr(console.out, "width", 200)
     console.say(name)
-    console.figures_table(name, [("report", name)])
+    console.metrics_table(name, [("report", name)])
     console.sweep_table([{"run": name, "test/acc": 0.5}], [], ["test/acc"], Path("sweep.csv"))
 
     def refuse() -> None:

@@ -278,6 +278,16 @@ def evaluate(
     return figures
 
 
+def evaluation_info(cfg: DictConfig, world: World) -> dict[str, Any]:
+    """What eval.json and predict.json say of the evaluation itself."""
+    return {
+        "run": cfg.run,
+        "checkpoint": cfg.init_from,
+        "strategy": cfg.strategy.name,
+        "world_size": world.size,
+    }
+
+
 def figures_of(
     cfg: DictConfig, world: World, data: pl.LightningDataModule, subject: pl.LightningModule, run: str
 ) -> dict[str, float]:

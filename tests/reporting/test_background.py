@@ -13,7 +13,7 @@ import wandb
 from in_process import rows
 from lightning.pytorch.loggers.logger import Logger
 
-from lockstep.reporting import background, loggers, wandb_logger
+from lockstep.reporting import background, loggers
 from lockstep.reporting.background import Background
 
 ANSWERED = 3  # requests with figures, before the server goes away
@@ -117,7 +117,7 @@ def test_a_run_goes_on_without_the_server_of_its_logger(train, server, monkeypat
     # a connection that waited as the server closed is reset; a later one is refused, a URLError
     what = ["does not answer"] if server.how == "hangs" else ["fails with URLError", "fails with ConnectionResetError"]
     assert len(said) == 1
-    assert any(text in said[0] for text in what) and "metrics.csv has all figures" in said[0]
+    assert any(text in said[0] for text in what) and "metrics.csv has all metrics" in said[0]
 
 
 def test_an_error_of_the_users_own_is_raised(tmp_path):
@@ -154,7 +154,7 @@ def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_server_of_wandb(train, server, monkeypatch, tmp_path):
-    monkeypatch.setattr(wandb_logger, "LATE_S", 1.0)
+    monkeypatch.setattr(background, "LATE_S", 1.0)
     for name, value in {
         "BASE_URL": server.url, "API_KEY": "0" * 40, "MODE": "online", "ERROR_REPORTING": "false",
         **dict.fromkeys(("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"), str(tmp_path / "client")),

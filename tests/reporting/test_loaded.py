@@ -16,7 +16,6 @@ from lockstep.errors import UserError
 from lockstep.reporting.panels import encoded, read_panels, write_panels
 from lockstep.tasks.panel import (
     Bars,
-    Durations,
     Gallery,
     Lines,
     Mask,
@@ -75,7 +74,6 @@ def test_every_panel_comes_back_from_its_file(tmp_path):
         Lines("lines", "x", "y", {"a": [(0.0, 1.0)]}),
         Points("points", "x", "y", [(0.0, 1.0)], diagonal=True),
         Bars("bars", "x", "y", [0.0, 1.0, 2.0], [3, 4]),
-        Durations("durations", {"steps": 1.5}),
         Gallery("gallery", [Sample(7, facts, noise_CHW), Sample(None, {"own": {1, 2} and object}, noise_CHW[:1])]),
     ]
     write_panels(tmp_path, panels)

@@ -4,6 +4,7 @@ import csv
 import os
 import shlex
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,9 +19,8 @@ from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.errors import UserError
-from lockstep.reporting import loggers, wandb_logger
-from lockstep.reporting.loggers import MetricsCsv
-from lockstep.reporting.wandb_logger import has_wandb_key, wandb_sync_line
+from lockstep.reporting import loggers
+from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
 
 NAMES = st.sampled_from(["train/loss", "val/acc", "val/loss", "lr", "a,b", 'c"d'])
 ROWS = st.lists(st.dictionaries(NAMES, st.floats(allow_nan=False), min_size=1), min_size=1, max_size=8)
@@ -160,7 +160,7 @@ def no_key(tmp_path, monkeypatch):
 def logger_of_wandb(run_dir: Path, mode: str = "auto", id: str = "abc123"):
     run_dir.mkdir(exist_ok=True)
     place = {"run_dir": run_dir, "run": "a-run", "project": "lockstep", "entity": None, "group": None}
-    return wandb_logger.wandb(**place, tags=["one"], id=id, mode=mode)
+    return loggers.wandb(**place, tags=["one"], id=id, mode=mode)
 
 
 def test_without_a_key_and_a_network_wandb_leaves_a_run_on_disk(tmp_path, no_key):
@@ -193,7 +193,7 @@ def test_the_mode_is_what_was_said_or_follows_from_the_key(
         monkeypatch.setenv("WANDB_MODE", variable)
     if key:
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(wandb_logger, "unreachable", lambda _: "")
+    monkeypatch.setattr(loggers, "unreachable", lambda _: "")
     assert logger_of_wandb(tmp_path / "run", given)._wandb_init["mode"] == expected
 
 
@@ -260,8 +260,8 @@ def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, no_key, monkeyp
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(wandb_logger.socket, "create_connection", refuse)
-    made = wandb_logger.wandb(
+    monkeypatch.setattr(loggers.socket, "create_connection", refuse)
+    made = loggers.wandb(
         run_dir=tmp_path, run="a", project="p", entity=None, group=None, tags=[], id="abc", mode="auto"
     )
     assert made._wandb_init["mode"] == "offline"
@@ -269,15 +269,11 @@ def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, no_key, monkeyp
 
 
 def test_what_wandb_refuses_is_told_in_one_message(tmp_path, monkeypatch):
-    made = wandb_logger.Wandb(name="a", save_dir=str(tmp_path), mode="online")
-
-    def refuse(**_: object) -> None:
-        raise wandb.errors.UsageError("API key must have 40+ characters")
-
-    monkeypatch.setattr(wandb, "init", refuse)
+    made = loggers.in_background(logger_of_wandb(tmp_path, "online"), "wandb")
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.errors.UsageError("API key must have 40+ characters")))
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    with pytest.raises(UserError, match=r"logger.wandb: W&B cannot start: API key .*\(set: .*WANDB_API_KEY") as error:
-        made.experiment  # noqa: B018
+    with pytest.raises(UserError, match=r"logger.wandb cannot start: API key .*WANDB_API_KEY.*mode=offline") as error:
+        loggers.connect(made)
     assert "secret" not in str(error.value)
 
 

@@ -84,18 +84,15 @@ def test_the_matrix_counts_the_predictions_of_the_checkpoint(run_a, mnist, cache
 
 
 def test_names_classes_and_values_are_text(run_a):
-    cfg, report = (
-        OmegaConf.load("runs/a/config.yaml"),
-        {**run_a, "error": "<script>alert(1)</script>", "status": "failed"},
-    )
-    cfg.data.root, cfg.runs_dir = "<script>alert(2)</script>", "runs"
     evil = "<script>alert(3)</script>"
+    report = {**run_a, "run": evil, "model": evil, "status": "failed", "error": "<script>alert(1)</script>"}
+    info = pages.RunInfo("a", "runs", ["data.root=<script>alert(2)</script>"], evil)
     panels = [
         Matrix(evil, [evil, "b"], [[1, 2], [3, 4]], evil),
         Bars(evil, evil, evil, [0, 1, 2], [1, 2]),
         Gallery(evil, [Sample(0, {"target": evil, "prediction": evil, evil: evil})]),
     ]
-    pages.write_page(cfg, report | {"run": evil, "model": evil}, None, panels)
+    pages.write_page(info, report, None, panels)
     page = page_of("a")
     assert page.count("<script>") == page.count("</script>") == 1
     assert "&lt;script&gt;alert(2)" in page

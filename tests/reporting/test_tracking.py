@@ -1,30 +1,27 @@
 """What a run hands its loggers, read back by their own readers or from their clients' files."""
 
-import io
 import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import wandb
 from in_process import Crash, report, rows
 from lightning.pytorch.loggers.logger import Logger
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import lockstep
 from lockstep.build_trainer import labels
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.errors import Preempted, UserError
-from lockstep.reporting import loggers, panels
-from lockstep.reporting.tracking import flat
-from lockstep.tasks.panel import Bars, Gallery, Lines, Mask, Matrix, Points, Sample, Table
+from lockstep.reporting import loggers
+from lockstep.reporting.loggers import RunEnd, flat
 
 SEEN = "train/images_seen"
-PANELS = {"panels/confusion_matrix", "panels/calibration", "panels/largest_losses", "panels/what_the_network_saw"}
 
 
 class Kept(Logger):
@@ -35,7 +32,7 @@ class Kept(Logger):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, tuple]] = []
-        for method in ("log_hyperparams", "log_metrics", "log_pictures", "log_checkpoint", "end", "finalize"):
+        for method in ("log_hyperparams", "log_metrics", "on_run_end", "finalize"):
             setattr(self, method, lambda *args, method=method: self.calls.append((method, args)))
 
     log_hyperparams = log_metrics = None
@@ -59,23 +56,21 @@ def kept(monkeypatch) -> Kept:
 # --- any logger ------------------------------------------------------------------------------------------------------
 
 
-def test_a_logger_gets_config_figures_panels_checkpoint_and_status(train, kept):
+def test_a_logger_gets_config_metrics_page_checkpoint_and_status(train, kept):
     found = train("run=a", "logger=tensorboard", "trainer.log_every_n_steps=4", "data.limit_train=100")
     (config,) = kept.of("log_hyperparams")[0]
     assert (config["optim"]["lr"], config["run"], config["facts"]["git_sha"]) == (1e-3, "a", found["git_sha"])
     logged = [(metrics[SEEN], step) for metrics, step in kept.of("log_metrics")]
     steps = found["train/steps"]
     assert logged[-1] == (steps * 48, steps)  # the test
-    assert all(seen == 48 * min(step + 1, steps) for seen, step in logged)
+    assert all(seen == 48 * step for seen, step in logged)
     assert SEEN not in rows("a")[0]
-    pictures = {name: images for name, images, step in kept.of("log_pictures") if step == steps}
-    assert set(pictures) == PANELS
-    assert len(pictures["panels/largest_losses"]) == 24
-    image, caption = pictures["panels/largest_losses"][0]
-    assert "→" in caption and "loss" in caption and min(image.size) >= 96
-    assert kept.of("log_checkpoint") == [(Path("runs/a", found["checkpoint"]), "a")]
-    assert kept.of("end") == [("done", None, steps)]
-    assert [name for name, _ in kept.calls[-2:]] == ["end", "finalize"]
+    ((end,),) = kept.of("on_run_end")
+    assert (end.status, end.error, end.step) == ("done", None, steps)
+    assert end.checkpoint == Path("runs/a", found["checkpoint"])
+    assert {panel.title for panel in end.panels} == set(lockstep.load_report("a").panels)
+    assert "Confusion matrix" in end.page.read_text()
+    assert [name for name, _ in kept.calls[-2:]] == ["on_run_end", "finalize"]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +86,9 @@ def test_a_logger_is_told_how_a_run_ended(train, kept, monkeypatch, raised, stat
     with pytest.raises((type(raised), SystemExit)):
         train("run=a", "logger=tensorboard")
     assert report("a")["status"] == status
-    ((told, error, _),) = kept.of("end")
-    assert (told, str(raised) in str(error)) == (status, True)
-    assert not kept.of("log_checkpoint")
+    ((end,),) = kept.of("on_run_end")
+    assert (end.status, str(raised) in str(end.error)) == (status, True)
+    assert end == RunEnd(status, end.error, 0, None, (), None)
 
 
 @pytest.mark.parametrize(
@@ -120,39 +115,6 @@ def test_keys_are_flat_and_values_plain():
     assert flat(config) == {"a.b": 1, "a.c.d": "None", "e": "[1, 2]", "f": True, "3": "x"}
 
 
-# --- images of panels ------------------------------------------------------------------------------------------------
-
-
-def test_panels_are_drawn():
-    matrix = Matrix("Confusion matrix", ["cat", "dog"], [[5, 0], [3, 2]], "Rows are targets.")
-    lines = Lines("Calibration", "x", "y", {"measured": [(0.0, 0.1), (1.0, 0.8)], "none": []})
-    points = Points("Scatter", "x", "y", [(0.0, 1.0), (2.0, 3.0)], diagonal=True)
-    bars = Bars("Histogram", "x", "y", [0.0, 1.0, 2.0], [3, 4])
-    for panel in (matrix, lines, points, bars, Points("Nothing", "x", "y", [])):
-        ((image, caption),) = panels.images_of_panel(panel)
-        assert caption.startswith(panel.title)
-        assert np.asarray(image).std() > 5  # something is drawn
-    assert panels.images_of_panel(Table("Figures", ("a",), [(1,)])) == []
-
-
-def test_samples_are_drawn_with_their_captions():
-    image = np.arange(3 * 20 * 30, dtype=np.uint8).reshape(3, 20, 30)
-    mask = Mask(np.ones((20, 30), int))
-    samples = [
-        Sample(7, {"target": "cat", "prediction": "dog", "loss": 2.5}, image),
-        Sample(8, {"prediction": mask, "target": mask}, image),
-        Sample(9, {"target": "a text"}),
-    ]
-    found = panels.images_of_panel(Gallery("Largest losses", samples))
-    assert [caption.splitlines()[0] for _, caption in found] == ["cat → dog", "#8", "#8"]
-    small = np.asarray(found[0][0])
-    assert (small[::4, ::4] == image.transpose(1, 2, 0)).all()  # enlarged, not changed
-    page = panels.sheet(found)
-    assert page.width > 3 * 120 and page.height > 80
-    assert (np.asarray(page)[:80, :120] == small).all()
-    assert panels.sheet(found[:1]) is found[0][0]
-
-
 # --- TensorBoard -----------------------------------------------------------------------------------------------------
 
 
@@ -166,9 +128,10 @@ def test_tensorboard_has_everything_when_it_is_read_back(train, monkeypatch):
     assert {"train/loss", "val/acc", "test/acc", SEEN} <= set(tags["scalars"])
     assert [(e.step, e.value) for e in events.Scalars(SEEN)][-1] == (12, 12 * 48)
     assert [e.value for e in events.Scalars("test/acc")][-1] == pytest.approx(found["test/acc"])
-    assert set(tags["images"]) >= PANELS
-    matrix = Image.open(io.BytesIO(events.Images("panels/confusion_matrix")[-1].encoded_image_string))
-    assert matrix.size == (500, 500)
+    (tables,) = [e.tensor_proto.string_val[0].decode() for e in events.Tensors("report/text_summary")][-1:]
+    matrix = lockstep.load_report("a").panels["Confusion matrix"]
+    assert f"| 9 | {' | '.join(map(str, matrix.values[9]))} |" in tables.splitlines()
+    assert "runs/a/report.html" in tables
     texts = [e.tensor_proto.string_val[0].decode() for e in events.Tensors("config/text_summary")]
     assert "| data.batch_size | 48 |" in texts[0].splitlines()
     assert [e.tensor_proto.string_val[0] for e in events.Tensors("status/text_summary")][-1] == b"done"
@@ -238,14 +201,8 @@ def test_wandb_has_everything_in_its_files_and_a_resumed_run_is_the_same(train, 
     tested = next(row for row in history if "test/acc" in row)
     assert (tested["trainer/global_step"], tested[SEEN]) == (12, 12 * 48)
     assert tested["test/acc"] == pytest.approx(found["test/acc"])
-    media: dict[str, dict[str, Any]] = {}
-    for name, value in [pair for row in history for pair in row.items() if pair[0].startswith("panels/")]:
-        media.setdefault(name.partition(".")[0], {})[name.partition(".")[2]] = value
-    assert set(media) == PANELS
-    worst = media["panels/largest_losses"]
-    assert (worst["count"], "→" in worst["captions"][0]) == (24, True)
-    folder = next(Path("runs/sweep/3/wandb").glob("offline-run-*/files/media/images/panels/largest_losses*")).parent
-    assert len(list(folder.glob("largest_losses*.png"))) == 24
+    pages = Path("runs/sweep/3/wandb").glob("offline-run-*/files/media/html/report*.html")
+    assert Path("runs/sweep/3/report.html").read_text() in [page.read_text() for page in pages]
     (artifact,) = [record.artifact for record in of(second, "request") if record.HasField("log_artifact")] or of(
         second, "artifact"
     )
@@ -275,10 +232,7 @@ def test_wandb_is_told_how_a_run_ended(train, client, monkeypatch, raised, code,
 
 
 def test_a_run_that_wandb_refuses_leaves_nothing(train, client, monkeypatch):
-    def refuse(**_: object) -> None:
-        raise wandb.errors.UsageError("API key must have 40+ characters")
-
-    monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(UserError, match="W&B cannot start: API key must"):
+    monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.errors.UsageError("API key must have 40+ characters")))
+    with pytest.raises(UserError, match=r"logger\.wandb cannot start: API key must"):
         train("run=a", "logger=wandb")
     assert not Path("runs/a").exists()

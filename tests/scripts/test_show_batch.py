@@ -6,9 +6,9 @@ import show_batch
 import torch
 from in_process import options
 from PIL import Image
+from show_batch import GAP, LINE, MARGIN, caption, name, with_mask
 
 from lockstep.errors import UserError
-from lockstep.reporting.pictures import GAP, LINE, MARGIN, caption, name, with_mask
 from lockstep.training.module import TaskModule
 
 

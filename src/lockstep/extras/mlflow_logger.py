@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.errors import UserError
-from lockstep.reporting.panels import sheet
-from lockstep.reporting.tracking import flat
-from lockstep.reporting.wandb_logger import unreachable
+from lockstep.reporting.loggers import RunEnd, flat, unreachable
 
 log = logging.getLogger("lockstep")
 STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED"}  # others were ended from outside: KILLED
@@ -26,7 +22,9 @@ PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT
 
 
 class MLflow(MLFlowLogger):
-    """Lightning's logger, which connects when the run begins, and not in its constructor."""
+    """Lightning's logger, but it connects when the run begins, and not in its constructor."""
+
+    local = "tracking_uri=null"  # works without the server
 
     def __init__(self, *, id: str | None, log_model: bool, **options: Any) -> None:
         Logger.__init__(self)
@@ -35,17 +33,9 @@ class MLflow(MLFlowLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        from mlflow.exceptions import MlflowException
-
         if not self.connected:
             logging.getLogger("mlflow").setLevel(logging.WARNING)
-            try:
-                self.connect()
-            except MlflowException as e:
-                raise UserError(
-                    f"logger.mlflow: MLflow cannot start: {' '.join(str(e).split())}. Correct logger.mlflow.tracking_uri or "
-                    "MLFLOW_TRACKING_URI, or type logger.mlflow.tracking_uri=null for a database beside the runs."
-                ) from e
+            self.connect()
         return super().experiment
 
     def connect(self) -> None:
@@ -79,23 +69,19 @@ class MLflow(MLFlowLogger):
         client.log_batch(run, tags=changed)
 
     @rank_zero_only
-    def log_pictures(self, name: str, pictures: Sequence[tuple[Any, str]], step: int) -> None:
-        self.experiment.log_image(self.run_id, sheet(pictures), f"{name}.png")
-
-    @rank_zero_only
-    def log_checkpoint(self, path: Path, name: str) -> None:
-        if self.log_model:
-            self.experiment.log_artifact(self.run_id, str(path), "checkpoints")
-
-    @rank_zero_only
-    def end(self, status: str, error: str | None, step: int) -> None:
-        for tag, value in {"status": status, **({"error": error} if error else {})}.items():
-            self.experiment.set_tag(self.run_id, tag, value)
-        self.experiment.set_terminated(self.run_id, STATUS.get(status, "KILLED"))
+    def on_run_end(self, end: RunEnd) -> None:
+        client, run = self.experiment, self.run_id
+        for tag, value in {"status": end.status, **({"error": end.error} if end.error else {})}.items():
+            client.set_tag(run, tag, value)
+        if end.page:
+            client.log_artifact(run, str(end.page))
+        if end.checkpoint and self.log_model:
+            client.log_artifact(run, str(end.checkpoint), "checkpoints")
+        client.set_terminated(run, STATUS.get(end.status, "KILLED"))
 
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Nothing: Lightning calls it when training ends, before the test; `end` knows more."""
+        """Nothing: Lightning calls it when training ends, before the test; `on_run_end` knows more."""
 
 
 def mlflow(

@@ -17,16 +17,14 @@ from lockstep.config.project import of_users_code
 from lockstep.errors import chain
 
 BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)  # no connection and no disk
-METHODS = (
-    "log_metrics", "log_hyperparams", "log_pictures", "log_checkpoint", "save", "after_save_checkpoint", "end", "finalize",
-)  # fmt: skip
+METHODS = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "on_run_end", "finalize")
 PENDING = 10_000  # calls that wait; later ones are dropped
 LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
 SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
 
 
 class Background:
-    """Runs the methods of one logger in order, in a thread. metrics.csv has every figure, whatever becomes of them."""
+    """Runs the methods of one logger in order, in a thread. metrics.csv has every metric, whatever becomes of them."""
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.name, self.warned = name, False
@@ -38,7 +36,7 @@ class Background:
             setattr(logger, method, partial(self.add, getattr(logger, method)))
 
     def add(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Raises the exception of an earlier call if it is the user's own bug."""
+        """Raises the exception of an earlier call if it is a bug in the user's code."""
         if getattr(rank_zero_only, "rank", 0):  # most loggers do nothing there
             return call(*args, **kwargs)
         if self.bug is not None:
@@ -74,7 +72,7 @@ class Background:
         if not self.warned:
             self.warned = True
             logging.getLogger("lockstep").warning(
-                "logger.%s %s. Training goes on without it; metrics.csv has all figures.", self.name, what
+                "logger.%s %s. Training goes on without it; metrics.csv has all metrics.", self.name, what
             )
 
     def finish(self, wait_s: float) -> None:

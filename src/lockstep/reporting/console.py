@@ -148,7 +148,7 @@ def speed(report: dict[str, Any]) -> str:
     return f"{rate:,.0f} {unit}/s{waiting}" + (f", {flops / 1e9:,.0f} GFLOP/s" if flops else "")
 
 
-def figures_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+def metrics_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """A table of names and values, also written to train.log."""
     table = Table(show_header=False)
     table.add_column()

@@ -1,31 +1,137 @@
-"""metrics.csv, which is always written, and what all loggers need. W&B and MLflow have a file of their own."""
+"""metrics.csv, and what a run hands the loggers beside it: the config when it begins, `RunEnd` when it ends.
+
+Any logger of Lightning's works. One with a method `on_run_end(end: RunEnd)` is told how the run ended, on rank 0 and in the
+logger's own thread (background.py).
+"""
 
 import csv
 import logging
+import netrc
+import os
+import shlex
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import lightning.pytorch as pl
-import numpy as np
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.compat.wandb_anonymous import without_anonymous
+from lockstep.config.compose import dotted
+from lockstep.config.project import of_users_code
 from lockstep.config.run_files import whole_rows
-from lockstep.errors import TrainingFailed
+from lockstep.errors import TrainingFailed, UserError
 from lockstep.machine import files
-from lockstep.reporting import digests
-from lockstep.reporting.background import Background
-from lockstep.reporting.panels import sheet
-from lockstep.reporting.tracking import flat
-from lockstep.reporting.wandb_logger import wandb
+from lockstep.reporting import background, digests
+from lockstep.tasks.panel import Content, Matrix, Share, Table
 from lockstep.training.steps import steps_done
 
-# --- metrics.csv, which is always written, and what all loggers need at a resume. The others each have a file of their own ---
-
-# Configs name the last two by this module.
-__all__ = ["CutAtResume", "MetricsCsv", "in_background", "tensorboard", "wandb"]
 log = logging.getLogger("lockstep")
+
+# --- What every logger gets ---
+
+FACTS = ("task", "model", "world_size", "accelerator", "nodes", "host", "data/name", "data/sha256", "git_sha", "versions")  # fmt: skip
+UPLOAD_S = 600.0  # how long a run waits for the upload of its checkpoint
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    status: str  # done, failed, preempted, interrupted or pruned
+    error: str | None
+    step: int
+    page: Path | None  # report.html; like the rest, of a run that is done
+    panels: Sequence[Content]  # what the page shows of the test set
+    checkpoint: Path | None  # the one that was tested: a file, or the folder of a sharded one
+
+
+def in_background(logger: Logger, name: str) -> Logger:
+    logger.background = background.Background(logger, name)  # type: ignore[attr-defined]
+    return logger
+
+
+class Tracking:
+    """The loggers of a run, from its begin to its end."""
+
+    def __init__(self) -> None:
+        self.begun: list[Logger] = []
+
+    def begin(self, loggers: Sequence[Logger], config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+        """Connects each logger. Raises UserError: its client refuses to start."""
+        facts, batch = {name: report.get(name) for name in FACTS}, report["batch_size"]
+        for logger in loggers:
+            connect(logger)
+            self.begun.append(logger)
+            if hasattr(logger, "background"):  # not metrics.csv
+                logger.log_hyperparams({**config, "facts": facts})
+                if batch:
+                    write = partial(with_samples, logger.log_metrics, f"train/{report['unit']}_seen", batch)
+                    logger.log_metrics = write  # type: ignore[method-assign]
+
+    def end(self, report: Mapping[str, Any], panels: Sequence[Content], folder: Path) -> None:
+        """Tells the loggers, and waits for them."""
+        status, done, path = report["status"], report["status"] == "done", report.get("checkpoint")
+        checkpoint = folder / path if done and path else None
+        page = folder / "report.html" if done else None
+        step = int(report.get("train/steps", 0))
+        end = RunEnd(status, report.get("error"), step, page, panels if done else (), checkpoint)
+        for logger in self.begun:
+            if hasattr(logger, "on_run_end"):
+                logger.on_run_end(end)
+            logger.finalize("success" if done else "failed")  # again, for the test's metrics
+            uploads = checkpoint is not None and getattr(logger, "log_model", False)
+            if thread := getattr(logger, "background", None):
+                thread.finish(UPLOAD_S if uploads else background.LATE_S if done else background.SHORT_S)
+            if isinstance(
+                logger, WandbLogger
+            ):  # in this thread; otherwise the next job of a multirun would continue the run
+                logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
+        self.begun = []
+
+
+def connect(logger: Logger) -> None:
+    try:
+        _ = getattr(logger, "experiment", None)
+    except Exception as e:
+        if isinstance(e, UserError) or of_users_code(e) or not hasattr(logger, "background"):
+            raise
+        name, local = logger.background.name, getattr(logger, "local", "")
+        variables = [variable for variable in os.environ if variable.startswith(f"{name.upper()}_")]
+        raise UserError(
+            f"logger.{name} cannot start: {' '.join(str(e).split())}. Correct its keys or the environment variables "
+            f"(set: {', '.join(variables) or 'none'})" + (f", or pass logger.{name}.{local}." if local else ".")
+        ) from e
+
+
+def with_samples(write: Any, name: str, batch: int, metrics: Mapping[str, float], step: int | None = None) -> None:
+    """Adds the number of samples that the optimizer has seen to a row, as a second axis."""
+    write(metrics if step is None else {name: step * batch, **metrics}, step)
+
+
+def flat(config: dict[Any, Any]) -> dict[str, Any]:
+    """Keys as they are passed, `optim.lr`; values that are no number, flag or text become one."""
+    values = dotted(config).items()
+    return {key: value if isinstance(value, bool | int | float | str) else str(value) for key, value in values}
+
+
+def unreachable(server: str, timeout_s: float = 5.0) -> str:
+    """Why a server cannot be reached; empty if it can, or if a proxy decides that."""
+    url = urlsplit(server)
+    if any(name.lower().endswith("proxy") for name in os.environ):
+        return ""
+    try:
+        port = url.port or (80 if url.scheme == "http" else 443)
+        socket.create_connection((url.hostname or "", port), timeout_s).close()
+    except OSError as e:
+        return f"{url.netloc} cannot be reached ({e})"
+    return ""
+
+
+# --- metrics.csv, which is always written ---
 
 
 class MetricsCsv(Logger):
@@ -113,41 +219,142 @@ class CutAtResume(pl.Callback):
                 writer.purge_step = steps + 1
 
 
-def in_background(logger: Logger, name: str) -> Logger:
-    logger.background = Background(logger, name)  # type: ignore[attr-defined]
-    return logger
+# --- TensorBoard: it cannot show the page, which is beside its folder, and gets the tables as texts ---
 
 
-# --- TensorBoard: figures, the config, panels as images, the status ---
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def table(panel: Table | Matrix) -> str:
+    rows: Sequence[Sequence[Any]]
+    if isinstance(panel, Matrix):
+        columns, rows = ["", *panel.names], [(n, *row) for n, row in zip(panel.names, panel.values, strict=True)]
+    else:
+        columns, rows = list(panel.columns), panel.rows
+    plain = [[f"{cell.value:.4f}" if isinstance(cell, Share) else cell for cell in row] for row in rows]
+    return f"### {panel.title}\n{panel.note}\n\n{markdown(columns, plain)}"
 
 
 class TensorBoard(TensorBoardLogger):
-    """The config is a text, and the run a row in the tab HParams, beside all figures."""
+    """The config is a text, and the run a row in the tab HParams, beside all metrics."""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
         super().log_hyperparams(params)  # adds them to `hparams`, for hparams.yaml
         values = flat(dict(self.hparams))
-        rows = ["| key | value |", "| --- | --- |", *(f"| {key} | {value} |" for key, value in values.items())]
-        self.experiment.add_text("config", "\n".join(rows), 0)
+        self.experiment.add_text("config", markdown(("key", "value"), list(values.items())), 0)
         self.add_row(1, values)
 
     def add_row(self, part: int, params: dict[str, Any]) -> None:
-        """Part 1 is the begin of the row in HParams, part 2 its end. A list of figures would be part 0: all are shown without it."""
+        """Part 1 begins the row in HParams, part 2 ends it. Part 0 would be a list of metrics: without it, all are shown."""
         from torch.utils.tensorboard.summary import hparams
 
         self.experiment.file_writer.add_summary(hparams(params, {})[part])
 
     @rank_zero_only
-    def log_pictures(self, name: str, pictures: Sequence[tuple[Any, str]], step: int) -> None:
-        self.experiment.add_image(name, np.asarray(sheet(pictures).convert("RGB")), step, dataformats="HWC")
-
-    @rank_zero_only
-    def end(self, status: str, error: str | None, step: int) -> None:
-        self.experiment.add_text("status", f"{status}: {error}" if error else status, step)
-        if status == "done":  # of several ends TensorBoard shows the first, and a run that failed may be resumed
+    def on_run_end(self, end: RunEnd) -> None:
+        tables = [table(panel) for panel in end.panels if isinstance(panel, Table | Matrix)]
+        if end.page:
+            self.experiment.add_text("report", "\n\n".join([f"With all panels: {end.page}", *tables]), end.step)
+        self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
+        if end.status == "done":  # of several ends TensorBoard shows the first, and a run that failed may be resumed
             self.add_row(2, {})
 
 
 def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
     return TensorBoard(save_dir=str(run_dir), name="tensorboard", version="", default_hp_metric=False)
+
+
+# --- W&B: online with an API key, otherwise offline ---
+
+WANDB_SERVER = "https://api.wandb.ai"
+# 255 is killed, another one failed, or preempted if it was marked.
+EXIT_CODES = {"done": 0, "pruned": 0, "interrupted": 255}
+
+
+def server() -> str:
+    return os.environ.get("WANDB_BASE_URL") or WANDB_SERVER
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B's client would find an API key for its server."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        found = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(server()).hostname or "")
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return bool(found and found[2])
+
+
+class Wandb(WandbLogger):
+    local = "mode=offline"  # works without the server
+
+    def __init__(self, *, log_model: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.log_model = log_model
+        without_anonymous(self)
+
+    @rank_zero_only
+    def on_run_end(self, end: RunEnd) -> None:
+        """The checkpoint is named as by Lightning's logger: `model-<id>`, of the type `model`."""
+        from wandb import Artifact, Html
+
+        run = self.experiment
+        run.summary.update({"status": end.status, **({"error": end.error} if end.error else {})})
+        if end.status == "preempted":
+            run.mark_preempting()
+        if end.page:
+            run.log({"report": Html(end.page, inject=False), "trainer/global_step": end.step})
+        if end.checkpoint and self.log_model:
+            artifact = Artifact(f"model-{self.version}", "model", metadata={"original_filename": end.checkpoint.name})
+            add = artifact.add_dir if end.checkpoint.is_dir() else partial(artifact.add_file, name="model.ckpt")
+            add(str(end.checkpoint))
+            run.log_artifact(artifact, aliases=["latest", "best"])
+
+
+def wandb(
+    *,
+    run_dir: Path,
+    run: str,
+    project: str,
+    entity: str | None,
+    group: str | None,
+    tags: list[str],
+    id: str | None,
+    mode: str,
+    log_model: bool = False,
+) -> WandbLogger:
+    """W&B. `mode=auto` is online with an API key and offline without; WANDB_MODE overrides it."""
+    import wandb as client
+
+    if mode == "auto":
+        mode = os.environ.get("WANDB_MODE", "")
+        if not mode:
+            mode = "online" if has_wandb_key() else "offline"
+            if mode == "online" and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server())):
+                log.warning("W&B logs offline: %s", why)
+                mode = "offline"
+    settings = client.Settings(console="off", silent=True)
+    if mode == "online":
+        # else it waits for ever for a lost server
+        settings.finish_timeout = float(
+            os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else background.LATE_S)
+        )
+    place = {
+        "name": run,
+        "save_dir": str(run_dir),
+        "project": project,
+        "entity": entity,
+        "group": group,
+        "tags": list(tags),
+    }
+    return Wandb(log_model=log_model, id=id, resume="allow", mode=mode, settings=settings, **place)
+
+
+def wandb_sync_line(run_dir: Path) -> str | None:
+    """The command that uploads offline runs to W&B; None if there are none."""
+    offline = sorted((run_dir / "wandb").glob("offline-run-*"))
+    return f"wandb sync {shlex.join(map(str, offline))}" if offline else None  # one part per resume

@@ -1,23 +1,22 @@
-"""report.html, the page of one run. On two cores, of a run on MNIST: 0.4 s to write, 80 kB."""
+"""What a run shows at its end: report.html (0.4 s to write, 80 kB for MNIST on two cores) and a table on the terminal."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from lockstep.config.compose import as_overrides, typed
-from lockstep.config.identity import run_dir
+from lockstep.config.compose import typed
 from lockstep.config.project import command
 from lockstep.config.run_files import read_metrics
-from lockstep.config.words import number, seconds, size
-from lockstep.machine.files import write_text
-from lockstep.reporting.console import lines_of, warnings_in
-from lockstep.reporting.panels import FILTERS, write_panels
+from lockstep.config.words import number, size
+from lockstep.machine.files import write_json, write_text
+from lockstep.reporting.console import lines_of, metrics_table, say, speed, warnings_in
+from lockstep.reporting.panels import write_panels
 from lockstep.reporting.recorder import evaluated
 from lockstep.reporting.render import chart, coloured, render
-from lockstep.tasks.panel import Content, Durations, Gallery
+from lockstep.tasks.panel import Content, Gallery
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -28,10 +27,33 @@ PARTS = {
     "start": "start", "steps": "training steps", "wait": "waiting for data", "validation": "validation", "saving": "saving",
     "test": "test and end",
 }  # fmt: skip
-ROWS, LINES, CURVES = 5, 40, 8  # of a failed run: rows of metrics.csv and lines of train.log; curves of unknown figures
+ROWS, LINES, CURVES = 5, 40, 8  # of a failed run: rows of metrics.csv and lines of train.log; curves of unknown metrics
 STAGE = re.compile(r"(train|val|valid|validation)[/_](.+)")
 Metrics = Sequence[dict[str, float]]
 Curve = tuple[str, str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the page shows of a run's config."""
+
+    run: str
+    runs_dir: str
+    overrides: Sequence[str]  # that give the config
+    config: str  # all of it, as YAML
+    compiles: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.runs_dir, self.run)
+
+    @property
+    def in_runs_dir(self) -> str:
+        """The override that commands need to find the run."""
+        return "" if self.runs_dir == "runs" else f" runs_dir={typed(self.runs_dir)}"
+
+
+# --- The headline ---
 
 
 def task_of(module: "pl.LightningModule | None") -> "Task | None":
@@ -39,7 +61,7 @@ def task_of(module: "pl.LightningModule | None") -> "Task | None":
 
 
 def headline_of(module: "pl.LightningModule | None", report: dict[str, Any]) -> tuple[str, str]:
-    """Name and value. Without a task or without a test: the first test figure, else the monitored one."""
+    """Name and value. Without a task or without a test: the first test metric, else the monitored one."""
     task = task_of(module)
     if task is not None and "test/count" in report:
         return task.headline(report)
@@ -49,7 +71,7 @@ def headline_of(module: "pl.LightningModule | None", report: dict[str, Any]) -> 
 
 
 def headline(module: "pl.LightningModule | None", report: dict[str, Any]) -> dict[str, Any]:
-    """The figure, what it is of, and its interval."""
+    """The metric, what it is of, and its interval."""
     name, text = headline_of(module, report)
     value, _, rest = text.partition(" ")
     short = bool(re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value))
@@ -57,15 +79,17 @@ def headline(module: "pl.LightningModule | None", report: dict[str, Any]) -> dic
     ends = task.interval(report) if task is not None and "test/count" in report else None
     shares = value.endswith("%")
     low, high = (f"{100 * end:.2f}" if shares else f"{end:.4f}" for end in ends or (0, 0))
-    name = {"test": "Result"}.get(name, name[:1].upper() + name[1:])
     return {
-        "name": name,
+        "name": "Result" if name == "test" else name[:1].upper() + name[1:],
         "value": value.removesuffix("%") if short else text,
         "percent": short and shares,
         "short": short,
         "rest": rest.removeprefix("of ").removeprefix("on ") if short else "",
         "interval": f"{low} to {high}{'%' if shares else ''}" if ends else "",
     }
+
+
+# --- Curves of training ---
 
 
 def curves(module: "pl.LightningModule | None", metrics: Metrics, unit: str) -> list[Curve]:
@@ -96,16 +120,17 @@ def highest(module: "pl.LightningModule | None", names: Sequence[str]) -> float:
 
 def drawn_curves(
     module: "pl.LightningModule | None", found: Sequence[Curve], metrics: Metrics, report: dict[str, Any]
-) -> list[Any]:
+) -> list[dict[str, Any]]:
     """Charts over steps done, and numbers where there is one point only."""
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
-    drawn = []
+    drawn: list[dict[str, Any]] = []
     for title, unit, names in found:
         series = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
         series = {label: points for label, points in zip(labels(names), series.values(), strict=True) if points}
+        shown = {"title": title, "unit": unit, "svg": "", "keys": [], "values": []}
         if series and all(len(points) == 1 for points in series.values()):
             values = [("" if len(series) == 1 else label, f"{points[0][1]:.4g}") for label, points in series.items()]
-            drawn.append({"title": title, "unit": unit, "svg": "", "keys": [], "values": values})
+            drawn.append(shown | {"values": values})
             continue
         validated = any(name.startswith("val") and any(name in row for row in metrics) for name in names)
         svg = chart(
@@ -117,111 +142,83 @@ def drawn_curves(
             per_x=report.get("batch_size"),
             per_x_label=f"{report.get('unit', 'samples')} seen",
         )
-        keys = coloured(series) if validated else []
-        drawn += [{"title": title, "unit": unit, "svg": svg, "keys": keys, "values": []}] if svg else []
+        drawn += [shown | {"svg": svg, "keys": coloured(series) if validated else []}] if svg else []
     return drawn
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """Short names of curves that one chart shows: only what differs, if they are named as stage/figure."""
+    """Short names of curves that one chart shows: only what differs, if they are named as stage/metric."""
     parts = [name.partition("/")[::2] for name in names]
-    if not all(figure for _, figure in parts) or len(set(names)) < len(names):
+    if not all(metric for _, metric in parts) or len(set(names)) < len(names):
         return list(names)
-    stages, figures = ({part[i] for part in parts} for i in (0, 1))
-    if len(figures) == 1:
+    stages, metrics = ({part[i] for part in parts} for i in (0, 1))
+    if len(metrics) == 1:
         return [stage for stage, _ in parts]
-    return [figure if len(stages) == 1 else f"{stage}/{figure}" for stage, figure in parts]
+    return [metric if len(stages) == 1 else f"{stage}/{metric}" for stage, metric in parts]
 
 
-def facts(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the run was, in a few words. A run that failed early knows little of it."""
-    unit, world = report.get("unit", "samples"), report["world_size"]
-    rate, wait = report.get(f"train/{unit}_per_s"), report.get("train/data_wait_share")
-    found = {
-        "model": report["model"],
-        "parameters": number(report.get("parameters")),
-        "data": report["data/name"],
-        f"training {unit}": number(report.get("data/train")),
-        "strategy": report["strategy"] + (f", {world} processes" if world > 1 else ""),
-        "steps": number(report.get("train/steps")),
-        "time": seconds(report["wall_s"]) if "wall_s" in report else "",
-        "speed": f"{rate:,.0f} {unit}/s" if rate else "",
-        "data wait": f"{wait:.1%}" if wait is not None else "",
-        "peak memory": size(report["peak_memory_bytes"]) if report.get("peak_memory_bytes") else "",
-    }
-    return [(name.capitalize(), str(value)) for name, value in found.items() if value not in ("", None)]
-
-
-def machine(report: dict[str, Any]) -> list[tuple[str, str]]:
-    world, nodes = report["world_size"], report.get("nodes")
-    found = {
-        "host": report.get("host"),
-        "devices": f"{report.get('devices')} x {report.get('accelerator')}" + (f" on {nodes} nodes" if (nodes or 1) > 1 else ""),
-        "processes": world,
-        "result": report.get("across_processes"),
-        "precision": report.get("precision"),
-        "batch": f"{report.get('batch_size')} = {world} x {report.get('micro_batch')} x {report.get('accumulate_grad_batches')} accumulated",
-        "data": f"{report.get('data/source')}, SHA-256 {str(report.get('data/sha256'))[:12]}",
-        "started": report.get("started"),
-        "commit": report.get("git_sha") or "none: not a git repository",
-        "versions": report.get("versions"),
-    }  # fmt: skip
-    return [(name, str(value)) for name, value in found.items() if value is not None]
-
-
-def commands(cfg: DictConfig, report: dict[str, Any]) -> list[tuple[str, str]]:
-    run, folder = typed(str(cfg.run)), run_dir(cfg)
-    place = "" if cfg.runs_dir == "runs" else f" runs_dir={typed(str(cfg.runs_dir))}"
-    named = str(cfg.run) if not place else str(folder)
-    done = report["status"] == "done"
-    epochs = 2 * int(report.get("train/epochs") or 1)
-    more = f"resume={run} trainer.max_epochs={epochs}" if done else f"run={run} resume=auto"
-    found = {
-        "evaluate": f"{command('eval')} run={run}{place}",
-        "predict": f"{command('predict')} run={run}{place} input=<folder>",
-        "train on" if done else "resume": f"{command('train')} {more}{place}",
-        "export": f"{command('export')} {named}",
-        "compare": f"{command('compare_runs')} {named} <another run>",
-    }
-    kept = list(found) if report.get("checkpoint") else ["train on" if done else "resume"]
-    return [(name, found[name]) for name in kept]
+# --- The page ---
 
 
 def write_page(
-    cfg: DictConfig, report: dict[str, Any], module: "pl.LightningModule | None", panels: Sequence[Content]
+    info: RunInfo, report: dict[str, Any], module: "pl.LightningModule | None", panels: Sequence[Content]
 ) -> None:
     """Writes report.html and panels.json of a run that is done or has failed."""
-    folder = run_dir(cfg)
-    write_panels(folder, panels)
-    metrics, log_lines = read_metrics(folder / "metrics.csv"), lines_of(folder / "train.log")
-    plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(plain, DictConfig)
+    write_panels(info.folder, panels)
+    metrics, log_lines = read_metrics(info.folder / "metrics.csv"), lines_of(info.folder / "train.log")
     unit, failed = report.get("unit", "samples"), report["status"] != "done"
-    last = metrics[-ROWS:] if failed else []
-    columns = list(dict.fromkeys(name for row in last for name in row))
     values: dict[str, Any] = {
+        "info": info,
+        "run": typed(info.run),
         "report": report,
         "unit": unit,
         "headline": headline(module, report),
-        "facts": facts(report),
-        "error": report.get("error"),
         "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
-        "last_rows": (columns, [[row.get(name, "") for name in columns] for row in last]) if columns else None,
+        "last_rows": metrics[-ROWS:] if failed else [],
         "log_lines": log_lines[-LINES:] if failed else [],
         "curves": drawn_curves(module, curves(module, metrics, unit), metrics, report),
-        "per_step": report.get("batch_size"),
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": [panel for panel in panels if isinstance(panel, Gallery)],
-        "durations": Durations("", {PARTS[part]: float(s) for part in PARTS if (s := report.get(f"time/{part}_s"))}),
-        "settings": [each.partition("=")[::2] for each in as_overrides(plain)],
-        "config": OmegaConf.to_yaml(plain),
-        "machine": machine(report),
-        "commands": commands(cfg, report),
-        "figures": [(name, "" if value is None else value) for name, value in report.items()],
+        "durations": {PARTS[part]: s for part in PARTS if (s := report.get(f"time/{part}_s"))},
+        "command": command,
     }
-    shown = {"training": "curves", "test": "test_panels", "samples": "galleries"}
-    titles = {"training": "Training", "test": "Test set", "samples": "Samples", "time": "Time", "settings": "Settings",
-              "machine": "Machine", "commands": "Commands", "figures": "All figures"}  # fmt: skip
-    there = [(i, t) for i, t in titles.items() if i not in shown or values[shown[i]]]
-    values["sections"] = [(i, t) for i, t in there if i != "time" or values["durations"].seconds]
-    write_text(folder / "report.html", render("report.html.j2", str(report["run"]), values, FILTERS))
+    write_text(info.folder / "report.html", render("report.html.j2", str(report["run"]), values))
+
+
+# --- The end of a run, an evaluation or a prediction on the terminal ---
+
+
+def show_run(info: RunInfo, report: dict[str, Any], module: "pl.LightningModule | None") -> None:
+    from lockstep.reporting.loggers import wandb_sync_line
+
+    compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if info.compiles else ""
+    rows = [
+        headline_of(module, report),
+        *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
+        ("speed", speed(report)),
+        ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
+        ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
+        ("checkpoint", str(info.folder / report["checkpoint"]) if report["checkpoint"] else "none"),
+        ("report", str(info.folder / "report.html")),
+    ]
+    metrics_table(info.run, rows)
+    if report["checkpoint"]:
+        say(f"evaluate it: {command('eval')} run={info.run}{info.in_runs_dir}")
+    if sync := wandb_sync_line(info.folder):
+        say(f"upload it to W&B: {sync}")
+
+
+def show_evaluation(path: Path, about: Mapping[str, Any], metrics: dict[str, Any]) -> None:
+    """Prints the metrics, and writes them to `path` with what they are about: run, checkpoint, strategy, world size."""
+    write_json(path, {**about, **metrics})
+    rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in metrics.items()]
+    metrics_table(str(about["checkpoint"]), rows)
+
+
+def show_predictions(path: Path, about: Mapping[str, Any], result: Mapping[str, Any], gallery: bool) -> None:
+    """Says where the table is, and writes `path`. `result`: input, output, count of rows, broken files."""
+    write_json(path, {**about, **result})
+    rows = [("predictions", str(result["output"])), ("rows", number(result["count"]))]
+    rows += [("broken files", number(result["broken"]))] if result["broken"] else []
+    rows += [("gallery", f"{result['output']}.html")] if gallery else []
+    metrics_table(str(about["checkpoint"]), rows)

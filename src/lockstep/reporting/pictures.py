@@ -1,19 +1,13 @@
-"""Small images for a page, and a picture of training samples before and after augmentation."""
+"""Small images for a page, as data URIs."""
 
 import base64
 import io
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
-
-from lockstep.data.dataset import Batch
-from lockstep.errors import UserError
-
-# --- Small images for a page, as data URIs ---
+from PIL import Image
 
 SIDE = 128  # pixels of a thumbnail, at most
 # Colours of the classes of a mask: those of Okabe and Ito, which colour-blind people can tell apart.
@@ -65,69 +59,3 @@ def data_uri(image: Image.Image) -> str:
     file = io.BytesIO()
     image.save(file, "PNG" if few else "JPEG", **({"optimize": True} if few else {"quality": 82}))
     return f"data:image/{'png' if few else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-# --- A picture of training samples: each before and after augmentation, with its target ---
-
-# B batch · C channel · H W pixel
-
-
-COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for COLUMNS
-
-
-def picture(before: Batch, after: Batch, about: Mapping[str, Any], count: int) -> Image.Image:
-    """The first `count` samples of two batches as the network gets them. Raises UserError if they are no images."""
-    images = [bytes_of(batch, about)[:count] for batch in (before, after)]
-    scale = max(1, math.ceil(SMALLEST / images[1].shape[2]))
-    width, height = images[1].shape[2] * scale, images[1].shape[1] * scale
-    columns = min(COLUMNS, count)
-    tall = 2 * (height + GAP) + LINE + GAP
-    page = Image.new("RGB", (MARGIN + columns * (width + GAP), math.ceil(count / columns) * tall + GAP), "white")
-    draw = ImageDraw.Draw(page)
-    for place in range(count):
-        row, column = divmod(place, columns)
-        left, top = MARGIN + column * (width + GAP), GAP + row * tall
-        for line, (batch, drawn) in enumerate(zip((before, after), images, strict=True)):
-            tile = with_mask(drawn[place], batch["target"][place].numpy())
-            page.paste(tile.resize((width, height), Image.Resampling.NEAREST), (left, top + line * (height + GAP)))
-            if not column:
-                draw.text((4, top + line * (height + GAP)), ("before", "after")[line], fill="black")
-        draw.text((left, top + 2 * (height + GAP) - 2), caption(after, place, about, width // 6), fill="black")
-    return page
-
-
-def bytes_of(batch: Batch, about: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """image_BHW3: the input of a network without its normalisation."""
-    given = batch["input"]
-    image_BCHW = restored(given, about)
-    if image_BCHW is None or image_BCHW.shape[1] not in (1, 3):
-        raise UserError(f"only images can be shown; `input` is {given.dtype} of shape {tuple(given.shape)}.")
-    image: NDArray[np.uint8] = image_BCHW.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
-    return image
-
-
-def with_mask(image_HW3: NDArray[np.uint8], target: NDArray[Any]) -> Image.Image:
-    """The image, with the target over it if that is a mask."""
-    if target.shape != image_HW3.shape[:2]:
-        return Image.fromarray(image_HW3)
-    return coloured(image_HW3, target)
-
-
-def caption(batch: Batch, place: int, about: Mapping[str, Any], longest: int) -> str:
-    """The target of a sample; of a mixed one, both with their shares."""
-    own = name(batch["target"][place].tolist(), about)
-    if "share" in batch:
-        share, other = float(batch["share"][place]), int(batch["partner"][place])
-        own = f"{share:.0%} {own} + {1 - share:.0%} {name(batch['target'][other].tolist(), about)}"
-    return own[:longest]
-
-
-def name(target: Any, about: Mapping[str, Any]) -> str:
-    """A target in words; nothing for a mask."""
-    if isinstance(target, list):
-        labels = about.get("labels")
-        if labels and len(labels) == len(target):
-            return ", ".join(str(label) for label, there in zip(labels, target, strict=True) if there)
-        return "" if target and isinstance(target[0], list) else ", ".join(f"{value:.3g}" for value in target)
-    classes = about.get("classes")
-    return str(classes[target]) if classes and isinstance(target, int) else f"{target:.3g}"

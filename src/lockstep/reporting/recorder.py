@@ -22,6 +22,7 @@ from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.config import project
 from lockstep.config.batches import batches
+from lockstep.config.compose import as_overrides
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.run_files import read_metrics, read_report
 from lockstep.errors import TrainingFailed, UserError
@@ -29,12 +30,13 @@ from lockstep.machine import files, process
 from lockstep.machine.files import write_json, write_text
 from lockstep.machine.world import World
 from lockstep.reporting.console import Logs
-from lockstep.reporting.tracking import Tracking
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     import torch
 
+    from lockstep.reporting.loggers import Tracking
+    from lockstep.reporting.page import RunInfo
     from lockstep.tasks.panel import Content
 
 
@@ -153,7 +155,7 @@ class Recorder:
         self.trained_s: float | None = None  # perf_counter when training ended
         self.was_validated = True
         self.trainer: pl.Trainer | None = None
-        self.tracking = Tracking()
+        self.tracking: Tracking | None = None
         self.report: dict[str, Any] = {
             "status": "running",
             "run": cfg.run,
@@ -207,7 +209,11 @@ class Recorder:
         self.logs.open(self.dir)
         write_json(report, self.report)
         if self.trainer is not None:
-            self.tracking.begin(self.trainer, self.cfg, self.report)
+            from lockstep.reporting.loggers import Tracking
+
+            plain: Any = OmegaConf.to_container(self.cfg, resolve=True)
+            self.tracking = Tracking()
+            self.tracking.begin(self.trainer.loggers, plain, self.report)
 
     def make_folder(self) -> None:
         self.made = not self.dir.exists()
@@ -293,22 +299,31 @@ class Recorder:
         if not refused:
             write_json(self.dir / "report.json", self.report)  # first, because a logger's server may take its time
         panels = [*self.panels, *offered_panels(self.trainer)]
-        self.tracking.end(self.report, panels, self.dir)
+        if not refused:
+            from lockstep.reporting.page import write_page
+
+            with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
+                write_page(self.info(), self.report, self.module, panels)
+        if self.tracking:
+            self.tracking.end(self.report, panels, self.dir)
         self.logs.close()
         if refused:  # a mistake found late: restore everything
             return self.undo()
-        if error is not None:
-            from lockstep.reporting.page import write_page
-
-            with suppress(Exception):  # the error that ended the run is what counts
-                write_page(self.cfg, self.report, self.module, panels)
-        else:
+        if error is None:
             if not (self.dir / "config.yaml").is_file():
                 gone = f"{self.dir}/config.yaml was removed while the run was going on: eval.py needs it."
                 print(f"WARNING: {gone}", file=sys.stderr)
-            from lockstep.reporting.summary import show_run
+            from lockstep.reporting.page import show_run
 
-            show_run(self.cfg, self.report, self.module, panels)
+            show_run(self.info(), self.report, self.module)
+
+    def info(self) -> "RunInfo":
+        from lockstep.reporting.page import RunInfo
+
+        plain = OmegaConf.create(OmegaConf.to_container(self.cfg, resolve=True))
+        assert isinstance(plain, DictConfig)
+        config, overrides = OmegaConf.to_yaml(plain), as_overrides(plain)
+        return RunInfo(str(plain.run), str(plain.runs_dir), overrides, config, bool(plain.compile))
 
     def is_saved(self) -> bool:
         """Whether this start has trained steps, and a checkpoint is there."""

@@ -2,16 +2,16 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.config.words import number, percent, seconds
+from lockstep.config.words import number, percent, seconds, size
 
 # --- Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run ---
 
@@ -59,35 +59,41 @@ def chart(
         right = LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (RIGHT - LEFT)
         return right, BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (BOTTOM - TOP)
 
-    parts: list[Markup] = []
-    for y in ticks(*y_range):
-        at = place(x_range[0], y)[1]
-        parts += [line(LEFT, at, RIGHT, at, "grid"), text(LEFT - 7, at + 4, compact(y), "end")]
-    parts.append(line(LEFT, BOTTOM, RIGHT, BOTTOM, "axis"))
-    parts.append(x_axis(x_range, 1.0, xlabel, "in-x" if per_x else ""))
-    if per_x:
-        parts.append(x_axis(x_range, per_x, per_x_label, "in-per"))
-    if diagonal:
-        low, high = (pick(x_range[i], y_range[i]) for i, pick in enumerate((max, min)))
-        parts.append(line(*place(low, low), *place(high, high), "mark"))
+    low, high = (pick(x_range[i], y_range[i]) for i, pick in enumerate((max, min)))
+    marks = []
     if mark and x_range[0] <= mark[1] <= x_range[1]:
-        at, near_end = place(mark[1], 0)[0], mark[1] > sum(x_range) / 2
+        near_end = mark[1] > sum(x_range) / 2
         ahead = (-0.3 if near_end else 0.3) * (x_range[1] - x_range[0])
         under = [y for points in lines.values() for x, y in points if 0 <= (x - mark[1]) / ahead <= 1] or [y_range[1]]
-        high = BOTTOM - 7 if sum(under) / len(under) > sum(y_range) / 2 else TOP + 8  # where the curves are not
-        parts.append(line(at, TOP, at, BOTTOM, "mark"))
-        parts.append(text(at + (-5 if near_end else 5), high, mark[0], "end" if near_end else "start", "marked"))
-    for low, high, height in bars:
-        (left, top), (right, bottom) = place(low, height), place(high, 0)
-        shape = Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" class="bar"/>')
-        parts.append(shape.format(left + 0.5, top, max(0.5, right - left - 1), bottom - top))
-    for point in scatter:
-        parts.append(Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2" class="dot"/>').format(*place(*point)))
-    for name, colour in coloured(lines):
-        parts += curve([place(*point) for point in lines[name]], lines[name], colour, name)
-    unit = Markup(' data-per="{}"').format(per_x) if per_x else ""
-    head = Markup('<svg viewBox="0 0 {} {}" role="img"{} data-x="{}" data-per-x="{}">')
-    return head.format(WIDTH, HEIGHT, unit, xlabel, per_x_label) + Markup("\n").join(parts) + Markup("</svg>")
+        at_y = BOTTOM - 7 if sum(under) / len(under) > sum(y_range) / 2 else TOP + 8  # where the curves are not
+        marks.append((mark[0], place(mark[1], 0)[0], at_y, "end" if near_end else "start"))
+    curves = []
+    for name, css in coloured(lines):
+        places = [place(*point) for point in lines[name]]
+        path, exact = pairs("{:.1f},{:.1f}", places), pairs("{:.6g},{:.5g}", lines[name])
+        curves.append((name, css, path, exact, places if len(places) < FEW else []))
+    values: dict[str, Any] = {
+        "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        "xlabel": xlabel,
+        "per_x": per_x,
+        "per_x_label": per_x_label,
+        "y_ticks": [(compact(y), place(0, y)[1]) for y in ticks(*y_range)],
+        "x_axes": [
+            (css, label, [(compact(x), place(x / per, 0)[0]) for x in ticks(x_range[0] * per, x_range[1] * per)])
+            for css, per, label in (("in-x" if per_x else "", 1.0, xlabel), ("in-per", per_x, per_x_label))
+            if per
+        ],
+        "diagonals": [(place(low, low), place(high, high))] if diagonal else [],
+        "marks": marks,
+        "bars": [(place(low, height), place(high, 0)) for low, high, height in bars],
+        "dots": [place(*point) for point in scatter],
+        "curves": curves,
+    }
+    return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
+
+
+def pairs(form: str, points: Points) -> str:
+    return " ".join(form.format(x, y) for x, y in points)
 
 
 def coloured(names: Collection[str]) -> list[tuple[str, str]]:
@@ -97,40 +103,11 @@ def coloured(names: Collection[str]) -> list[tuple[str, str]]:
     return [(name, "quiet" if name in quiet else f"c{loud.index(name) % COLOURS}") for name in names]
 
 
-def x_axis(x_range: tuple[float, float], per_x: float, label: str, name: str) -> Markup:
-    low, high = x_range[0] * per_x, x_range[1] * per_x
-    places = [(LEFT + (x - low) / (high - low) * (RIGHT - LEFT), compact(x)) for x in ticks(low, high)]
-    words = [text(at, BOTTOM + 17, number) for at, number in places]
-    words.append(text((LEFT + RIGHT) / 2, HEIGHT - 6, label))
-    return Markup('<g class="{}">').format(name) + Markup("").join(words) + Markup("</g>")
-
-
-def curve(places: Points, values: Points, colour: str, name: str) -> Iterator[Markup]:
-    """A line through the points, which says its values to the page's script; with markers if they are few."""
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    exact = " ".join(f"{x:.6g},{y:.5g}" for x, y in values)
-    head = '<polyline points="{}" class="line {}" data-name="{}" data-values="{}"/>'
-    yield Markup(head).format(path, colour, name, exact)
-    if len(places) < FEW:
-        for x, y in places:
-            yield Markup('<circle cx="{:.1f}" cy="{:.1f}" r="2.5" class="{}"/>').format(x, y, colour)
-
-
-def text(x: float, y: float, words: str, anchor: str = "middle", name: str = "") -> Markup:
-    head = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}"{}>{}</text>')
-    return head.format(x, y, anchor, Markup(' class="{}"').format(name) if name else "", escape(words))
-
-
-def line(x1: float, y1: float, x2: float, y2: float, name: str) -> Markup:
-    shape = '<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" class="{}"/>'
-    return Markup(shape).format(x1, y1, x2, y2, name)
-
-
 def compact(value: float) -> str:
     """A short label of an axis: 12k, 0.05."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
+    for least, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / unit:.4g}{letter}"
     return f"{value:,.5g}" if abs(value) >= 1e-3 or not value else f"{value:.2g}"
 
 
@@ -165,22 +142,28 @@ def thinned(points: Points, many: int = MANY) -> Points:
 # --- Templates to pages: one file with its styles, script and images, which needs no network. Free of torch ---
 
 FOLDER = Path(__file__).parent / "templates"
+ENVIRONMENT = Environment(
+    loader=FileSystemLoader(FOLDER),
+    autoescape=lambda name: not str(name).endswith(".md.j2"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+ENVIRONMENT.filters |= {
+    "percent": percent,
+    "seconds": seconds,
+    "number": number,
+    "size": size,
+    "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
+}
+ENVIRONMENT.tests |= {
+    "share": lambda value: hasattr(value, "interval"),
+    "setting": lambda value: hasattr(value, "text") and hasattr(value, "value"),
+    "integer": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+}
 
 
-def interval(ends: tuple[float, float]) -> str:
-    return f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}"
-
-
-FILTERS = (percent, interval, seconds, number)
-
-
-def render(template: str, title: str, values: Mapping[str, Any], filters: Sequence[Callable[..., Any]] = ()) -> str:
-    loader = FileSystemLoader(FOLDER)
-    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {function.__name__: function for function in (*FILTERS, *filters)}
-    made.tests["share"] = lambda value: hasattr(value, "interval")
-    made.tests["setting"] = lambda value: hasattr(value, "text") and hasattr(value, "value")
-    made.tests["integer"] = lambda value: isinstance(value, Integral) and not isinstance(value, bool)
+def render(template: str, title: str, values: Mapping[str, Any]) -> str:
     css, js = (Markup((FOLDER / name).read_text()) for name in ("page.css", "page.js"))
-    own = {"title": title, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M %Z")}
-    return made.get_template(template).render(**values, **own, css=css, js=js)
+    page = {"title": title, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M %Z"), "css": css, "js": js}
+    return ENVIRONMENT.get_template(template).render({**values, **page})

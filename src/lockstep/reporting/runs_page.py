@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -117,10 +117,9 @@ class Cell:
     value: float
 
 
-def cell(value: Any, text: str = "") -> Any:
-    """Numbers with all their digits, unless `text` says how; anything else as text."""
+def cell(value: Any, form: Callable[[Any], str] = shown) -> Cell | str:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return Cell(text or shown(value), value)
+        return Cell(form(value), value)
     return "" if value is None else shown(value)
 
 
@@ -139,23 +138,17 @@ def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str], unit: str) -
     curves = [n for n in names if n not in NO_FIGURE and not n.endswith("/count") and not n.startswith("test/")]
     chosen = sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:FIGURES]
     batches = {run.batch for run in runs if rows[run.name]}
+    per = next(iter(batches)) if len(batches) == 1 else None
     charts = []
     for name in chosen:
-
-        def series(per_step: bool, name: str = name) -> dict[str, list[tuple[float, float]]]:
-            found = {
-                run.name: [(row["step"] * (1 if per_step else run.batch), row[name]) for row in rows[run.name] if name in row]
-                for run in runs
-            }  # fmt: skip
-            return {run: points for run, points in found.items() if points}
-
-        by_step = series(True)
+        by_step = {run.name: [(row["step"], row[name]) for row in rows[run.name] if name in row] for run in runs}
+        by_step = {run: points for run, points in by_step.items() if points}
         if all(len(points) == 1 for points in by_step.values()):
             continue  # the table has these numbers
-        per = next(iter(batches)) if len(batches) == 1 else None
         svgs = [("" if per else " in-x", chart("step", by_step, per_x=per, per_x_label=f"{unit} seen", many=POINTS))]
         if not per:
-            svgs.append((" in-per", chart(f"{unit} seen", series(False), many=POINTS)))
+            by_sample = {r.name: [(x * r.batch, y) for x, y in by_step[r.name]] for r in runs if r.name in by_step}
+            svgs.append((" in-per", chart(f"{unit} seen", by_sample, many=POINTS)))
         charts.append({"name": name, "svgs": svgs, "keys": coloured(by_step)})
     return charts
 
@@ -170,6 +163,10 @@ def best_of(runs: Sequence[RunFiles], monitor: str) -> dict[str, str]:
     return {"name": monitor, "value": number(float(value)), "run": run.name}
 
 
+def whole(value: float) -> str:
+    return f"{value:,.0f}" if value else ""
+
+
 def runs_page(runs: Sequence[RunFiles], folder: Path, out: Path) -> str:
     """HTML. Links to the runs' own pages are relative to `out`."""
     monitors = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
@@ -178,32 +175,30 @@ def runs_page(runs: Sequence[RunFiles], folder: Path, out: Path) -> str:
     charts, settings = curve_charts(runs, common, unit), differing(runs)
     tested = dict.fromkeys(name for run in runs for name in evaluated(run.report) if not name.endswith("/count"))
     figures = dict.fromkeys(name for name in (*common, *tested) if any(name in run.report for run in runs))
-    ends = {"train/steps": "steps", f"train/{unit}_per_s": f"{unit}/s"}
     short = {key: key.rpartition(".")[2] for key in settings[:SETTINGS]}
     names = Counter(short.values())
-    heads = [(name if names[name] == 1 else key, key) for key, name in short.items()]
-    rows = []
-    for run in runs:
-        flat, page = dotted(run.config), run.folder / "report.html"
-        cells = [cell(flat.get(key)) for _, key in heads]
-        cells += [cell(value, number(value)) for name in figures for value in [run.report.get(name)]]
-        cells += [cell(value, f"{value:,.0f}" if value else "") for name in ends for value in [run.report.get(name)]]
-        wall_s = run.report.get("wall_s")
-        cells.append(cell(wall_s, seconds(wall_s) if isinstance(wall_s, int | float) else ""))
-        link = Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else ""
-        rows.append({"name": run.name, "status": run.report["status"], "link": link, "cells": cells})
-    columns = [("run", ""), ("status", ""), *heads, *((n, "") for n in (*figures, *ends.values(), "time"))]
-    texts = [True, True, *(all(isinstance(row["cells"][i], str) for row in rows) for i in range(len(columns) - 2))]
+    configs = [dotted(run.config) for run in runs]
+    columns = [  # head, title, cells
+        *(
+            (n if names[n] == 1 else key, key, [cell(config.get(key)) for config in configs])
+            for key, n in short.items()
+        ),
+        *((name, "", [cell(run.report.get(name), number) for run in runs]) for name in figures),
+        ("steps", "", [cell(run.report.get("train/steps"), whole) for run in runs]),
+        (f"{unit}/s", "", [cell(run.report.get(f"train/{unit}_per_s"), whole) for run in runs]),
+        ("time", "", [cell(run.report.get("wall_s"), seconds) for run in runs]),
+    ]
+    pages = [run.folder / "report.html" for run in runs]
+    links = [Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else "" for page in pages]
     counts = Counter(str(run.report["status"]) for run in runs)
     values = {
         "folder": str(folder),
         "best": best_of(runs, next(iter(common), "")),
         "facts": [(status.capitalize(), number(count)) for status, count in counts.most_common()],
         "charts": charts,
-        "switch": bool(charts),
         "unit": unit,
-        "columns": [(name, key, text) for (name, key), text in zip(columns, texts, strict=True)],
-        "rows": rows,
+        "columns": columns,
+        "rows": list(zip(runs, links, zip(*(cells for *_, cells in columns), strict=True), strict=True)),
         "left_out": max(0, len(settings) - SETTINGS),
     }
     return render("runs.html.j2", f"{len(runs)} runs", values)

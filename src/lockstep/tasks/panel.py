@@ -4,8 +4,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Table:
-    """Sorted by a click on a column. `rows` holds texts and numbers; a share, such as an accuracy, is a `Share`."""
+    """Sorted by a click on a column. `rows` holds texts and numbers; a fraction of samples, such as an accuracy, is a `Share`."""
 
-    kind: ClassVar[str] = "table"
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -28,7 +27,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Share:
-    """`right` of `count`, shown as per cent with its 95 % interval."""
+    """`right` of `count`, shown as a percentage with its 95% interval."""
 
     right: int
     count: int
@@ -46,7 +45,6 @@ class Share:
 class Matrix:
     """Counts of what each row was taken for; the diagonal is right."""
 
-    kind: ClassVar[str] = "matrix"
     title: str
     names: Sequence[str]
     values: Sequence[Sequence[int]]
@@ -55,7 +53,6 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Lines:
-    kind: ClassVar[str] = "lines"
     title: str
     x: str
     y: str
@@ -67,7 +64,6 @@ class Lines:
 class Points:
     """A scatter plot; `diagonal` draws the line of equal values."""
 
-    kind: ClassVar[str] = "points"
     title: str
     x: str
     y: str
@@ -80,7 +76,6 @@ class Points:
 class Bars:
     """A histogram: the edges of the bins, one more than there are counts."""
 
-    kind: ClassVar[str] = "bars"
     title: str
     x: str
     y: str
@@ -115,23 +110,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Gallery:
-    kind: ClassVar[str] = "gallery"
     title: str
     samples: Sequence[Sample]
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Durations:
-    """Parts of a whole, in seconds."""
-
-    kind: ClassVar[str] = "durations"
-    title: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
-
-
-Content = Table | Matrix | Lines | Points | Bars | Gallery | Durations
+Content = Table | Matrix | Lines | Points | Bars | Gallery
 
 
 class Panel(Metric):
@@ -153,7 +137,7 @@ class Panel(Metric):
 
 
 def wilson(right: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson, "Probable Inference", 1927); (0, 1) of no samples."""
+    """The 95% interval of a fraction (Wilson, "Probable Inference", 1927); (0, 1) of no samples."""
     if not count:
         return 0.0, 1.0
     z, p = 1.959963984540054, right / count

@@ -1,16 +1,16 @@
 """The panels of the shipped tasks: about classes and about numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.tasks.panel import EXACT, Bars, Content, Lines, Matrix, Panel, Points, Share, Table, largest
 
-# --- Panels about classes: the confusion matrix, figures by class or by label, calibration ---
+# --- Panels about classes: the confusion matrix, metrics by class or by label, calibration ---
 #
-# `inputs` is the task's `metric_inputs`: panels are computed from what the figures are computed from.
+# `inputs` is the task's `metric_inputs`: panels and metrics are computed from the same values.
 
 # B batch · K class · L label · H W pixel
 
@@ -25,6 +25,7 @@ class Confusion(Panel):
     """Counts of (target, prediction), each of K classes; targets outside of them do not count."""
 
     confusion_KK: Tensor
+    columns: ClassVar[tuple[str, ...]] = ("count", "recall", "precision", "F1")
 
     def __init__(self, names: Sequence[str], inputs: Inputs, ignored: int = -1) -> None:
         super().__init__()
@@ -53,32 +54,31 @@ class Confusion(Panel):
         yield Table("Most frequent confusions", ("target", "taken for", "count", "of the target"), rows)
 
     def by_class(self) -> Table:
-        right = self.confusion_KK.diagonal().tolist()
-        target, guess = self.confusion_KK.sum(1).tolist(), self.confusion_KK.sum(0).tolist()
-        rows = [figures(*row) for row in zip(self.names, right, target, guess, strict=True)]
-        return Table("Figures by class", ("class", "count", "recall", "precision", "F1"), rows)
+        counts_KK = self.confusion_KK
+        columns = (counts_KK.diagonal().tolist(), counts_KK.sum(1).tolist(), counts_KK.sum(0).tolist())
+        rows = [(name, *self.of_class(*counts)) for name, *counts in zip(self.names, *columns, strict=True)]
+        return Table("Metrics by class", ("class", *self.columns), rows)
+
+    def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
+        return precision_and_recall(right, target, guess)
 
     def contents(self) -> Sequence[Content]:
         return [*self.matrix(), self.by_class()]
 
 
-def figures(name: str, right: int, target: int, guess: int) -> tuple[Any, ...]:
-    """A row: how many there are, the share that was found, the share that was right, and their harmonic mean."""
-    return name, target, Share(right, target), Share(right, guess), 2 * right / max(1, target + guess)
+def precision_and_recall(right: int, target: int, guess: int) -> tuple[Any, ...]:
+    """How many there are, the fraction that was found, the fraction that was right, and their harmonic mean."""
+    return target, Share(right, target), Share(right, guess), 2 * right / max(1, target + guess)
 
 
 class ByPixel(Confusion):
-    """Of segmentation: the pixels are counted, and the intersection over union says how well a class is found."""
+    """Of segmentation: counts pixels, and measures by the intersection over union how well a class is found."""
 
-    def by_class(self) -> Table:
-        right = self.confusion_KK.diagonal().tolist()
-        target, guess = self.confusion_KK.sum(1).tolist(), self.confusion_KK.sum(0).tolist()
-        total = max(1, sum(target))
-        rows = [
-            (name, f"{t / total:.1%}", r / max(1, t + g - r), r / max(1, t), r / max(1, g))
-            for name, r, t, g in zip(self.names, right, target, guess, strict=True)
-        ]
-        return Table("Figures by class", ("class", "pixels", "IoU", "recall", "precision"), rows)
+    columns = ("pixels", "IoU", "recall", "precision")
+
+    def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
+        fraction = target / max(1, int(self.confusion_KK.sum()))
+        return f"{fraction:.1%}", right / max(1, target + guess - right), right / max(1, target), right / max(1, guess)
 
 
 class Calibration(Panel):
@@ -107,7 +107,7 @@ class Calibration(Panel):
         line = [(p / n, r / n) for n, p, r in filled]
         series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
         note = f"Expected calibration error {error:.4f}, in {BINS} bins of equal width."
-        return [Lines("Calibration", "probability of the prediction", "share that is right", series, note)]
+        return [Lines("Calibration", "probability of the prediction", "fraction that is right", series, note)]
 
 
 class ByLabel(Panel):
@@ -127,9 +127,11 @@ class ByLabel(Panel):
         self.counts_3L += torch.stack([x.sum(0) for x in (target_BL & guess_BL, target_BL, guess_BL)])
 
     def contents(self) -> Sequence[Content]:
-        rows = [figures(name, *counts) for name, counts in zip(self.names, self.counts_3L.T.tolist(), strict=True)]
+        rows = [
+            (n, *precision_and_recall(*counts)) for n, counts in zip(self.names, self.counts_3L.T.tolist(), strict=True)
+        ]
         note = f"A label is predicted if its probability is above {self.threshold:g}."
-        return [Table("Figures by label", ("label", "count", "recall", "precision", "F1"), rows, note)]
+        return [Table("Metrics by label", ("label", "count", "recall", "precision", "F1"), rows, note)]
 
 
 # --- Panels about numbers: targets and predictions, residuals, the loss by position of a token ---
