@@ -32,8 +32,8 @@ class Foreign(Callback):
         """Synchronises batch norms if asked to; the network is otherwise left as the module made it."""
         if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
-        if not self.own_loaders:  # Lockstep's datamodule calls the module's hook
-            warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
+        if not self.own_loaders:  # Lockstep's datamodule calls the module's hooks
+            warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         sync = self.cfg.trainer.sync_batchnorm
         self.parallelize(pl_module, trainer, sync_batchnorm=sync, channels_last=False, compile=False)
         data = trainer.datamodule  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.data.dataset import Arrays, Batch, DataSet, classes_of, samples_of
+from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, samples_of
 from lockstep.data.loaders import Indexed, InMemory, MemoryLoader, Place, Unchanged, WorkerLoader, fetch
 from lockstep.data.sampler import EvalBatches, EvalShares, Sampler, Split, TrainBatches, balanced, splits
 from lockstep.errors import UserError
@@ -55,7 +55,7 @@ def nearest(masks: Tensor, size: int) -> Tensor:
 
 # --- The datamodule: batches of a data set, in the sampler's order, preprocessed on the device ---
 
-Augment = Callable[..., Batch]  # of a batch, seed and epoch: lockstep.augment's Augmentation
+Augment = Callable[..., Batch]  # of a batch, seed, epoch and the samples' indices: lockstep.augment's Augmentation
 OWN_LOADERS = "own dataloaders"
 ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
 
@@ -94,6 +94,7 @@ class DataModule(pl.LightningDataModule):
         self.in_memory: dict[str, InMemory] = {}
         self.place = Place(lambda: 0)
         self.predicted = "test"  # the part that predict_dataloader has
+        self.index_B: Indices | None = None  # of the batch that is being transferred, on the host
         # why samples of the current batch could not be read, if the data says so
         self.problems: list[str] | None = None
         parts: dict[str, Any] = {"val_fraction": val_fraction, "folds": folds, "fold": fold, "limit_train": limit_train}
@@ -179,10 +180,16 @@ class DataModule(pl.LightningDataModule):
     def predict_dataloader(self) -> Unchanged:
         return Unchanged(self.eval_loader(*self.predicted_split))
 
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+        self.index_B = batch["index"].numpy()
+        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         trainer, began_s = self.trainer, time.perf_counter()
+        index_B, self.index_B = self.index_B, None
         self.problems = batch.pop("problem", None)
-        batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch, repeats=self.repeats)
+        of_step: dict[str, Any] = {"epoch": trainer.current_epoch, "repeats": self.repeats, "index_B": index_B}
+        batch = self.finished(batch, training=trainer.training, **of_step)
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
@@ -206,10 +213,10 @@ class DataModule(pl.LightningDataModule):
         sampler.resume(epoch, step)
         return fetch(samples_of(self.dataset.train), next(iter(sampler)))
 
-    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1) -> Batch:
+    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, **of_step: Any) -> Batch:
         """Augments and preprocesses a batch for the network and the task; with `repeats` copies of each sample in training."""
         if training and self.augment is not None:
-            batch = self.augment(batch, seed=self.seed, epoch=epoch, repeats=repeats)
+            batch = self.augment(batch, seed=self.seed, epoch=epoch, **of_step)
         return self.dataset.preprocess(batch)
 
     def raw(self, part: str, index_N: Any) -> Batch:

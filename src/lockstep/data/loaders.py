@@ -167,7 +167,7 @@ class MemoryLoader(Placed):
             parts = zip(*(tensor.split(sizes) for tensor in taken.values()), strict=True)
             for part, indices_B in zip(parts, several, strict=True):
                 named = dict(zip(taken, part, strict=True))
-                batch = complete(named, named["index"], indices_B)
+                batch = complete(named, torch.from_numpy(indices_B), indices_B)  # on the host, where augmentation draws
                 yield pinned(batch) if self.pin else batch
 
 
