@@ -21,7 +21,7 @@ from lockstep.augment.operation import HostDraws
 from lockstep.data.dataset import Indices
 
 Array = NDArray[Any]
-# Values of a slice. At 224 px a rotation takes 33 ms per 32 images in slices, 39 with the whole batch at once; a jitter 0.6 times.
+# Values of a slice. At 224 px, 32 images: a rotation takes 34 ms in slices and 39 with the whole batch at once, brightness 9 and 25.
 CACHED = 2**17
 
 
