@@ -2,24 +2,26 @@
 
 python benchmarks/augment.py [--batch 32] [--turns 5] [--out docs/augment.md]
 
-Both get the same bytes and the same parameters; drawing them is part of Lockstep's time and not of torchvision's. Times are of
-the processor, with one thread. The table replaces the last section of the page.
+Both get the same bytes and the same parameters. Lockstep's time includes drawing them, and torchvision's the batch that its images
+become. Times are of the processor, with one thread. The table replaces the last section of the page.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from lockstep import augment
-from lockstep.augment.draws import Draws
+from lockstep.augment import Draws
 from lockstep.augment.mixing import beta
 from lockstep.reporting.recorder import versions
 
@@ -36,40 +38,36 @@ BLENDS = {
 
 
 def new_draws(count: int) -> Draws:
-    return Draws("augment.x", torch.arange(count), seed=0, epoch=0)
+    return Draws("augment.x", np.arange(count), seed=0, epoch=0)
 
 
 def of_policy(image: Tensor, name: str, magnitude: float) -> Tensor:
     """One operation of a policy by torchvision."""
-    if name in ("autocontrast", "equalize"):
-        return getattr(F, name)(image) if magnitude else image  # type: ignore[no-any-return]
     if name in BLENDS:
-        return BLENDS[name](image, magnitude) if magnitude != 1 else image
-    if name == "posterize":
-        return F.posterize(image, int(magnitude)) if magnitude < 8 else image
-    if name == "solarize":
-        return F.solarize(image, magnitude) if magnitude < 256 else image
+        return BLENDS[name](image, magnitude)
+    if name in ("autocontrast", "equalize", "invert"):
+        return getattr(F, name)(image)  # type: ignore[no-any-return]
+    if name in ("posterize", "solarize"):
+        return F.posterize(image, int(magnitude)) if name == "posterize" else F.solarize(image, magnitude)
     if name == "identity" or not magnitude:
         return image
     if name == "rotate":
         return F.rotate(image, magnitude)
-    place, degrees = "xy".index(name[-1]), float(torch.tensor(magnitude).atan().rad2deg())
     moved = [0.0, 0.0]
-    moved[place] = degrees if name.startswith("shear") else magnitude
+    moved["xy".index(name[-1])] = math.degrees(math.atan(magnitude)) if name.startswith("shear") else magnitude
     if name.startswith("shear"):
         return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=moved, center=[0, 0])
     return F.affine(image, angle=0.0, translate=[int(m) for m in moved], scale=1.0, shear=[0.0, 0.0])
 
 
 def policy(operation: Any, image: Tensor, times: int) -> Reference:
-    draws = new_draws(len(image))
-    found = [operation.magnitudes(draws, *image.shape[-2:]) for _ in range(times)]
-    plain = [{name: values.tolist() for name, values in each.items()} for each in found]
+    draws = new_draws(len(image)).host
+    chosen = [operation.magnitudes(draws, *image.shape[-2:]) for _ in range(times)]
+    plain = [list(zip(names.tolist(), magnitudes.tolist(), strict=True)) for names, magnitudes in chosen]
 
     def reference(one: Tensor, place: int) -> Tensor:
         for each in plain:
-            for name, values in each.items():
-                one = of_policy(one, name, float(values[place]))
+            one = of_policy(one, *each[place])
         return one
 
     return reference
@@ -77,28 +75,26 @@ def policy(operation: Any, image: Tensor, times: int) -> Reference:
 
 def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
     """Each operation with its defaults, and torchvision's for the same draws."""
-    count, size = len(image), image.shape[-1]
-    shift, flip, erase, cut = (
-        augment.Shift(pixels=4),
-        augment.Flip(),
+    count, (height, width) = len(image), image.shape[-2:]
+    shift, flip, cut = augment.Shift(pixels=4), augment.Flip(), augment.Cutmix()
+    crop, mixup, erase = (
+        augment.RandomResizedCrop(),
+        augment.Mixup(),
         augment.RandomErasing(probability=1.0, fill=0),
-        augment.Cutmix(),
     )
-    crop, mixup = augment.RandomResizedCrop(image_size=size), augment.Mixup()
-    shifts = shift.plan(size, size, new_draws(count)).tolist()
-    mirrored = flip.plan(size, size, new_draws(count))[-1].tolist()
-    boxes = torch.stack(crop.plan(size, size, new_draws(count)), 1).tolist()
-    erased = torch.stack(erase.boxes(size, size, new_draws(count)), 1).tolist()
-    pasted = torch.stack(cut.boxes(size, size, new_draws(count)), 1).tolist()
-    degrees = new_draws(count).uniform(-15, 15).tolist()
-    share = beta(new_draws(count), mixup.alpha).tolist()
-    draws = new_draws(count)
-    factors = [*(draws.uniform(0.6, 1.4).tolist() for _ in range(3)), draws.uniform(-0.1, 0.1).tolist()]
-    changes = [F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue]
+    jitter = augment.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
+    corners = shift.plan(height, width, new_draws(count)).tolist()
+    mirrored = flip.plan(height, width, new_draws(count))[-1].tolist()
+    boxes = crop.plan(height, width, new_draws(count)).tolist()
+    erased = erase.boxes(height, width, new_draws(count).host).tolist()
+    pasted = cut.boxes(height, width, new_draws(count).host).tolist()
+    degrees = new_draws(count).host.uniform(-15, 15).tolist()
+    share = beta(new_draws(count).host, mixup.alpha).tolist()
+    factors = {name: values.tolist() for name, values in jitter.factors(new_draws(count).host).items()}
 
     def jittered(one: Tensor, place: int) -> Tensor:
-        for change, of in zip(changes, factors, strict=True):
-            one = change(one, of[place])
+        for name, values in factors.items():
+            one = getattr(F, f"adjust_{name}")(one, values[place])
         return one
 
     def with_box(one: Tensor, place: int) -> Tensor:
@@ -109,14 +105,11 @@ def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
         return one
 
     return {
-        "shift": (
-            shift,
-            lambda one, i: F.crop(F.pad(one, [4, 4, 4, 4]), 4 - shifts[i][0], 4 - shifts[i][1], size, size),
-        ),
+        "shift": (shift, lambda one, i: F.crop(F.pad(one, [4, 4, 4, 4]), *corners[i], height, width)),
         "flip": (flip, lambda one, i: F.horizontal_flip(one) if mirrored[i] else one),
-        "crop": (crop, lambda one, i: F.resized_crop(one, *boxes[i], [size, size], antialias=True)),
+        "crop": (crop, lambda one, i: F.resized_crop(one, *boxes[i], [height, width], antialias=True)),
         "rotate": (augment.Rotate(degrees=15), lambda one, i: F.rotate(one, degrees[i], InterpolationMode.BILINEAR)),
-        "color_jitter": (augment.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1), jittered),
+        "color_jitter": (jitter, jittered),
         "trivial": (augment.TrivialAugment(), policy(augment.TrivialAugment(), image, 1)),
         "rand": (augment.RandAugment(), policy(augment.RandAugment(), image, 2)),
         "erase": (erase, lambda one, i: F.erase(one, *erased[i], torch.zeros(1, 1, 1, dtype=torch.uint8))),
@@ -149,7 +142,7 @@ def cells(batch: int, size: int, turns: int) -> dict[str, str]:
         expected = torch.stack([reference(one, place) for place, one in enumerate(image)]).int()
         apart = (made - expected).abs()
         ours_ms = spent_ms(lambda: operation(given, new_draws(batch)), turns)  # noqa: B023
-        theirs_ms = spent_ms(lambda: [reference(one, place) for place, one in enumerate(image)], turns)  # noqa: B023
+        theirs_ms = spent_ms(lambda: torch.stack([reference(one, place) for place, one in enumerate(image)]), turns)  # noqa: B023
         equal, close = ((apart <= levels).float().mean() for levels in (0, 1))
         found[name] = f"{equal:.2%} | {close:.2%} | {ours_ms:.1f} | {theirs_ms:.1f}"
         print(size, name, found[name], flush=True)
@@ -169,11 +162,10 @@ def main() -> None:
     table = [
         f"{HEADING}\n",
         f"{args.batch} colour images of bytes, next to torchvision's functions image by image, with the same parameters. "
-        "Times are milliseconds of the processor for the whole batch, with one thread; Lockstep's include the random numbers. "
-        "All operations of a batch run on its device: on a CPU large images cost more than image by image, on a GPU they are a few kernels. "
-        "Pixels that differ by more than a level come from the middle between two pixels, where rounding decides which one is nearest, "
-        "or from a level that a further change has multiplied. "
-        "`tests/augment/test_references.py` checks each operation at each strength, for odd sizes and one and three channels.\n",
+        "Times are milliseconds of the processor for the whole batch, with one thread; Lockstep's include the random numbers, "
+        "torchvision's the copy into a batch. Pixels that differ by more than a level come from the middle between two pixels, where rounding decides which "
+        "one is nearest, or from a level that a further change has multiplied. `tests/augment/test_references.py` checks each "
+        "operation for odd sizes and one and three channels.\n",
         f"Made by `{command}` with {versions()}.\n",
         f"| operation | {' | '.join(columns)} |",
         f"|{' --- |' * (len(columns) + 1)}",

@@ -39,7 +39,7 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     if prepared is None:
         raise UserError(f"{cfg.data._target_} makes its own batches, so Lockstep does not know them.")
     from lockstep import build
-    from lockstep.augment.augmentation import repeated
+    from lockstep.augment.operation import repeated
     from lockstep.data.datamodule import DataModule
 
     cfg = build.with_numbers(identify(decided(cfg, world, prepared, samples), None))

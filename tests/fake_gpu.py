@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
@@ -60,6 +61,12 @@ class Waits(TorchDispatchMode):
         return result
 
 
+def numpy(self: Tensor) -> Any:
+    """Fake tensors have no values; on the host, zeros do."""
+    assert self.device.type == "cpu", "an array of a tensor on the GPU"
+    return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
+
+
 def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
     """nn.Module's swaps the tensors of parameters, which fake ones cannot."""
     for child in self.children():
@@ -92,6 +99,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     monkeypatch.setattr(build_trainer.pl, "Trainer", trainer)
     monkeypatch.setattr(nn.Module, "_apply", apply)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(FakeTensor, "numpy", numpy, raising=False)
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     waits = Waits()

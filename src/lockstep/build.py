@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchmetrics import Metric
 
 from lockstep import strategies
-from lockstep.augment.augmentation import Augmentation
+from lockstep.augment import Augmentation
 from lockstep.build_trainer import arithmetic, evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_into, load_module_weights, network_of, plain, read

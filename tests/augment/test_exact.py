@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import CONFIGS
-from lockstep.augment.augmentation import Augmentation
+from lockstep.augment import Augmentation
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import operations
 from lockstep.data import Arrays, Images
@@ -104,11 +104,12 @@ def steps(
         global_rank=rank, world_size=world, accumulate_grad_batches=accumulate, training=True, current_epoch=epoch,
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=current))),
         strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        precision_plugin=SimpleNamespace(convert_input=lambda batch: batch), lightning_module=SimpleNamespace(of_task=True),
+        precision_plugin=SimpleNamespace(convert_input=lambda batch: batch),
+        lightning_module=SimpleNamespace(of_task=True, on_before_batch_transfer=lambda batch, _: batch),
     )  # fmt: skip
     loader = data.train_dataloader()
     loader.sampler.set_epoch(epoch)
-    return [rows(data.on_after_batch_transfer(batch, 0)) for batch in loader]
+    return [rows(data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)) for batch in loader]
 
 
 def joined(change: Augmentation, *, world: int, accumulate: int, **options) -> list[dict[str, torch.Tensor]]:

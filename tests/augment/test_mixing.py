@@ -6,8 +6,7 @@ from timm.data.mixup import mixup_target
 from timm.loss import BinaryCrossEntropy
 from torch.nn import functional as F
 
-from lockstep.augment import Cutmix, Flip, Mixup, MixupOrCutmix, RandomErasing, RandomResizedCrop, Rotate
-from lockstep.augment.augmentation import Augmentation
+from lockstep.augment import Augmentation, Cutmix, Flip, Mixup, MixupOrCutmix, RandomErasing, RandomResizedCrop, Rotate
 from lockstep.data import Images
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation
@@ -211,12 +210,12 @@ def test_crops_move_masks_of_any_type(dtype):
 
 
 @pytest.mark.parametrize(("operations", "more", "told"), [
-    ({"turn": Rotate(degrees=9)}, {}, r"augment.turn uncovers pixels, and `target` needs a value .* Type augment.turn.mask_fill="),
+    ({"turn": Rotate(degrees=9)}, {}, r"augment.turn uncovers pixels, and `target` needs a value .* Set augment.turn.mask_fill="),
     ({"flip": Flip()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.flip cannot move `boxes` of shape \(64, 2, 4\) .* ~augment.flip"),
     ({"cut": Cutmix()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "depth": torch.zeros(64, 8, 10)}, r"augment.cut cannot paste a part of `depth`"),
-    ({"mixup": Mixup(), "cut": Cutmix()}, {}, r"augment.cut pastes masks, .* Type one of"),
-    ({"both": MixupOrCutmix()}, {}, r"augment.both pastes masks, .* Type one of"),
+    ({"mixup": Mixup(), "cut": Cutmix()}, {}, r"augment.cut pastes masks, .* Use augment="),
+    ({"both": MixupOrCutmix()}, {}, r"augment.both pastes masks, .* Use augment="),
     ({"flip": Flip()}, {"input": torch.zeros(64, 5)}, r"augment.flip changes images of bytes \(uint8, BCHW\); `input` is float32 of shape \(64, 5\)"),
 ])  # fmt: skip
 def test_what_cannot_follow_the_images_is_refused(operations, more, told):

@@ -10,7 +10,7 @@ import torch
 from your_own import forget
 
 from lockstep import CONFIGS, ROOT
-from lockstep.augment.augmentation import Augmentation
+from lockstep.augment import Augmentation
 from lockstep.config.batches import accumulations, unit
 from lockstep.config.checks import check
 from lockstep.config.classes import data_problems, operation_problems

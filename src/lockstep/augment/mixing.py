@@ -13,21 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.augment.operation import Operation, check, images_of
-from lockstep.config.schema import number
-from lockstep.data.dataset import Batch
+from lockstep.augment.operation import PROBABILITY, Draws, HostDraws, Operation, Range, check, images_of
+from lockstep.data.dataset import Batch, Indices
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.augment.draws import Draws
-    from lockstep.augment.kernels import Box
-
-ALPHA = number(0, 0.2, above=True, high=100)
-PROBABILITY = number(0, 1, high=1)
-MASKS = "{} pastes masks, and mixup would mix losses of masks that are pasted already. Type one of augment=[mixup] and augment=[cutmix]."
+Share = NDArray[np.float32]
+ALPHA = Range(0, 100, above=True)
+MASKS = "{} pastes masks, and mixup would mix losses of masks that are pasted already. Use augment=[mixup] or augment=[cutmix]."
 CELLS = 4096  # of the table of a Beta distribution: its error is below 1e-6
 
 
@@ -43,18 +39,10 @@ def beta_table(alpha: float) -> NDArray[np.float64]:
     return np.interp(np.linspace(0, 1, CELLS + 1), area / area[-1], t)
 
 
-def beta(draws: "Draws", alpha: float) -> "Tensor":
-    """number_B from Beta(alpha, alpha), as float32, by the inverse of its distribution."""
-    import torch
-
-    from lockstep.augment.draws import wide
-
-    at_B = draws.uniform() * CELLS
-    table = torch.from_numpy(beta_table(alpha)).float().to(at_B.device, non_blocking=True)
-    cell_B = at_B.long().clamp(max=CELLS - 1)
-    low_B, high_B = table[cell_B], table[cell_B + 1]
-    x_B = (wide(low_B + (high_B - low_B) * (at_B - cell_B)) ** (1 / alpha)).float()
-    return x_B.where(draws.chance(0.5), 1 - x_B)
+def beta(draws: HostDraws, alpha: float) -> Share:
+    """share_B from Beta(alpha, alpha), by the inverse of its distribution."""
+    x_B = np.interp(draws.uniform() * CELLS, np.arange(CELLS + 1), beta_table(alpha)) ** (1 / alpha)
+    return np.where(draws.chance(0.5), x_B, 1 - x_B).astype(np.float32)
 
 
 class Mix(Operation):
@@ -62,18 +50,19 @@ class Mix(Operation):
 
     mixes = True
 
-    def mixed(self, batch: Batch, draws: "Draws", partner_B: "Tensor") -> tuple[Batch, "Tensor | None"]:
+    def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share | None]:
         """The batch, and share_B: the weight of the sample's own target; None if that was mixed as well."""
         raise NotImplementedError
 
-    def __call__(self, batch: Batch, draws: "Draws") -> Batch:
+    def __call__(self, batch: Batch, draws: Draws) -> Batch:
         count = len(batch["index"])
         if count % (2 * draws.repeats):
-            raise UserError(f"{draws.name} mixes pairs, and a batch has {count} samples. Give an even number.")
+            raise UserError(f"{draws.name} mixes pairs, and a batch has {count} samples. Use an even number.")
         partner_B = draws.partner_B
-        batch, share_B = self.mixed(batch, draws, partner_B)
-        if share_B is None:
+        batch, own_share_B = self.mixed(batch, draws, partner_B)
+        if own_share_B is None:
             return batch
+        share_B = draws.tensor(own_share_B)
         if "share" in batch:  # mixed before, with the same partner
             share_B = share_B * batch["share"] + (1 - share_B) * (1 - batch["share"][partner_B])
         return {**batch, "share": share_B, "partner": partner_B}
@@ -89,15 +78,15 @@ class Mixup(Mix):
         self.alpha, self.probability = alpha, probability
         check(self, alpha=ALPHA, probability=PROBABILITY)
 
-    def mixed(self, batch: Batch, draws: "Draws", partner_B: "Tensor") -> tuple[Batch, "Tensor"]:
+    def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share]:
+        from lockstep.augment.kernels import weighted_mean
+
         own = batch["input"] if "input" in batch else images_of(batch, draws.name)
         if not own.is_floating_point():
             images_of(batch, draws.name)
-        share_B = beta(draws, self.alpha).where(draws.chance(self.probability), 1.0)
-        share = share_B.view(-1, *[1] * (own.dim() - 1))
-        result = own * share + own[partner_B] * (1 - share)
-        result = result.to(own.dtype) if own.is_floating_point() else result.round().to(own.dtype)
-        return {**batch, "input": result}, share_B
+        share_B = beta(draws.host, self.alpha)
+        share_B[~draws.host.chance(self.probability)] = 1
+        return {**batch, "input": weighted_mean(own, own.index_select(0, partner_B), share_B)}, share_B
 
 
 class Cutmix(Mix):
@@ -110,42 +99,41 @@ class Cutmix(Mix):
         self.alpha, self.probability = alpha, probability
         check(self, alpha=ALPHA, probability=PROBABILITY)
 
-    def boxes(self, height: int, width: int, draws: "Draws") -> "Box":
-        half_B = 0.5 * (1 - beta(draws, self.alpha)).sqrt()
-        half_B = half_B.where(draws.chance(self.probability), 0.0)
+    def boxes(self, height: int, width: int, draws: HostDraws) -> Indices:
+        """box_B4: top, left, height, width."""
+        half_B = 0.5 * np.sqrt(1 - beta(draws, self.alpha)) * draws.chance(self.probability)
         edges = []
         for side in (height, width):
-            middle_B, reach_B = draws.below(side), (half_B * side).long()
-            edges.append(((middle_B - reach_B).clamp(min=0), (middle_B + reach_B).clamp(max=side)))
+            middle_B, reach_B = draws.below(side), (half_B * side).astype(np.int64)
+            edges.append((np.maximum(middle_B - reach_B, 0), np.minimum(middle_B + reach_B, side)))
         (top_B, bottom_B), (left_B, right_B) = edges
-        return top_B, left_B, bottom_B - top_B, right_B - left_B
+        return np.stack([top_B, left_B, bottom_B - top_B, right_B - left_B], 1)
 
-    def mixed(self, batch: Batch, draws: "Draws", partner_B: "Tensor") -> tuple[Batch, "Tensor | None"]:
-        from lockstep.augment.kernels import inside
+    def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share | None]:
+        from lockstep.augment.kernels import pasted
 
         height, width = images_of(batch, draws.name).shape[-2:]
-        box = self.boxes(height, width, draws)
-        inside_BHW = inside(box, height, width)
-        moved = {"input": batch["input"], **spatial(batch)}
-        for name, value in moved.items():
-            if value.shape[-2:] != (height, width) or (name != "input" and "target" not in moved):
+        values = {"input": batch["input"], **spatial(batch)}
+        for name, value in values.items():
+            if value.shape[-2:] != (height, width) or (name != "input" and "target" not in values):
                 raise UserError(
                     f"{draws.name} cannot paste a part of `{name}` of shape {tuple(value.shape)} with a part of the image. "
-                    f"Leave it out: ~{draws.name}."
+                    f"Remove it: ~{draws.name}."
                 )
-        pasted = {
-            name: value[partner_B].where(inside_BHW.view(-1, *[1] * (value.dim() - 3), height, width), value)
-            for name, value in moved.items()
+        box_B4 = self.boxes(height, width, draws.host)
+        result = {
+            **batch,
+            **{name: pasted(value, value.index_select(0, partner_B), box_B4) for name, value in values.items()},
         }
-        if "target" in moved:
-            if "share" in batch:
-                raise UserError(MASKS.format(draws.name))
-            return {**batch, **pasted}, None
-        return {**batch, **pasted}, 1 - (box[2] * box[3]).float() / (height * width)
+        if "target" not in values:
+            return result, (1 - box_B4[:, 2] * box_B4[:, 3] / (height * width)).astype(np.float32)
+        if "share" in batch:
+            raise UserError(MASKS.format(draws.name))
+        return result, None
 
 
 class MixupOrCutmix(Mix):
-    """Cutmix for a share of `switch` of the samples, mixup for the others, as timm's Mixup chooses by element."""
+    """Cutmix with the probability `switch`, mixup for the other samples, as timm's Mixup chooses by element."""
 
     def __init__(
         self, *, mixup_alpha: float = 0.8, cutmix_alpha: float = 1.0, switch: float = 0.5, probability: float = 1.0
@@ -156,11 +144,11 @@ class MixupOrCutmix(Mix):
         self.mixup = Mixup(alpha=mixup_alpha, probability=probability)
         self.cutmix = Cutmix(alpha=cutmix_alpha, probability=probability)
 
-    def mixed(self, batch: Batch, draws: "Draws", partner_B: "Tensor") -> tuple[Batch, "Tensor"]:
-        mean, of_mean_B = self.mixup.mixed(batch, draws, partner_B)
-        pasted, of_pasted_B = self.cutmix.mixed(batch, draws, partner_B)
-        if of_pasted_B is None:
+    def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share]:
+        mean, mixup_share_B = self.mixup.mixed(batch, draws, partner_B)
+        pasted, cutmix_share_B = self.cutmix.mixed(batch, draws, partner_B)
+        if cutmix_share_B is None:
             raise UserError(MASKS.format(draws.name))
-        cut_B = draws.chance(self.switch)
-        chosen = pasted["input"].where(cut_B[:, None, None, None], mean["input"])
-        return {**pasted, "input": chosen}, of_pasted_B.where(cut_B, of_mean_B)
+        cut_B = draws.host.chance(self.switch)
+        chosen = pasted["input"].where(draws.tensor(cut_B)[:, None, None, None], mean["input"])
+        return {**pasted, "input": chosen}, np.where(cut_B, cutmix_share_B, mixup_share_B)

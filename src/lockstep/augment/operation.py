@@ -1,23 +1,113 @@
-"""The base classes of augmentation's operations. Free of torch, so a config is checked before torch is imported.
+"""Augmentation's base classes, their random numbers, and how a run applies them.
 
 An operation gets training batches on their device, before `preprocess`: images are bytes (uint8, BCHW). It knows nothing of
-processes, seeds or epochs. All its randomness comes from `draws`, which is a function of (seed, epoch, sample).
+processes, seeds or epochs. All its randomness comes from `draws`, which is a function of (seed, epoch, sample). The modules whose
+classes configs name import torch when a batch comes, so a config is checked before torch is imported.
 """
 
-# B batch · C channel · H W pixel
+# B batch · C channel · H W pixel · N number
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import hashlib
+import math
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from lockstep.config.schema import Kind
-from lockstep.config.words import shown
-from lockstep.data.dataset import Batch
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data import sampler
+from lockstep.data.dataset import Batch, Indices
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
-    from lockstep.augment.draws import Draws
+# --- Random numbers that are a function of (seed, epoch, sample): no generator, nothing to store, the same in every world ---
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step (Steele, Lea, Flood 2014)
+COPY = np.uint64(0xD1342543DE82EF95)  # another odd number, for the copies of a sample
+
+
+class HostDraws:
+    """The random numbers of one operation as NumPy arrays, one of each kind for each sample of a batch.
+
+    A sample's numbers depend on (seed, epoch, sample, copy, name) and on how many were drawn before. `repeats` samples in a row are
+    copies of one.
+    """
+
+    def __init__(self, name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1) -> None:
+        self.repeats, self.drawn = repeats, 0
+        self.place_B = np.arange(len(index_B))
+        # By name, so an operation that is added or removed changes no other's numbers.
+        name_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+        key = sampler.mix(np.array([name_key], np.uint64) ^ sampler.keys(seed, epoch)[:1])
+        copy_B = (self.place_B % repeats).astype(np.uint64)
+        self.state_B = sampler.mix(index_B.astype(np.uint64) * GOLDEN + copy_B * COPY + key)
+
+    def bits(self, *shape: int) -> NDArray[np.uint64]:
+        """64 random bits: (B, *shape). SplitMix64's stream of each sample."""
+        count = math.prod(shape)
+        number_N = np.arange(self.drawn + 1, self.drawn + count + 1, dtype=np.uint64)
+        self.drawn += count
+        return sampler.mix(self.state_B[:, None] + number_N * GOLDEN).reshape(len(self.place_B), *shape)
+
+    def noise(self, place: int, count: int) -> NDArray[np.uint8]:
+        """Random bytes of one sample. The last draw of an operation: it does not count as drawn."""
+        number_N = np.arange(self.drawn + 1, self.drawn + 1 + -(-count // 8), dtype=np.uint64)
+        return sampler.mix(self.state_B[place] + number_N * GOLDEN).view(np.uint8)[:count]
+
+    def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> NDArray[np.float32]:
+        """float32 numbers from `low` to `high`: (B, *shape)."""
+        return (self.bits(*shape) >> np.uint64(40)).astype(np.float32) * 2**-24 * (high - low) + low
+
+    def below(self, bound: int | Indices, shape: tuple[int, ...] = ()) -> Indices:
+        """Whole numbers from 0 to `bound` - 1, which may differ between samples: (B, *shape)."""
+        return (self.bits(*shape) >> np.uint64(1)).view(np.int64) % bound
+
+    def chance(self, probability: float) -> NDArray[np.bool_]:
+        """True with this probability: (B,)."""
+        return self.uniform() < probability
+
+
+class Draws:
+    """The random numbers of one operation as tensors on the batch's device; `host` has them as arrays.
+
+    They are drawn on the host, so an operation can read them without waiting for a GPU.
+    """
+
+    def __init__(
+        self, name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1, device: "device | str" = "cpu"
+    ) -> None:
+        self.name, self.device, self.repeats = name, device, repeats
+        self.host = HostDraws(name, index_B, seed=seed, epoch=epoch, repeats=repeats)
+
+    def tensor(self, array: NDArray[Any]) -> "Tensor":
+        import torch
+
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> "Tensor":
+        """float32 numbers from `low` to `high`: (B, *shape)."""
+        return self.tensor(self.host.uniform(low, high, shape))
+
+    def below(self, bound: "int | Tensor", shape: tuple[int, ...] = ()) -> "Tensor":
+        """Whole numbers from 0 to `bound` - 1, which may differ between samples: (B, *shape)."""
+        return self.tensor(self.host.below(2**63 - 1, shape)) % bound
+
+    def chance(self, probability: float) -> "Tensor":
+        """True with this probability: (B,)."""
+        return self.tensor(self.host.chance(probability))
+
+    @property
+    def partner_B(self) -> "Tensor":
+        """The place of each sample's partner: the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy."""
+        place_B = self.host.place_B
+        return self.tensor(place_B + self.repeats * (1 - 2 * (place_B // self.repeats & 1)))
+
+
+# --- Base classes ---
 
 
 class Operation:
@@ -26,18 +116,18 @@ class Operation:
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
 
-    def __call__(self, batch: Batch, draws: "Draws") -> Batch:
+    def __call__(self, batch: Batch, draws: Draws) -> Batch:
         raise NotImplementedError
 
 
 class PixelOperation(Operation):
     """Changes the pixels of images and leaves everything in its place."""
 
-    def change(self, image_BCHW: "Tensor", draws: "Draws") -> "Tensor":
+    def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
         """Of bytes, to bytes."""
         raise NotImplementedError
 
-    def __call__(self, batch: Batch, draws: "Draws") -> Batch:
+    def __call__(self, batch: Batch, draws: Draws) -> Batch:
         return {**batch, "input": self.change(images_of(batch, draws.name), draws)}
 
 
@@ -47,7 +137,7 @@ class GeometricOperation(Operation):
     uncovers: bool = False  # whether pixels appear that no pixel of the image has moved to
     mask_fill: int | None = None  # their value in masks
 
-    def plan(self, height: int, width: int, draws: "Draws") -> Any:
+    def plan(self, height: int, width: int, draws: Draws) -> Any:
         """What the draws decide, for images of this size."""
         raise NotImplementedError
 
@@ -55,61 +145,108 @@ class GeometricOperation(Operation):
         """Images of bytes; or masks of any type, whose values cannot be mixed."""
         raise NotImplementedError
 
-    def __call__(self, batch: Batch, draws: "Draws") -> Batch:
-        height, width = images_of(batch, draws.name).shape[-2:]
-        return self.moved(batch, self.plan(height, width, draws), draws.name)
-
-    def moved(self, batch: Batch, plan: Any, name: str) -> Batch:
-        masks = masks_of(batch, name)
+    def __call__(self, batch: Batch, draws: Draws) -> Batch:
+        image, masks, name = images_of(batch, draws.name), spatial(batch), draws.name
+        for key, mask in masks.items():
+            if mask.shape[-2:] != image.shape[-2:]:
+                raise UserError(
+                    f"{name} cannot move `{key}` of shape {tuple(mask.shape)} with images of {tuple(image.shape[-2:])}. "
+                    f"Remove it: ~{name}; or write your own operation that can (docs/augment.md)."
+                )
         if masks and self.uncovers and self.mask_fill is None:
             raise UserError(
-                f"{name} uncovers pixels, and `{next(iter(masks))}` needs a value for them. Type {name}.mask_fill=<value>, "
-                f"for example the task's ignore_index; or leave it out: ~{name}."
+                f"{name} uncovers pixels, and `{next(iter(masks))}` needs a value for them. Set {name}.mask_fill=<value>, "
+                f"for example the task's ignore_index; or remove it: ~{name}."
             )
-        done = {"input": self.move(batch["input"], plan, is_mask=False)}
+        height, width = image.shape[-2:]
+        plan = self.plan(height, width, draws)
+        result = {"input": self.move(image, plan, is_mask=False)}
         for key, mask in masks.items():
             moved = self.move(mask.reshape(len(mask), -1, *mask.shape[-2:]), plan, is_mask=True)
-            done[key] = moved.reshape(*mask.shape[:-2], *moved.shape[-2:])
-        return {**batch, **done}
+            result[key] = moved.reshape(*mask.shape[:-2], *moved.shape[-2:])
+        return {**batch, **result}
 
 
 def images_of(batch: Batch, name: str) -> "Tensor":
     """The images of a batch. Raises UserError if `input` is something else."""
     image: Tensor | None = batch.get("input")
     if image is None:
-        raise UserError(f"{name} changes `input`, and a batch holds {', '.join(batch)}. Leave it out: ~{name}.")
+        raise UserError(f"{name} changes `input`, and a batch holds {', '.join(batch)}. Remove it: ~{name}.")
     if image.dim() != 4 or image.element_size() != 1 or image.is_floating_point():
         raise UserError(
             f"{name} changes images of bytes (uint8, BCHW); `input` is {str(image.dtype).removeprefix('torch.')} of shape "
-            f"{tuple(image.shape)}. Leave it out: ~{name}."
+            f"{tuple(image.shape)}. Remove it: ~{name}."
         )
     return image
 
 
-def masks_of(batch: Batch, name: str) -> Batch:
-    """Values with a number for each pixel. Raises UserError for others that may refer to places in the images."""
-    found = spatial(batch)
-    for key, value in found.items():
-        if value.shape[-2:] != batch["input"].shape[-2:]:
-            raise UserError(
-                f"{name} cannot move `{key}` of shape {tuple(value.shape)} with images of {tuple(batch['input'].shape[-2:])}. "
-                f"Leave it out: ~{name}; or write an operation of your own that can (docs/augment.md)."
-            )
-    return found
+class Range(NamedTuple):
+    """The numbers that an argument takes. `above` excludes `low`."""
+
+    low: float
+    high: float = sys.float_info.max
+    above: bool = False
+    whole: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        is_number = type(value) is int or (type(value) is float and not self.whole)
+        return is_number and self.low <= value <= self.high and not (self.above and value == self.low)
+
+    def __str__(self) -> str:
+        kind, low = "whole number" if self.whole else "number", "above" if self.above else "of at least"
+        return f"{kind} {low} {self.low}" + (f" and at most {self.high}" if self.high < sys.float_info.max else "")
 
 
-def check(operation: Operation, **kinds: Kind) -> None:
-    """Raises ValueError if an attribute is of another kind than its name says."""
-    wrong = [
-        f"{name}={shown(value)} is not possible; it takes {kind.takes}, for example {kind.example}"
-        for name, kind in kinds.items()
-        if not kind.accepts(value := getattr(operation, name))
-    ]
+PROBABILITY, BYTE, MASK_VALUE = Range(0, 1), Range(0, 255, whole=True), Range(-(2**31), 2**31 - 1, whole=True)
+
+
+def check(operation: Operation, **ranges: Range) -> None:
+    """Raises ValueError if an attribute is out of its range: a number, a pair of rising numbers, or None."""
+    wrong = []
+    for name, numbers in ranges.items():
+        value = getattr(operation, name)
+        if isinstance(value, list):
+            if len(value) != 2 or not all(map(numbers.accepts, value)):
+                wrong.append(f"{name}={value} is invalid; expected a list of 2 numbers, each a {numbers}")
+            elif value != sorted(value):
+                wrong.append(f"{name}={value} is invalid: the lower number comes first")
+        elif value is not None and not numbers.accepts(value):
+            wrong.append(f"{name}={value} is invalid; expected a {numbers}")
     if wrong:
         raise ValueError("; ".join(wrong))
 
 
-def check_rising(operation: Operation, *names: str) -> None:
-    for name in names:
-        if (value := getattr(operation, name)) != sorted(value):
-            raise ValueError(f"{name}={value} is not possible: the lower number comes first")
+# --- All operations of a run ---
+
+
+class Augmentation:
+    """Applies operations in the order of the mapping; those that mix samples come last."""
+
+    def __init__(self, operations: Mapping[str, Operation]) -> None:
+        self.operations = dict(sorted(operations.items(), key=lambda item: item[1].mixes))  # a stable sort
+
+    def __call__(
+        self, batch: Batch, *, seed: int, epoch: int, repeats: int = 1, index_B: Indices | None = None
+    ) -> Batch:
+        """Of a training batch on its device, before `preprocess`.
+
+        `repeats`: each sample is in the result so many times, with different draws (Hoffer et al., "Augment your batch", 2020).
+        `index_B`: the batch's `index` on the host, because reading it from a GPU waits for the GPU.
+        """
+        index_B = (batch["index"].cpu().numpy() if index_B is None else index_B).repeat(repeats)
+        batch = repeated(batch, repeats) if repeats > 1 else batch
+        of_sample: dict[str, Any] = {"seed": seed, "epoch": epoch, "repeats": repeats, "device": batch["index"].device}
+        for name, operation in self.operations.items():
+            batch = operation(batch, Draws(f"augment.{name}", index_B, **of_sample))
+        return batch
+
+
+def repeated(batch: Batch, times: int) -> Batch:
+    """Each sample `times` times in a row. On the device: samples are read and copied once."""
+
+    def repeat(value: Any) -> Any:
+        if hasattr(value, "repeat_interleave"):
+            return value.repeat_interleave(times, 0) if value.dim() else value
+        return [each for each in value for _ in range(times)] if isinstance(value, list) else value
+
+    return {**{name: repeat(value) for name, value in batch.items()}, "count": batch["count"] * times}

@@ -1,32 +1,37 @@
-"""TrivialAugment and RandAugment: each image gets operations of its own choice, all in one pass over the batch.
-
-Every operation has a neutral magnitude: a rotation by 0, a brightness of 1. So all images go through all of them, one affine
-resampling, one table of 256 values for each channel and two blends, and the choice costs no branch.
-"""
+"""TrivialAugment and RandAugment: each image gets operations of its own choice. Images with the same operation are computed together."""
 
 # B batch · C channel · H W pixel
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from lockstep.augment.operation import GeometricOperation, check
-from lockstep.augment.transforms import BYTE, MASK_VALUE
-from lockstep.config.schema import whole
-from lockstep.config.words import nearest
-from lockstep.data.dataset import Batch
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.augment.operation import (
+    BYTE,
+    MASK_VALUE,
+    Draws,
+    GeometricOperation,
+    HostDraws,
+    Range,
+    check,
+)
+from lockstep.augment.transforms import affine_matrix
+from lockstep.data.dataset import Batch, Indices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.augment.draws import Draws
-
+Name = Literal[
+    "identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate", "brightness", "color", "contrast", "sharpness",
+    "posterize", "solarize", "autocontrast", "equalize", "invert",
+]  # fmt: skip
+NAMES: tuple[str, ...] = get_args(Name)
+MOVING, BLENDS = NAMES[1:6], NAMES[6:10]
 BINS = 31  # magnitudes of an operation
-MOVING = ("shear_x", "shear_y", "translate_x", "translate_y", "rotate")
-BLENDS = ("brightness", "color", "contrast", "sharpness")
-TABLES = ("posterize", "solarize", "autocontrast", "equalize", "invert")
-KNOWN = ("identity", *MOVING, *BLENDS, *TABLES)
 
 
 @dataclass(frozen=True)
@@ -40,86 +45,66 @@ class Space:
     blend: float
     bits: int
 
-    def magnitudes(self, name: str, side: int) -> list[float]:
+    @cache  # noqa: B019  # of two spaces, which live as long as the process
+    def magnitudes(self, name: str, height: int, width: int) -> NDArray[np.float64]:
         """Of an operation, by bin: signed ones without their sign; posterize: the bits that stay; solarize: the threshold."""
-        import torch
-
+        steps = np.arange(BINS) / (BINS - 1)
         if name == "posterize":
-            return (8 - (torch.arange(BINS) / ((BINS - 1) / self.bits))).round().tolist()
+            return (8 - self.bits * steps).round()
         if name == "solarize":
-            return [255 * share for share in torch.linspace(1, 0, BINS).tolist()]
-        kinds = {"shear": self.shear, "rotate": self.degrees, "translate": self.pixels(side)}
-        most = kinds.get(name.partition("_")[0], self.blend)
-        found: list[float] = torch.linspace(0, most, BINS).tolist()
-        return [math.trunc(value) for value in found] if name.startswith("translate") else found
+            return 255 * (1 - steps)
+        if name.startswith("translate"):
+            return np.trunc(np.float32(self.pixels(width if name[-1] == "x" else height)) * np.float32(steps))
+        most = {"shear_x": self.shear, "shear_y": self.shear, "rotate": self.degrees}
+        return most.get(name, self.blend) * steps
 
 
 class Policy(GeometricOperation):
-    """Base class. `operations`: the names to choose from."""
+    """Base class. `operations`: the names to choose from; by default all but invert, as torchvision."""
 
     space: ClassVar[Space]
-    default: ClassVar[tuple[str, ...]] = KNOWN[:-1]  # as torchvision: without invert
 
     def __init__(
-        self, *, operations: Sequence[str] | None, interpolation: str, fill: int, mask_fill: int | None
+        self,
+        *,
+        operations: Sequence[Name] | None = None,
+        interpolation: Literal["nearest", "bilinear"] = "nearest",
+        fill: int = 0,
+        mask_fill: int | None = None,
     ) -> None:
-        self.operations = list(self.default if operations is None else operations)
+        self.operations: list[str] = list(NAMES[:-1] if operations is None else operations)
         self.interpolation, self.fill, self.mask_fill = interpolation, fill, mask_fill
         self.uncovers = bool({*self.operations} & {*MOVING})
         check(self, fill=BYTE, mask_fill=MASK_VALUE)
-        for name in self.operations:
-            if name not in KNOWN:
-                raise ValueError(
-                    f"operations has {name}{nearest(name, list(KNOWN))}; it takes some of {', '.join(KNOWN)}"
-                )
-        if not self.operations:
-            raise ValueError("operations=[] leaves nothing to choose from")
+        if not self.operations or not {*self.operations} <= {*NAMES}:
+            raise ValueError(f"operations={self.operations} is invalid; expected some of {', '.join(NAMES)}")
 
-    def magnitudes(self, draws: "Draws", height: int, width: int) -> dict[str, "Tensor"]:
-        """magnitude_B of each operation: neutral in all samples but those that have chosen it."""
-        import torch
-
-        sides = {"translate_x": width, "translate_y": height}
-        table = torch.tensor([self.space.magnitudes(name, sides.get(name, 0)) for name in self.operations])
+    def magnitudes(self, draws: HostDraws, height: int, width: int) -> tuple[NDArray[np.str_], NDArray[np.float64]]:
+        """name_B of the operation that each sample has chosen, and magnitude_B: signed, or a factor for changes of colour."""
+        table = np.stack([self.space.magnitudes(name, height, width) for name in self.operations])
         chosen_B = draws.below(len(self.operations))
-        sign_B = 1.0 - 2.0 * draws.below(2)
-        magnitude_B = table.to(chosen_B.device, non_blocking=True)[chosen_B, self.bin_B(draws)]
-        names = enumerate(self.operations)
-        return {name: of_operation(name, magnitude_B, sign_B, chosen_B == place) for place, name in names}
+        sign_B = 1 - 2 * draws.below(2)
+        name_B, magnitude_B = np.array(self.operations)[chosen_B], table[chosen_B, self.bin_B(draws)]
+        is_blend_B = np.isin(name_B, BLENDS)
+        signed_B = is_blend_B + np.where(is_blend_B | np.isin(name_B, MOVING), sign_B, 1) * magnitude_B
+        return name_B, signed_B
 
-    def bin_B(self, draws: "Draws") -> "Tensor":
+    def bin_B(self, draws: HostDraws) -> Indices:
         """The magnitude of each sample's operation, of 0 to 30."""
         raise NotImplementedError
 
-    def plan(self, height: int, width: int, draws: "Draws") -> Any:
-        from lockstep.augment.kernels import matrix
-
-        found = self.magnitudes(draws, height, width)
-        return matrix(found, height, width) if self.uncovers else None, found
+    def plan(self, height: int, width: int, draws: Draws) -> Any:
+        name_B, magnitude_B = self.magnitudes(draws.host, height, width)
+        matrix_B23 = affine_matrix({name: magnitude_B * (name_B == name) for name in MOVING}, height, width)
+        return np.where(np.isin(name_B, MOVING), "move", name_B), np.float32(magnitude_B), matrix_B23
 
     def move(self, value_BCHW: "Tensor", plan: Any, *, is_mask: bool) -> "Tensor":
-        from lockstep.augment.kernels import affine_bilinear, affine_nearest, recolored, to_bytes
+        from lockstep.augment.kernels import each_by_its_own, transformed
 
-        matrix_B23, found = plan
         if is_mask:
-            return value_BCHW if matrix_B23 is None else affine_nearest(value_BCHW, matrix_B23, self.mask_fill or 0)
-        if matrix_B23 is not None and self.interpolation == "bilinear":
-            value_BCHW = to_bytes(affine_bilinear(value_BCHW, matrix_B23, self.fill))
-        elif matrix_B23 is not None:
-            value_BCHW = affine_nearest(value_BCHW, matrix_B23, self.fill)
-        return recolored(value_BCHW, found)
-
-
-def of_operation(name: str, magnitude_B: "Tensor", sign_B: "Tensor", chosen_B: "Tensor") -> "Tensor":
-    """Neutral where it is not chosen: no movement, a factor of 1, all bits, a threshold above all values; or False."""
-    if name == "posterize":
-        return magnitude_B.where(chosen_B, 8.0)
-    if name == "solarize":
-        return magnitude_B.where(chosen_B, 256.0)
-    if name in MOVING or name in BLENDS:
-        signed_B = (magnitude_B * sign_B).where(chosen_B, 0.0)
-        return signed_B if name in MOVING else 1 + signed_B
-    return chosen_B
+            fill = self.mask_fill or 0
+            return transformed(value_BCHW, plan[2], interpolation="nearest", fill=fill) if self.uncovers else value_BCHW
+        return each_by_its_own(value_BCHW, *plan, interpolation=self.interpolation, fill=self.fill)
 
 
 class TrivialAugment(Policy):
@@ -127,17 +112,7 @@ class TrivialAugment(Policy):
 
     space = Space(shear=0.99, degrees=135.0, pixels=lambda _: 32.0, blend=0.99, bits=6)
 
-    def __init__(
-        self,
-        *,
-        operations: Sequence[str] | None = None,
-        interpolation: Literal["nearest", "bilinear"] = "nearest",
-        fill: int = 0,
-        mask_fill: int | None = None,
-    ) -> None:
-        super().__init__(operations=operations, interpolation=interpolation, fill=fill, mask_fill=mask_fill)
-
-    def bin_B(self, draws: "Draws") -> "Tensor":
+    def bin_B(self, draws: HostDraws) -> Indices:
         return draws.below(BINS)
 
 
@@ -151,19 +126,19 @@ class RandAugment(Policy):
         *,
         count: int = 2,
         magnitude: int = 9,
-        operations: Sequence[str] | None = None,
+        operations: Sequence[Name] | None = None,
         interpolation: Literal["nearest", "bilinear"] = "nearest",
         fill: int = 0,
         mask_fill: int | None = None,
     ) -> None:
-        self.count, self.magnitude = count, magnitude
         super().__init__(operations=operations, interpolation=interpolation, fill=fill, mask_fill=mask_fill)
-        check(self, count=whole(1, 2), magnitude=whole(0, 9, high=BINS - 1))
+        self.count, self.magnitude = count, magnitude
+        check(self, count=Range(1, whole=True), magnitude=Range(0, BINS - 1, whole=True))
 
-    def bin_B(self, draws: "Draws") -> "Tensor":
-        return (draws.place_B * 0) + self.magnitude
+    def bin_B(self, draws: HostDraws) -> Indices:
+        return np.full(len(draws.place_B), self.magnitude)
 
-    def __call__(self, batch: Batch, draws: "Draws") -> Batch:
+    def __call__(self, batch: Batch, draws: Draws) -> Batch:
         for _ in range(self.count):
             batch = super().__call__(batch, draws)
         return batch

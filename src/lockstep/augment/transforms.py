@@ -1,28 +1,31 @@
 """Operations for images: shift, flip, random resized crop, rotation, random erasing, jitter. Masks move with their images."""
 
+# B batch · C channel · H W pixel · T attempt
+
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lockstep.augment.operation import GeometricOperation, PixelOperation, check, check_rising
-from lockstep.config.schema import Kind, number, numbers, whole
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.augment.operation import (
+    BYTE,
+    MASK_VALUE,
+    PROBABILITY,
+    Draws,
+    GeometricOperation,
+    HostDraws,
+    PixelOperation,
+    Range,
+    check,
+)
+from lockstep.data.dataset import Indices
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lockstep.augment.draws import Draws
-    from lockstep.augment.kernels import Box
-
-
-# --- Operations that move pixels: shift, flip, random resized crop, rotation. Masks move with their images ---
-
-# B batch · C channel · H W pixel
-
-
-ATTEMPTS = 10  # at a box that fits into the image, as in torchvision
-PROBABILITY = number(0, 0.5, high=1)
-MASK_VALUE = whole(-(2**31), 255, high=2**31 - 1).or_null()
-BYTE = whole(0, 0, high=255)
+# --- Operations that move pixels ---
 
 
 class Shift(GeometricOperation):
@@ -32,20 +35,20 @@ class Shift(GeometricOperation):
 
     def __init__(self, *, pixels: int, mask_fill: int | None = None, image_size: int | None = None) -> None:
         self.pixels, self.mask_fill = pixels, mask_fill
-        check(self, pixels=whole(1, 4, "a whole number of pixels"), mask_fill=MASK_VALUE)
+        check(self, pixels=Range(1, whole=True), mask_fill=MASK_VALUE)
         if image_size is not None and pixels >= image_size:
             raise ValueError(
-                f"pixels={pixels} would move whole images of {image_size} pixels away. Type a number below {image_size}"
+                f"pixels={pixels} would move whole images of {image_size} pixels away. Set a number below {image_size}"
             )
 
-    def plan(self, height: int, width: int, draws: "Draws") -> "Tensor":
-        return draws.below(2 * self.pixels + 1, (2,)) - self.pixels
+    def plan(self, height: int, width: int, draws: Draws) -> Indices:
+        """The upper left corner in the padded image: a shift by `pixels` minus it."""
+        return 2 * self.pixels - draws.host.below(2 * self.pixels + 1, (2,))
 
-    def move(self, value_BCHW: "Tensor", plan: "Tensor", *, is_mask: bool) -> "Tensor":
-        from lockstep.augment.kernels import shift
+    def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
+        from lockstep.augment.kernels import shifted
 
-        down_B, right_B = plan.unbind(1)
-        return shift(value_BCHW, down_B, right_B, self.pixels, fill=(self.mask_fill or 0) if is_mask else 0)
+        return shifted(value_BCHW, plan, pixels=self.pixels, fill=(self.mask_fill or 0) if is_mask else 0)
 
 
 class Flip(GeometricOperation):
@@ -55,19 +58,21 @@ class Flip(GeometricOperation):
         self.horizontal, self.vertical = horizontal, vertical
         check(self, horizontal=PROBABILITY, vertical=PROBABILITY)
 
-    def plan(self, height: int, width: int, draws: "Draws") -> dict[int, "Tensor"]:
+    def plan(self, height: int, width: int, draws: Draws) -> dict[int, NDArray[np.bool_]]:
         """Which samples are mirrored, by dimension."""
-        mirrored = {-1: draws.chance(self.horizontal), -2: draws.chance(self.vertical)}
+        mirrored = {-1: draws.host.chance(self.horizontal), -2: draws.host.chance(self.vertical)}
         return {dim: chosen for dim, chosen in mirrored.items() if (self.horizontal if dim == -1 else self.vertical)}
 
-    def move(self, value_BCHW: "Tensor", plan: dict[int, "Tensor"], *, is_mask: bool) -> "Tensor":
-        for dim, chosen_B in plan.items():
-            value_BCHW = value_BCHW.flip(dim).where(chosen_B[:, None, None, None], value_BCHW)
+    def move(self, value_BCHW: "Tensor", plan: dict[int, NDArray[np.bool_]], *, is_mask: bool) -> "Tensor":
+        from lockstep.augment.kernels import flipped
+
+        for dim, mirrored_B in plan.items():
+            value_BCHW = flipped(value_BCHW, mirrored_B, dim=dim)
         return value_BCHW
 
 
 class RandomResizedCrop(GeometricOperation):
-    """A box of a share of the image (`scale`) and an aspect ratio (`ratio`), resized to `image_size`: bilinear, with antialiasing.
+    """A box of a fraction of the image (`scale`) and an aspect ratio (`ratio`), resized to `image_size`: bilinear, with antialiasing.
 
     Chooses boxes as torchvision's RandomResizedCrop does (Szegedy et al. 2015). Without `image_size`, images keep their size.
     """
@@ -80,34 +85,27 @@ class RandomResizedCrop(GeometricOperation):
         image_size: int | None = None,
     ) -> None:
         self.scale, self.ratio, self.image_size = list(scale), list(ratio), image_size
-        check(
-            self,
-            scale=numbers(number(0, 0.5, above=True, high=1), "[0.08,1]", 2),
-            ratio=numbers(number(0, 1, above=True), "[0.75,1.33]", 2),
-            image_size=whole(1, 224, "a whole number of pixels").or_null(),
-        )
-        check_rising(self, "scale", "ratio")
+        check(self, scale=Range(0, 1, above=True), ratio=Range(0, above=True), image_size=Range(1, whole=True))
 
-    def plan(self, height: int, width: int, draws: "Draws") -> "Box":
-        from lockstep.augment.kernels import first_that_fits, random_sides
-
+    def plan(self, height: int, width: int, draws: Draws) -> Indices:
+        """box_B4: top, left, height, width."""
         low, high = self.ratio
-        w_BT, h_BT = random_sides(draws, height * width, self.scale, self.ratio, ATTEMPTS)
+        w_BT, h_BT = random_sides(draws.host, height * width, self.scale, self.ratio)
         fits_BT = (w_BT > 0) & (w_BT <= width) & (h_BT > 0) & (h_BT <= height)
-        # the largest box in the middle with a ratio that is allowed
+        # if none fits, the largest box in the middle with a ratio that is allowed
         whole_w = round(height * high) if width / height > high else width
         whole_h = round(width / low) if width / height < low else height
         w_B, h_B = first_that_fits(fits_BT, w_BT, whole_w), first_that_fits(fits_BT, h_BT, whole_h)
-        fits_B = fits_BT.any(1)
-        top_B, left_B = (draws.below(room_B + 1).where(fits_B, room_B // 2) for room_B in (height - h_B, width - w_B))
-        return top_B, left_B, h_B, w_B
+        rooms, fits_B = (height - h_B, width - w_B), fits_BT.any(1)
+        top_B, left_B = (np.where(fits_B, draws.host.below(room_B + 1), room_B // 2) for room_B in rooms)
+        return np.stack([top_B, left_B, h_B, w_B], 1)
 
-    def move(self, value_BCHW: "Tensor", plan: "Box", *, is_mask: bool) -> "Tensor":
-        from lockstep.augment.kernels import crop_nearest, crop_resized, to_bytes
+    def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
+        from lockstep.augment.kernels import cropped_bilinear, cropped_nearest
 
         height, width = value_BCHW.shape[-2:]
-        size = (height, width) if self.image_size is None else (self.image_size, self.image_size)
-        return crop_nearest(value_BCHW, plan, size) if is_mask else to_bytes(crop_resized(value_BCHW, plan, size))
+        size = (self.image_size or height, self.image_size or width)
+        return (cropped_nearest if is_mask else cropped_bilinear)(value_BCHW, plan, size=size)
 
 
 class Rotate(GeometricOperation):
@@ -124,31 +122,56 @@ class Rotate(GeometricOperation):
         mask_fill: int | None = None,
     ) -> None:
         self.degrees, self.interpolation, self.fill, self.mask_fill = degrees, interpolation, fill, mask_fill
-        check(self, degrees=number(0, 15, above=True, high=180), fill=BYTE, mask_fill=MASK_VALUE)
+        check(self, degrees=Range(0, 180, above=True), fill=BYTE, mask_fill=MASK_VALUE)
 
-    def plan(self, height: int, width: int, draws: "Draws") -> "Tensor":
-        from lockstep.augment.kernels import rotation
-
-        return rotation(draws.uniform(-self.degrees, self.degrees) * (math.pi / 180))
+    def plan(self, height: int, width: int, draws: Draws) -> NDArray[np.float32]:
+        return affine_matrix({"rotate": draws.host.uniform(-self.degrees, self.degrees)}, height, width)
 
     def move(self, value_BCHW: "Tensor", plan: Any, *, is_mask: bool) -> "Tensor":
-        from lockstep.augment.kernels import affine_bilinear, affine_nearest, to_bytes
+        from lockstep.augment.kernels import transformed
 
-        if is_mask or self.interpolation == "nearest":
-            return affine_nearest(value_BCHW, plan, (self.mask_fill or 0) if is_mask else self.fill)
-        return to_bytes(affine_bilinear(value_BCHW, plan, self.fill))
-
-
-# --- Random erasing ---
-
-# B batch · C channel · H W pixel
+        if is_mask:
+            return transformed(value_BCHW, plan, interpolation="nearest", fill=self.mask_fill or 0)
+        return transformed(value_BCHW, plan, interpolation=self.interpolation, fill=self.fill)
 
 
-FILL = Kind(lambda v: v == "noise" or (type(v) is int and 0 <= v <= 255), "noise, or a whole number of 0 to 255", "0")
+def affine_matrix(parts: Mapping[str, NDArray[Any]], height: int, width: int) -> NDArray[np.float32]:
+    """matrix_B23 of kernels.transformed. At most one part of each image is not 0: `rotate` in degrees counterclockwise,
+    `translate_x` and `translate_y` in pixels, `shear_x` and `shear_y` about the upper left corner."""
+    names = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+    nothing_B = np.zeros_like(next(iter(parts.values())), dtype=np.float64)
+    # In float64: vectorised float32 functions differ in the last bit with a number's place in a batch.
+    turn_B, shear_x, shear_y, x_B, y_B = (np.float64(parts.get(name, nothing_B)) for name in names)
+    cos_B, sin_B = np.cos(np.deg2rad(turn_B)), np.sin(np.deg2rad(turn_B))
+    x_row = [cos_B, shear_x - sin_B, shear_x * (height / 2) - x_B]
+    y_row = [shear_y + sin_B, cos_B, shear_y * (width / 2) - y_B]
+    return np.stack([*x_row, *y_row], 1).reshape(-1, 2, 3).astype(np.float32)
+
+
+# --- Random boxes, chosen as torchvision chooses them ---
+
+ATTEMPTS = 10  # at a box that fits into the image
+
+
+def random_sides(
+    draws: HostDraws, area: int, scale: Sequence[float], ratio: Sequence[float]
+) -> tuple[Indices, Indices]:
+    """width_BT and height_BT of boxes with a fraction of `area` and a ratio of width to height, uniform in its logarithm."""
+    area_BT, log_BT = draws.uniform(shape=(2, ATTEMPTS)).astype(np.float64).swapaxes(0, 1)
+    area_BT = area * (scale[0] + (scale[1] - scale[0]) * area_BT)
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    ratio_BT = np.exp(low + (high - low) * log_BT)
+    return np.sqrt(area_BT * ratio_BT).round().astype(np.int64), np.sqrt(area_BT / ratio_BT).round().astype(np.int64)
+
+
+def first_that_fits(fits_BT: NDArray[np.bool_], value_BT: Indices, otherwise: int) -> Indices:
+    """value_B of the first attempt that fits."""
+    first_B1 = fits_BT.argmax(1)[:, None]
+    return np.where(fits_BT.any(1), np.take_along_axis(value_BT, first_B1, 1)[:, 0], otherwise)
 
 
 class RandomErasing(PixelOperation):
-    """Covers a box of a share of the image (`scale`) with noise or one value (Zhong et al. 2020). Masks stay as they are.
+    """Covers a box of a fraction of the image (`scale`) with noise or one value (Zhong et al. 2020). Masks stay as they are.
 
     Chooses boxes as torchvision's RandomErasing does.
     """
@@ -162,44 +185,27 @@ class RandomErasing(PixelOperation):
         fill: Literal["noise"] | int = "noise",
     ) -> None:
         self.probability, self.scale, self.ratio, self.fill = probability, list(scale), list(ratio), fill
-        check(
-            self,
-            probability=number(0, 0.25, high=1),
-            scale=numbers(number(0, 0.3, high=1), "[0.02,0.33]", 2),
-            ratio=numbers(number(0, 1, above=True), "[0.3,3.3]", 2),
-            fill=FILL,
-        )
-        check_rising(self, "scale", "ratio")
+        ranges = {"probability": PROBABILITY, "scale": PROBABILITY, "ratio": Range(0, above=True)}
+        check(self, **ranges, **({} if fill == "noise" else {"fill": BYTE}))
 
-    def boxes(self, height: int, width: int, draws: "Draws") -> "Box":
-        """A box of 0 x 0 erases nothing."""
-        from lockstep.augment.kernels import first_that_fits, random_sides
-
+    def boxes(self, height: int, width: int, draws: HostDraws) -> Indices:
+        """box_B4: top, left, height, width. A box of 0 x 0 erases nothing."""
         # torchvision's ratio is of height to width
-        h_BT, w_BT = random_sides(draws, height * width, self.scale, self.ratio, ATTEMPTS)
+        h_BT, w_BT = random_sides(draws, height * width, self.scale, self.ratio)
         fits_BT = (h_BT < height) & (w_BT < width)
         erased_B = draws.chance(self.probability)
         h_B, w_B = (first_that_fits(fits_BT, side_BT, 0) * erased_B for side_BT in (h_BT, w_BT))
-        return draws.below(height - h_B + 1), draws.below(width - w_B + 1), h_B, w_B
+        return np.stack([draws.below(height - h_B + 1), draws.below(width - w_B + 1), h_B, w_B], 1)
 
-    def change(self, image_BCHW: "Tensor", draws: "Draws") -> "Tensor":
-        from lockstep.augment.kernels import inside
+    def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
+        from lockstep.augment.kernels import erased
 
         height, width = image_BCHW.shape[-2:]
-        inside_BHW = inside(self.boxes(height, width, draws), height, width)
-        fill = noise(image_BCHW, draws) if self.fill == "noise" else self.fill
-        return image_BCHW.where(~inside_BHW[:, None], fill)
-
-
-def noise(image_BCHW: "Tensor", draws: "Draws") -> "Tensor":
-    """Random bytes: eight of each draw."""
-    count = image_BCHW[0].numel()
-    return draws.bits(-(-count // 8)).view(image_BCHW.dtype)[:, :count].reshape(image_BCHW.shape)
+        boxes = self.boxes(height, width, draws.host)
+        return erased(image_BCHW, boxes, fill=self.fill, draws=draws.host)
 
 
 # --- Random changes of brightness, contrast, saturation and hue ---
-
-# B batch · C channel · H W pixel
 
 
 class ColorJitter(PixelOperation):
@@ -212,17 +218,19 @@ class ColorJitter(PixelOperation):
         self, *, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0, hue: float = 0.0
     ) -> None:
         self.brightness, self.contrast, self.saturation, self.hue = brightness, contrast, saturation, hue
-        strength = number(0, 0.4)
-        check(self, brightness=strength, contrast=strength, saturation=strength, hue=number(0, 0.1, high=0.5))
+        check(self, brightness=Range(0), contrast=Range(0), saturation=Range(0), hue=Range(0, 0.5))
 
-    def change(self, image_BCHW: "Tensor", draws: "Draws") -> "Tensor":
-        import torch
+    def factors(self, draws: HostDraws) -> dict[str, NDArray[np.float32]]:
+        """Of the changes that are made, in their order."""
+        most = {"brightness": self.brightness, "contrast": self.contrast, "saturation": self.saturation}
+        factors = {name: draws.uniform(max(0.0, 1 - by), 1 + by) for name, by in most.items()}
+        factors["hue"] = draws.uniform(-self.hue, self.hue)
+        return {name: factor_B for name, factor_B in factors.items() if getattr(self, name)}
 
-        from lockstep.augment import kernels
+    def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
+        from lockstep.augment.kernels import recolored
 
-        image = image_BCHW.float()
-        for name in ("brightness", "contrast", "saturation"):
-            factor_B = draws.uniform(max(0.0, 1 - getattr(self, name)), 1 + getattr(self, name))
-            image = getattr(kernels, name)(image, factor_B) if getattr(self, name) else image
-        image = kernels.hue(image, draws.uniform(-self.hue, self.hue)) if self.hue else image
-        return image.to(torch.uint8)
+        factors = self.factors(draws.host)
+        if not factors:
+            return image_BCHW
+        return recolored(image_BCHW, np.stack(list(factors.values()), 1), names=list(factors))

@@ -43,8 +43,8 @@ class CustomModule(Callback):
         """The network is left as the module made it, except its batch norms."""
         if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
-        if not self.own_loaders:  # Lockstep's datamodule calls the module's hook
-            warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
+        if not self.own_loaders:  # Lockstep's datamodule calls the module's hooks
+            warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
         if self.synchronise:
             self.synchronise(pl_module, trainer.strategy.root_device.type)
         data = trainer.datamodule  # type: ignore[attr-defined]

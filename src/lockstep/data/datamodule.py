@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
-from lockstep.data.dataset import Arrays, Batch, DataSet, classes_of, samples_of
+from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, samples_of
 from lockstep.data.loaders import FromWorkers, InMemory, LoaderPosition, ResumableLoader, fetch
 from lockstep.data.sampler import PaddedEvalSampler, Sampler, Split, TrainBatches, UnpaddedEvalSampler, balanced, splits
 from lockstep.errors import UserError
 
-Augment = Callable[..., Batch]  # of a batch, seed and epoch: lockstep.augment's Augmentation
+Augment = Callable[..., Batch]  # of a batch, seed, epoch and the samples' indices: lockstep.augment's Augmentation
 OWN_LOADERS = "own dataloaders"
 ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
 
@@ -54,6 +54,7 @@ class DataModule(pl.LightningDataModule):
         self.in_memory: dict[str, InMemory] = {}
         self.position = LoaderPosition(lambda: 0)
         self.predicted = "test"  # the part that predict_dataloader has
+        self.index_B: Indices | None = None  # of the batch that is being transferred, on the host
         # why samples of the current batch could not be read, if the data says so
         self.problems: list[str] | None = None
         parts: dict[str, Any] = {"val_fraction": val_fraction, "folds": folds, "fold": fold, "limit_train": limit_train}
@@ -139,10 +140,16 @@ class DataModule(pl.LightningDataModule):
     def predict_dataloader(self) -> ResumableLoader:
         return self.eval_loader(*self.predicted_split)
 
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+        self.index_B = batch["index"].numpy()
+        return self.trainer.lightning_module.on_before_batch_transfer(batch, dataloader_idx)
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         trainer, began_s = self.trainer, time.perf_counter()
+        index_B, self.index_B = self.index_B, None
         self.problems = batch.pop("problem", None)
-        batch = self.finished(batch, training=trainer.training, epoch=trainer.current_epoch, repeats=self.repeats)
+        of_step: dict[str, Any] = {"epoch": trainer.current_epoch, "repeats": self.repeats, "index_B": index_B}
+        batch = self.finished(batch, training=trainer.training, **of_step)
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
@@ -166,10 +173,10 @@ class DataModule(pl.LightningDataModule):
         sampler.resume(epoch, step)
         return self.raw("train", next(iter(sampler)))
 
-    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, repeats: int = 1) -> Batch:
+    def finished(self, batch: Batch, *, training: bool, epoch: int = 0, **of_step: Any) -> Batch:
         """Augments and preprocesses a batch for the network and the task; with `repeats` copies of each sample in training."""
         if training and self.augment is not None:
-            batch = self.augment(batch, seed=self.seed, epoch=epoch, repeats=repeats)
+            batch = self.augment(batch, seed=self.seed, epoch=epoch, **of_step)
         return self.dataset.preprocess(batch)
 
     def raw(self, part: str, index_N: Any) -> Batch:

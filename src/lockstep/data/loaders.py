@@ -79,9 +79,9 @@ class InMemory:
             sizes = [len(indices_B) for indices_B in several]
             parts = zip(*(tensor.split(sizes) for tensor in gathered.values()), strict=True)
             for part, indices_B in zip(parts, several, strict=True):
-                batch: Batch = dict(
-                    zip(gathered, (tensor.pin_memory() for tensor in part) if pin else part, strict=True)
-                )
+                # The indices stay on the host, where augmentation draws its numbers.
+                tensors: Batch = {**dict(zip(gathered, part, strict=True)), "index": torch.from_numpy(indices_B)}
+                batch = {name: tensor.pin_memory() if pin else tensor for name, tensor in tensors.items()}
                 yield {**batch, "count": count_of(indices_B)}
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.augment import draws
 from lockstep.compat.recomputation import in_backward
 from lockstep.data import sampler
 from lockstep.errors import UserError
@@ -79,8 +78,21 @@ def words_on_cpu(key: int, call: int, rows: range, words: int) -> Tensor:
 
 def words_on(device: torch.device, key: int, call: int, rows: range, words: int) -> Tensor:
     """The same numbers on a device."""
-    n, w = (torch.arange(r.start, r.stop, device=device) * draws.GOLDEN for r in (rows, range(words)))
-    return draws.mix(draws.mix(n + draws.signed(key))[:, None] + (w + draws.signed(call)))
+    n, w = (torch.arange(r.start, r.stop, device=device) * signed(GOLDEN) for r in (rows, range(words)))
+    return mix(mix(n + signed(key))[:, None] + (w + signed(call)))
+
+
+def signed(value: int) -> int:
+    """The int64 with the same bits as a uint64, because torch has no uint64 arithmetic."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def mix(x: Tensor) -> Tensor:
+    """sampler.mix on the bits of int64."""
+    for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        logically_shifted = (x >> bits) & ((1 << (64 - bits)) - 1)
+        x = (x ^ logically_shifted) * signed(factor)
+    return x
 
 
 def kept_rows(words_NW: Tensor, elements: int, bits: int, limit: int) -> Tensor:
