@@ -1,6 +1,6 @@
 """From config nodes to objects, one function per stage. Only this file, build_trainer.py and extras/prediction.py join the packages."""
 
-from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
+from lockstep.compat import others  # noqa: F401  # before Lightning
 
 # isort: split
 import inspect

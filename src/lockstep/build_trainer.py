@@ -15,8 +15,7 @@ from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import DATA, refuse_without_position
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.compat.logged_step import log_steps_from_one
-from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
 from lockstep.config.auto import SPARSEST
 from lockstep.config.batches import parts_of_step
 from lockstep.config.identity import model_title, run_dir, title

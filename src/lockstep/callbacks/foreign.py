@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.checkpoints.content import refused
-from lockstep.compat.first_loaders import begin_loaders_anew
+from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.config.auto import log_interval
 from lockstep.config.instantiate import has_own_loaders, to_plain
 from lockstep.errors import UserError

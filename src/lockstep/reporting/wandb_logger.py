@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.compat.wandb_anonymous import without_anonymous
+from lockstep.compat.lightning import without_anonymous
 from lockstep.errors import UserError
 from lockstep.reporting.background import LATE_S
 from lockstep.reporting.tracking import UPLOAD_S

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.compat.sync_batch_norm import without_masks
+from lockstep.compat.torch import without_masks
 from lockstep.training.invariance import NORMS
 
 AFTER = ("drop", "act")  # what timm's BatchNormAct2d does after normalising

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.augment import draws
-from lockstep.compat.recomputation import in_backward
+from lockstep.compat.torch import in_backward
 from lockstep.data import sampler
 from lockstep.errors import UserError
 from lockstep.models import basic_net
