@@ -41,6 +41,7 @@ from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import warn_of_small_shared_memory
 from lockstep.errors import UserError, raise_problems
+from lockstep.machine import process as debugging
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads, world_of
 from lockstep.models.network import network
@@ -52,6 +53,9 @@ from lockstep.training.panels import TestPanels
 
 __all__ = ["data", "evaluate", "fit", "module", "process", "rehearse", "seed", "trainer", "with_numbers"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
+IN_DRY_RUN = (
+    "This is the dry run: tensors have shapes but no numbers. Enter c to continue, or set debug_rank=0 to skip it."
+)
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
@@ -188,10 +192,16 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
 
 def rehearse(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
     """Tries a step without computing it. Raises UserError if the parts do not fit together."""
+    if debugging.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
+        return
     samples = batches.batches(cfg, world)["micro_batch"] or 1
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     device, callbacks = trainer.strategy.root_device, trainer.callbacks  # type: ignore[attr-defined]
-    dry_run.rehearse(cfg, module, data, device=device, samples=samples, callbacks=callbacks)
+    debugging.notice = IN_DRY_RUN
+    try:
+        dry_run.rehearse(cfg, module, data, device=device, samples=samples, callbacks=callbacks)
+    finally:
+        debugging.notice = None
 
 
 def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:

@@ -9,7 +9,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
@@ -25,6 +25,7 @@ from lockstep.config.run_files import read_report
 from lockstep.config.targets import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
+from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
 from lockstep.training import foreign
@@ -135,7 +136,10 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     given |= for_logical_ranks(cfg, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/foreign.py decides once the loaders are there
-    if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
+    node = cfg.strategy
+    if "timeout_s" in node and process.debug_rank is not None:
+        node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
+    elif timeout_s := node.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
@@ -150,7 +154,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
         "sharded_checkpoints": cfg.checkpoint.sharded,
         "logical_ranks": bool(cfg.exact.shards),
     }
-    strategy = create(cfg.strategy, "strategy", **accepted(cfg.strategy._target_, offered))
+    strategy = create(node, "strategy", **accepted(node._target_, offered))
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
