@@ -222,7 +222,7 @@ def fork(connection: Connection, request: dict[str, Any], ours: list[Any]) -> in
             os.setpgid(0, request["group"])
         run(request)
     except BaseException:
-        traceback.print_exc()
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(70)
 
@@ -235,6 +235,10 @@ def run(request: dict[str, Any]) -> None:
     sys.argv[:] = request["argv"]
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [str(Path(sys.argv[0]).parent), *(place for place in path if place and place not in sys.path)]
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if os.isatty(number):  # the server's own streams are files
+            setattr(sys, name, open(number, mode, buffering=1, closefd=False))
+            setattr(sys, f"__{name}__", getattr(sys, name))
     in_this_process()
     if HOOK in os.environ:
         runpy.run_path(os.environ[HOOK])

@@ -1,6 +1,6 @@
 """From config nodes to objects, one function per stage. Only this file, build_trainer.py and extras/prediction.py join the packages."""
 
-from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
+from lockstep.compat import others  # noqa: F401  # before Lightning
 
 # isort: split
 import inspect
@@ -43,6 +43,7 @@ from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import warn_of_small_shared_memory
 from lockstep.errors import UserError, raise_problems
+from lockstep.machine import process as debugging
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads, world_of
 from lockstep.models.network import network
@@ -56,6 +57,9 @@ from lockstep.training.workload import CustomModuleWorkload, workload
 
 __all__ = ["data", "dry_run", "evaluate", "fit", "module", "process", "seed", "trainer", "with_numbers"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
+IN_DRY_RUN = (
+    "This is the dry run: tensors have shapes but no numbers. Enter c to continue, or set debug_rank=0 to skip it."
+)
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
@@ -196,10 +200,12 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, 
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
     if not isinstance(module, TaskModule) or not isinstance(data, DataModule):
         return
+    if debugging.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
+        return
     samples = batches.batches(cfg, world)["micro_batch"]
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
-    DryRun(
+    trial = DryRun(
         module=module,
         data=data,
         device=trainer.strategy.root_device,
@@ -212,7 +218,12 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, 
         compiled=cfg.compile,
         shipped=all(str(node.get("_target_")).startswith(TRUSTED) for node in nodes),
         is_user_error=of_users_code,
-    )(trainer.callbacks)  # type: ignore[attr-defined]
+    )
+    debugging.notice = IN_DRY_RUN
+    try:
+        trial(trainer.callbacks)  # type: ignore[attr-defined]
+    finally:
+        debugging.notice = None
 
 
 def oom_advice(

@@ -10,14 +10,13 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lockstep import callbacks
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import DATA, refuse_without_position
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.compat.logged_step import log_steps_from_one
-from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
+from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
 from lockstep.config.auto import SPARSEST, log_interval
 from lockstep.config.batches import parts_of_step
 from lockstep.config.custom_module import uses_custom_module
@@ -28,6 +27,7 @@ from lockstep.config.run_files import read_report
 from lockstep.config.targets import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
+from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
 from lockstep.strategies.batch_norm import synchronise
@@ -165,7 +165,10 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     given |= for_logical_ranks(cfg, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
-    if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
+    node = cfg.strategy
+    if "timeout_s" in node and process.debug_rank is not None:
+        node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
+    elif timeout_s := node.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
@@ -181,7 +184,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
         "logical_ranks": bool(cfg.exact.shards),
         "trains_task": not uses_custom_module(cfg),
     }
-    strategy = create(cfg.strategy, "strategy", **accepted(cfg.strategy._target_, offered))
+    strategy = create(node, "strategy", **accepted(node._target_, offered))
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task

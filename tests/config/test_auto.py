@@ -81,8 +81,8 @@ def gpus(monkeypatch):
         digits = {hardware.CUDA_MAJOR: 0, hardware.CUDA_MINOR: 1}
         answers["cuDeviceGetAttribute"] = lambda attribute, gpu: divmod(capabilities[gpu], 10)[digits[attribute]]
         monkeypatch.setattr(hardware, "asked", lambda name, *given: answers[name](*given))
-        monkeypatch.setattr(hardware.torch_build, "cuda_version", lambda: built)
-        monkeypatch.setattr(hardware.torch_build, "architectures", lambda: kernels.split() or None)
+        monkeypatch.setattr(hardware, "cuda_of_torch", lambda: built)
+        monkeypatch.setattr(hardware, "architectures_of_torch", lambda: kernels.split() or None)
         hardware.capabilities.cache_clear()
         hardware.why_no_gpu.cache_clear()
 

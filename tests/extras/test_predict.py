@@ -280,7 +280,7 @@ def test_a_mistake_is_refused(place, given, said):
 
 def test_parquet_without_pyarrow_is_refused(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    from lockstep.launch.request import output_problems
+    from lockstep.launch.start import output_problems
 
     assert "Type uv pip install pyarrow, or output=a.csv" in next(output_problems(Path("a.parquet"), False))
 

@@ -5,15 +5,16 @@ Heavy imports come late: Hydra imports this module at every start.
 """
 
 import queue
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 
 class SlotsLauncher(Launcher):
@@ -28,20 +29,19 @@ class SlotsLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system ends the launcher."""
-        from lockstep.launch import sweeps
+        from lockstep.launch import local, sweeps
         from lockstep.machine import process
 
         free: queue.Queue[dict[str, str]] = queue.Queue()
-        for environment in sweeps.environments(self.config, self.jobs):
-            free.put(environment)
+        for slot in sweeps.environments(self.config, self.jobs):
+            free.put(slot)
         stopped = threading.Event()
 
         def run(job: tuple[DictConfig, list[str]]) -> JobReturn:
             environment = free.get()
             try:
-                if stopped.is_set() or process.received:
-                    return failed(job[0], "was not started")
-                return self.run(*job, environment)
+                starts = not stopped.is_set() and not process.received
+                return sweeps.run_job(self.script, *job, environment if starts else None)
             finally:
                 free.put(environment)
 
@@ -51,39 +51,16 @@ class SlotsLauncher(Launcher):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             with open_dict(config):
                 config.hydra.job.num = number
-            task_config = config.copy()
-            with open_dict(task_config):
-                del task_config["hydra"]
+            task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
             jobs.append((sweeps.named(task_config, config.hydra), list(filter_overrides(overrides))))
         with process.noted(), ThreadPoolExecutor(free.qsize()) as pool:
             try:
                 returns = list(pool.map(run, jobs))
             except KeyboardInterrupt:  # running jobs end with their parent
                 stopped.set()
-                sweeps.end_all()
+                local.stop(list(sweeps.running), signal.SIGINT)  # the terminal's Ctrl-C reaches only this process
                 raise
             if process.received:
                 process.requeue(0)
                 raise KeyboardInterrupt
         return returns
-
-    def run(self, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> JobReturn:
-        """Runs one job in its own process; its output goes to a file beside its directory."""
-        from lockstep.config.identity import run_dir
-        from lockstep.config.run_files import read_report
-        from lockstep.launch import sweeps
-
-        code = sweeps.run_job(self.script, cfg, overrides, environment)
-        if code:
-            return failed(cfg, f"failed; see {sweeps.output(cfg)}", code)
-        done = JobReturn(overrides=overrides, cfg=cfg, status=JobStatus.COMPLETED)
-        done.return_value = read_report(run_dir(cfg))
-        return done
-
-
-def failed(cfg: DictConfig, why: str, code: int = 1) -> JobReturn:
-    from lockstep.errors import RunFailed
-
-    job = JobReturn(cfg=cfg, status=JobStatus.FAILED)
-    job.return_value = RunFailed(f"{cfg.run} {why}", code)
-    return job

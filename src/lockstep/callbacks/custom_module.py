@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.checkpoints.content import refused
-from lockstep.compat.first_loaders import begin_loaders_anew
+from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.errors import UserError
 from lockstep.training.steps import total_steps
 

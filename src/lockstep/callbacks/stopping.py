@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, step_of
-from lockstep.compat.collectives import CollectiveCounter
+from lockstep.compat.torch import CollectiveCounter
 from lockstep.config.words import nearest
 from lockstep.errors import LossNotFinite, TrainingFailed, UserError
 from lockstep.training.steps import completes_step, has_row, steps_done

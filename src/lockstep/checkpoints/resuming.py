@@ -92,7 +92,7 @@ AUTO = {
 }
 RECIPES = ("experiment", "debug")  # groups that set keys of other groups
 LIMITS = "trainer.limit_"  # without effect in a prediction
-EVAL_OWN = ("run", "runs_dir", "checkpoint")  # eval.py's own keys: what to evaluate
+EVAL_OWN = ("run", "runs_dir", "checkpoint", "debug_rank")  # eval.py's own keys: what to evaluate
 TRAINING = (  # keys without effect in an evaluation
     "augment",
     "data.repeats",

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lockstep.checkpoints import io
 from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.compat.logged_step import save_logged_step, set_logged_step
+from lockstep.compat.lightning import save_logged_step, set_logged_step
 from lockstep.errors import Damaged, UserError
 from lockstep.machine import files
 from lockstep.training.steps import steps_done

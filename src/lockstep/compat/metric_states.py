@@ -23,26 +23,22 @@ PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as bytes: pickle would write the whole storage of a view, and take 0.1 ms for each."""
+    """A tensor as an array of bytes: pickle would write the whole storage of a view, and take 0.1 ms for each."""
 
-    content: bytes
+    content: Any
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Stored":
-        flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
-        return cls(flat.view(torch.uint8).numpy().tobytes(), tensor.dtype, tuple(tensor.shape), tensor.device.type)
+        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return cls(content, tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
     def tensor(self, device: torch.device) -> Tensor:
         """On `device`, unless the metric keeps this state on the CPU."""
-        flat = (
-            torch.frombuffer(bytearray(self.content), dtype=self.dtype)
-            if self.content
-            else torch.empty(0, dtype=self.dtype)
-        )
-        return flat.reshape(self.shape).to(device if self.device == device.type else "cpu")
+        tensor = torch.from_numpy(self.content).view(self.dtype).reshape(self.shape)
+        return tensor.to(device if self.device == device.type else "cpu")
 
 
 def parts(metrics: Sequence[Metric]) -> list[Metric]:

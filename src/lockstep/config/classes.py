@@ -49,7 +49,7 @@ def component_problems(cfg: DictConfig, *, everything: bool) -> Iterator[str]:
     """Keys that a class does not accept. Shipped classes take seconds to import, so they are checked only with `everything`."""
     for key, node in components(cfg):
         if everything or not is_shipped(node):
-            from lockstep.compat import torchmetrics_imports  # noqa: F401  # before Lightning
+            from lockstep.compat import others  # noqa: F401  # before Lightning
 
             yield from problems(node, key)
     if not is_shipped(cfg.task) and not list(target_problems(to_plain(cfg.task), "task")):

@@ -253,6 +253,8 @@ def message(error: BaseException, override: str) -> str:
         group, option = absent.groups()
         known = options(group)
         return f"{override}: {group} has no {option}; use one of {', '.join(known)}{nearest(option, known)}."
+    if "token recognition error" in text:  # Hydra's grammar
+        return f"{override}: this value needs quotes for Hydra and for the shell. Set '{key}=\"{override.partition('=')[2]}\"'."
     return f"{override}: {' '.join(str(error).split())}"
 
 

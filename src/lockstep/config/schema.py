@@ -142,6 +142,7 @@ KEYS: dict[str, Kind] = {
     "runs_dir": TEXT,
     "resume": TRAINED,
     "init_from": TRAINED,
+    "debug_rank": whole(0, 1, "the number of a rank").or_null(),
     "compile": FLAG,
     "channels_last": FLAG,
     "tf32": FLAG,

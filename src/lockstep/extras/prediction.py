@@ -18,7 +18,7 @@ from lockstep.errors import UserError
 from lockstep.extras import prediction_writer
 from lockstep.extras.gallery import write_gallery
 from lockstep.extras.prediction_writer import KEPT, Writer
-from lockstep.launch.request import gallery_of
+from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove
 from lockstep.machine.world import World
 from lockstep.training.workload import workload

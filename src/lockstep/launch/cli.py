@@ -1,12 +1,12 @@
 """The command line `python train.py key=value ...`, its processes, and the same from Python, with exceptions instead of exit codes."""
 
 import atexit
-import inspect
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep import CONFIGS
-from lockstep.config import project
+from lockstep.config import compose, project
 from lockstep.config.checks import wrong_values
-from lockstep.config.compose import (
-    CONFIG_ERRORS,
-    callers_hydra_restored,
-    compose_config,
-    composed,
-    explain,
-    fails_to_compose,
-    key_of,
-    search_path,
-    tried_alone,
-    variants,
-)
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import jobs, local, sweeps
@@ -55,53 +43,59 @@ def main(run: Run, name: str) -> None:
     ended: list[int] = []
     atexit.register(lambda: exit_process(ended[0]) if ended else None)  # registered first, called last
     process.owned = True
-    job = Job(name, running_script(), run)
-    received, given = local.received_job(), sweeps.received_config()
-    todo: Callable[[], Any]
-    if received is not None:
-        todo, rank = partial(local.report_out_of_memory, partial(run, *received)), received[1].rank
-    elif given is not None:
-        todo, rank = partial(start, job, *given), 0
-    else:
-        alone = launcher_problems(os.environ)  # its rank is not to be believed, so it reports what is wrong
-        todo, rank = partial(command, job, sys.argv[1:]), 0 if alone else rank_of()
-    if external_launcher(os.environ) == TORCHRUN:
-        threading.Thread(target=exit_with_agent, args=(os.getppid(),), daemon=True).start()
-    with process.noted(interrupt=process.end_once) if received else nullcontext():
-        ended.append(exit_code(partial(in_project, job.script.parent, todo), rank))
-    if ended[0] and (received or external_launcher(os.environ)):
-        process.report_failure(rank)
+    launch = decided(Job(name, Path(sys.argv[0]).resolve(), run))
+    with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
+        ended.append(exit_code(launch.run, launch.rank))
+    if ended[0] and launch.is_one_of_several:
+        process.report_failure(launch.rank)
         exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
 
 
-def running_script() -> Path:
-    """The file that calls `main`, or the program that imported it."""
-    frame = inspect.currentframe()
-    caller = frame.f_back.f_back.f_globals if frame and frame.f_back and frame.f_back.f_back else {}
-    if caller.get("__name__") != "__main__":  # a function of a package; sys.modules["__main__"] may be cProfile's own
-        caller = vars(sys.modules["__main__"])
-    return Path(caller.get("__file__", "")).resolve()
+@dataclass(frozen=True)
+class Launch:
+    """What this process does in a command, and its place among the processes that do the same."""
+
+    folder: Path  # of the script
+    todo: Callable[[], Any]
+    rank: int = 0  # 0 as well if it cannot be known: that process reports why
+    is_one_of_several: bool = False
+
+    def run(self) -> None:
+        project.enter(self.folder)
+        self.todo()
 
 
-def in_project(folder: Path, call: Callable[[], Any]) -> None:
-    project.enter(folder)
-    call()
+def decided(job: Job) -> Launch:
+    """From the environment: a process of a run or a job of a multirun, which Lockstep started, or a command, maybe of torchrun or SLURM."""
+    launch = partial(Launch, job.script.parent)
+    try:
+        if (received := local.received_job()) is not None:
+            todo = partial(local.report_out_of_memory, partial(local.in_run, job.run, *received))
+            return launch(todo, received[1].rank, is_one_of_several=True)
+        if (given := sweeps.received_config()) is not None:
+            return launch(partial(start, job, *given))
+        raise_problems(launcher_problems(os.environ))
+    except UserError as e:
+        return launch(partial(raise_problems, e.problems))
+    launcher = external_launcher(os.environ)
+    if launcher == TORCHRUN:
+        threading.Thread(target=exit_with_agent, args=(os.getppid(),), daemon=True).start()
+    return launch(partial(command, job, sys.argv[1:]), rank_of(), is_one_of_several=launcher is not None)
 
 
 def command(job: Job, argv: list[str]) -> None:
     """Lets Hydra read the command line and run a single run or the jobs of a multirun."""
-    raise_problems(launcher_problems(os.environ))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to us instead of Hydra's own report and exit code
     raise_problems(refused_options(argv))
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
-    always = search_path(argv)
+    always = compose.search_path(argv)
     if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
         if job.name in EVALUATIONS:
             raise UserError(f"{job.name}.py takes one run at a time. Leave -m out.")
-        raise_problems(tried_alone(job.name, overrides, always)[0])
-        names = [variants(override)[0] for override in overrides if key_of(override) in FIRST]
-        raise_problems(wrong_values(compose_config(job.name, [*always, *names]), FIRST))
+        raise_problems(compose.tried_alone(job.name, overrides, always)[0])
+        names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
+        raise_problems(wrong_values(compose.compose_config(job.name, [*always, *names]), FIRST))
     # A launcher may pickle it for another process, so it must not refer to anything of this one.
     outcome: list[int] = []
     task: Any = partial(one_job, job, outcome)
@@ -113,8 +107,8 @@ def command(job: Job, argv: list[str]) -> None:
     except RunFailed:  # a job of a multirun, which has reported its error
         raise
     except Exception as e:
-        if isinstance(e, CONFIG_ERRORS) or fails_to_compose(job.name, [*always, *overrides]):
-            raise UserError(*explain(e, job.name, overrides, always)) from None
+        if isinstance(e, compose.CONFIG_ERRORS) or compose.fails_to_compose(job.name, [*always, *overrides]):
+            raise UserError(*compose.explain(e, job.name, overrides, always)) from None
         raise
     if any(outcome):
         raise RunFailed("the failed process printed the reason", max(outcome))
@@ -127,6 +121,8 @@ def refused_options(argv: list[str]) -> Iterator[str]:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
         if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
             yield f"{name} cannot be set: each command has its own config. Type experiment=<name>, with --config-dir=<folder> for one of your own."
+        if name == "debug_rank" and multirun:
+            yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
         if name == "hydra.mode":
             yield f"{arg}: hydra.mode cannot be set. Type -m for a multirun."
         if name.startswith("hydra.run"):
@@ -164,15 +160,16 @@ def call(name: str, overrides: list[str]) -> Any:
     """Runs `python <name>.py <overrides>` and leaves this process as it was."""
     raise_problems(launcher_problems(os.environ))
     with process.restored():
-        cfg = composed(name, overrides)
+        cfg = compose.composed(name, overrides)
         script = jobs.script(name)
         return start(jobs.Job(name, script, guarded(jobs.load(script))), cfg, overrides)
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     """Runs `python train.py -m <overrides>` and leaves this process as it was. Returns the rows of the sweep's table."""
+    raise_problems(launcher_problems(os.environ))
     raise_problems(f"{o}: sweep takes key=value alone, no options." for o in overrides if o.startswith("-"))
-    with process.restored(), process.logging_restored(), callers_hydra_restored():
+    with process.restored(), process.logging_restored(), compose.callers_hydra_restored():
         script = jobs.script("train")
         sys.argv[:] = [str(script), "-m", *overrides]
         sweeps.last.clear()

@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -97,7 +98,7 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
         return e.exit_code
     except RunFailed as e:  # the failed process printed the reason
         return e.exit_code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BdbQuit):  # Ctrl-C, or `quit` in the debugger
         return INTERRUPTED
     except SystemExit as e:
         if isinstance(e.__context__, KeyboardInterrupt):  # Lightning's answer to Ctrl-C

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from lockstep.config.batches import accumulations, batches, unit
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.config.run_files import read_report
-from lockstep.errors import LostProcess, OutOfMemory, RunFailed
-from lockstep.launch.jobs import EVALUATIONS
+from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError
+from lockstep.launch.exits import INTERRUPTED, LOOK_S
+from lockstep.launch.jobs import EVALUATIONS, Run
 from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.process import NOTEBOOK, in_notebook
@@ -49,13 +52,13 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def processes_per_node(world: World) -> int:
-    return world.size // world.nodes
-
-
 def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> dict[str, str]:
-    rank, count = world.rank + local_rank, processes_per_node(world)
-    job = {"config": OmegaConf.to_container(cfg, resolve=True), "world": {**asdict(world), "rank": rank}}
+    rank, count = world.rank + local_rank, world.size // world.nodes
+    job = {
+        "config": OmegaConf.to_container(cfg, resolve=True),
+        "world": {**asdict(world), "rank": rank},
+        "debug_rank": process.debug_rank,
+    }
     # A thread per core in each process would slow all of them down. A single process keeps torch's default.
     several = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
@@ -66,24 +69,40 @@ def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> di
 
 def received_job() -> tuple[DictConfig, World] | None:
     """The job that `run_processes` gave to this process; None in a process that a user started."""
-    if job := received(JOB):
-        process.supervised = True
-    return (OmegaConf.create(job["config"]), World(**job["world"])) if job else None
+    if not (job := received(JOB, "config", "world", "debug_rank")):
+        return None
+    process.supervised, process.debug_rank = True, job["debug_rank"]
+    return OmegaConf.create(job["config"]), World(**job["world"])
 
 
-def received(variable: str) -> dict[str, Any]:
-    """What a parent that this process must not outlive put into the environment; empty without one."""
-    if variable in os.environ:
-        threading.Thread(target=exit_with_parent, daemon=True).start()
-    found: dict[str, Any] = json.loads(os.environ.pop(variable, "{}"))
-    return found
+def received(variable: str, *keys: str) -> dict[str, Any]:
+    """What a parent that this process must not outlive put into the environment; empty without one. Raises UserError: something else."""
+    if variable not in os.environ:
+        return {}
+    given = os.environ.pop(variable)
+    try:
+        job = {key: json.loads(given)[key] for key in keys}
+    except (ValueError, TypeError, KeyError):
+        raise UserError(
+            f"{variable}={given[:40]} in the environment is none of Lockstep's. Run unset {variable}."
+        ) from None
+    debugs = "world" in job and job["debug_rank"] == job["world"]["rank"]
+    threading.Thread(target=exit_with_parent, args=(debugs,), daemon=True).start()
+    return job
 
 
-def exit_with_parent() -> None:
-    """Standard input closes when the parent ends, in whatever way; the parent never writes to it."""
-    while os.read(0, 1):
-        pass
+def exit_with_parent(owns_terminal: bool) -> None:
+    """Standard input closes when the parent ends, in whatever way; the parent never writes to it. A terminal stays open."""
+    parent = os.getppid()
+    while os.getppid() == parent if owns_terminal else os.read(0, 1):
+        time.sleep(owns_terminal * LOOK_S)
     os._exit(1)
+
+
+def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
+    """This process's part of a run; what it prints also goes to its log."""
+    with process.breakpoints(), process.RankLog(run_dir(cfg), world.rank) if process.owned else nullcontext():
+        return run(cfg, world)
 
 
 def report_out_of_memory(call: Callable[[], None]) -> None:
@@ -110,7 +129,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        error_files = [Path(folder) / str(local_rank) for local_rank in range(processes_per_node(world))]
+        error_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
         kills = kernel_kills()
         code, rank = run_and_wait(script, cfg, world, error_files)
         errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
@@ -123,19 +142,20 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
     if code < 0:
         raise LostProcess(f"rank {rank} was ended by {signal.Signals(-code).name}, so the others were ended too.")
     if code:
-        raise RunFailed(f"a process of the run ended with exit code {code}", 2 if code == 2 else 1)
+        raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
 
 def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path]) -> tuple[int, int]:
     """The first exit code that is not 0, and the rank of its process; or 0."""
     port = free_port()
-    if script.stem not in EVALUATIONS:
+    if script.stem not in EVALUATIONS or process.debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
     processes = []
     for local_rank, path in enumerate(error_files):
-        env = environment(cfg, world, local_rank, port) | {ERROR_FILE: str(path)}
-        out = subprocess.DEVNULL if world.rank + local_rank else None
-        processes.append(subprocess.Popen([sys.executable, str(script)], env=env, stdin=subprocess.PIPE, stdout=out))
+        env, rank = environment(cfg, world, local_rank, port) | {ERROR_FILE: str(path)}, world.rank + local_rank
+        terminal = None if rank == process.debug_rank else subprocess.PIPE
+        out = None if rank == (process.debug_rank or 0) else subprocess.DEVNULL
+        processes.append(subprocess.Popen([sys.executable, str(script)], env=env, stdin=terminal, stdout=out))
     try:
         code = wait(processes, error_files, run_dir(cfg) / "checkpoints")
         return code, world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
@@ -143,6 +163,8 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
         for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
             child.kill()
         stop(processes, signal.SIGTERM)
+        if process.debug_rank is not None and os.isatty(0):
+            os.system("stty sane")  # a killed debugger leaves the terminal without echo
 
 
 def wait(
@@ -194,14 +216,6 @@ def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
 VMSTAT = Path("/proc/vmstat")
 
 
-def first(cfg: DictConfig, world: World) -> int:
-    """The fewest micro-batches; for a resumed run, the number that gives the micro-batch it had."""
-    had, batch = read_report(run_dir(cfg)).get("micro_batch"), cfg.data.batch_size
-    return next(
-        k for k in accumulations(batch, world.size, unit(cfg)[0]) if had is None or batch // (world.size * k) <= had
-    )
-
-
 def begin_anew(cfg: DictConfig) -> None:
     """Removes the files of a run that died before its first checkpoint."""
     for left in ("config.yaml", "metrics.csv"):
@@ -215,8 +229,10 @@ def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, wor
     Raises:
         OutOfMemory: a smaller micro-batch does not help, or does not exist.
     """
-    cfg = cfg.copy()
-    cfg.trainer.accumulate_grad_batches = first(cfg, world)
+    cfg, batch = cfg.copy(), cfg.data.batch_size
+    had = read_report(run_dir(cfg)).get("micro_batch") or batch  # of a resumed run
+    fits = (k for k in accumulations(batch, world.size, unit(cfg)[0]) if batch // (world.size * k) <= had)
+    cfg.trainer.accumulate_grad_batches = next(fits)
     while True:
         try:
             return run(cfg, world)
@@ -236,11 +252,8 @@ def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, wor
 
 def kernel_kills() -> int:
     """How many processes the kernel has killed because the machine or a container ran out of memory; 0 if unknown."""
-    try:
-        lines = VMSTAT.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    found = re.search(r"^oom_kill (\d+)", VMSTAT.read_text() if VMSTAT.is_file() else "", re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:

@@ -1,34 +1,36 @@
 """From a composed config to the processes of a run: checks, prepares the data, names the run, starts."""
 
+import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from lockstep.checkpoints import resuming
-from lockstep.checkpoints.resuming import already_finished
 from lockstep.config import project
-from lockstep.config.auto import decided
-from lockstep.config.checks import check, missing_keys, wrong_values
+from lockstep.config.auto import decided, workers
+from lockstep.config.checks import check, missing_keys, problem_of, wrong_values
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.config.rules import about_problems, step_problems
-from lockstep.config.words import readable
-from lockstep.errors import raise_problems
+from lockstep.config.schema import PREDICT
+from lockstep.config.words import nearest, readable
+from lockstep.data.images import find_inputs
+from lockstep.data.sampler import PARTS
+from lockstep.errors import UserError, raise_problems
 from lockstep.launch import local
 from lockstep.launch.jobs import EVALUATIONS, Job
-from lockstep.launch.request import with_request, wrong_request
 from lockstep.machine import files, process
-from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
 from lockstep.reporting.recorder import Recorder, mark_ended
 from lockstep.reporting.runs_page import Report
 
-FIRST = ("run", "runs_dir", "resume", "init_from")  # a resumed run's own config is found by them
+FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
 SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
 RESTART_S = 120.0  # a restarted run waits so long for the one before it: a file server notices late that a node is gone
 
@@ -95,17 +97,19 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     project.make_importable()
     evaluating, predicting = job.name in EVALUATIONS, job.name == "predict"
     raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
-    raise_problems([*wrong_values(cfg, FIRST), *(wrong_request(cfg) if predicting else ())])
+    asked_for = [p for key, kind in PREDICT.items() for p in problem_of(cfg, key, key, kind)] if predicting else []
+    raise_problems([*wrong_values(cfg, FIRST), *asked_for])
     cfg = cfg.copy()
     for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
         cfg[key] = cfg[key]
+    process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
     again = not evaluating and (cfg.resume == "auto" or restarted())
     cfg = cfg if evaluating else without_replaced_defaults(cfg, overrides)
     fresh = not evaluating and not cfg.resume  # otherwise the run's own config is loaded first
     if fresh:
         raise_problems(check(cfg))
     if not evaluating and rank_of() == 0:
-        refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
+        files.refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
     asked = cfg
     cfg = resuming.for_evaluation(cfg, overrides, job.name) if evaluating else resuming.for_training(cfg, overrides)
     # a fresh run has got no more than its name and the path of its weights
@@ -113,6 +117,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if predicting:
         cfg = with_request(cfg, asked, overrides)
     world = world_of(cfg)
+    debug(cfg, world)
     try:
         check_classes(cfg, world, overrides, evaluating=evaluating)
         of_files = predicting and cfg.predict.part is None
@@ -125,7 +130,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     cfg = identify(decided(cfg, world, data, samples), data.source if data else None, experiment)
-    if not evaluating and (told := already_finished(cfg, samples)):
+    if not evaluating and (told := resuming.already_finished(cfg, samples)):
         if world.rank == 0:
             print(readable(told))
         return Report(Path(cfg.resume).resolve().parents[1])
@@ -141,15 +146,36 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     return result
 
 
+def debug(cfg: DictConfig, world: World) -> None:
+    """Prepares a run in which a rank has the terminal. Raises UserError: it cannot have it."""
+    rank = process.debug_rank
+    if rank is None:
+        return
+    if world.external or world.nodes > 1:
+        raise UserError(
+            "debug_rank needs processes that Lockstep starts on one machine. Remove it, or run without torchrun and srun."
+        )
+    if rank >= world.size:
+        raise UserError(
+            f"debug_rank={rank}: the run has {world.size} processes. Set a rank of at most {world.size - 1}."
+        )
+    if "num_workers" in cfg.data:
+        cfg.data.num_workers = 0  # workers have no terminal
+
+
 def execute(job: Job, cfg: DictConfig, world: World) -> None:
     """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
     in_processes = partial(local.run_processes, job.script)
+    if process.debug_rank is not None and world.size > 1:
+        print(
+            f"rank {process.debug_rank} has the terminal; each rank also prints to {run_dir(cfg)}/logs", file=sys.stderr
+        )
     with process.noted():
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":
                 local.until_it_fits(in_processes, cfg, world)
             elif runs_here(world):
-                job.run(cfg, world)
+                local.in_run(job.run, cfg, world)
             else:
                 in_processes(cfg, world)
         except BaseException as e:
@@ -157,3 +183,53 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
                 mark_ended(run_dir(cfg), e)
             process.requeue(world.rank)
             raise
+
+
+# --- What a command line of predict.py asks for, checked before anything is imported or read. Free of torch ---
+
+ENDINGS = (".csv", ".json", ".jsonl", ".parquet")  # of the tables that prediction writes
+FEW = 256  # files that need no workers
+
+
+def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> DictConfig:
+    """`cfg`, the config of a run, with the node `predict`, made of the keys at the top level of `asked`.
+
+    Raises:
+        UserError: all that is wrong with them.
+    """
+    found: dict[str, Any] = {key: asked[key] for key in PREDICT}
+    folder = run_dir(cfg) if run_dir(cfg).is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
+    output = Path(found["output"] or folder / "predictions.csv").expanduser()
+    part = found["input"] if found["input"] in PARTS else None
+    problems, count = [*output_problems(output, found["overwrite"], found["gallery"])], 0
+    try:
+        count = 0 if part else len(find_inputs(found["input"]).names)
+    except UserError as e:
+        problems += e.problems
+    raise_problems(problems)
+    files.refuse_unwritable(output.parent, "output")
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.predict = {**found, "output": str(output), "part": part}
+        typed = "data.num_workers" in map(key_of, overrides) and cfg.data.num_workers != "auto"
+        if part is None and not typed:
+            cfg.data.num_workers = workers(None, world_of(cfg)) if count > FEW else 0
+    return cfg
+
+
+def gallery_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.html")
+
+
+def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
+    page = gallery_of(output)
+    if output.suffix not in ENDINGS:
+        yield f"output={output}: its ending must be one of {', '.join(ENDINGS)}{nearest(output.suffix, list(ENDINGS))}."
+    elif output.is_dir():
+        yield f"output={output} is a folder. Type output={output / 'predictions.csv'}."
+    elif output.exists() and not overwrite:
+        yield f"output={output} exists. Type another file, or overwrite=true."
+    elif gallery and page.exists() and not overwrite:
+        yield f"gallery=true: {page} exists. Type another output=, or overwrite=true."
+    if output.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        yield f"output={output}: Parquet needs pyarrow, which is not installed. Type uv pip install pyarrow, or output={output.with_suffix('.csv')}."

@@ -3,15 +3,14 @@
 import json
 import os
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
@@ -110,7 +109,6 @@ class SweepTable(Callback):
 
 CONFIG = "LOCKSTEP_CONFIG"
 running: list[subprocess.Popen[bytes]] = []
-printing = threading.Lock()
 
 
 def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
@@ -140,31 +138,30 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     return [{"OMP_NUM_THREADS": str(max(1, cores() // count // each))}] * count
 
 
-def output(cfg: DictConfig) -> Path:
-    folder = run_dir(cfg)
-    return folder.with_name(f"{folder.name}.log")
-
-
-def say(line: str) -> None:
-    with printing:
-        print(line, flush=True)
-
-
-def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> int:
-    """Runs `script` for one job and waits; returns its exit code. A killed process gets a report as well."""
-    job = json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})
-    place = environment.get("CUDA_VISIBLE_DEVICES")
-    say(f"{cfg.run} begins" + (f" on GPU {place}" if place else "") + f": {' '.join(typed(overrides))}")
-    output(cfg).parent.mkdir(parents=True, exist_ok=True)
+def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: dict[str, str] | None) -> JobReturn:
+    """Runs `script` for one job and waits, or only reports a job without an environment as failed. A killed process gets a report too."""
+    done = JobReturn(overrides=overrides, cfg=cfg, status=JobStatus.FAILED)
+    if environment is None:
+        done.return_value = RunFailed(f"{cfg.run} was not started")
+        return done
+    folder, gpus = run_dir(cfg), environment.get("CUDA_VISIBLE_DEVICES")
+    output = folder.with_name(f"{folder.name}.log")
+    line = f"{cfg.run} begins" + (f" on GPU {gpus}" if gpus else "") + f": {' '.join(typed(overrides))}"
+    print(f"{line}\n", end="", flush=True)  # one write, because several threads print
+    output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job around all jobs: the launcher requeues that one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment = {**outside, **environment, **project.environment(), CONFIG: job}
-    command, pipe = [sys.executable, str(script)], subprocess.PIPE
-    # In a session of its own, so Ctrl-C reaches it once, through end_all.
+    job = {CONFIG: json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})}
+    # In a session of its own, so Ctrl-C reaches it once, through the launcher.
     with (
-        output(cfg).open("ab") as log,
+        output.open("ab") as log,
         subprocess.Popen(
-            command, env=environment, stdin=pipe, stdout=log, stderr=log, start_new_session=True
+            [sys.executable, str(script)],
+            env={**outside, **environment, **project.environment(), **job},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         ) as process,
     ):
         running.append(process)
@@ -173,18 +170,18 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: di
         finally:
             running.remove(process)
     if code:
-        mark_ended(run_dir(cfg), RunFailed(f"its process ended with exit code {code}"))
-    record(run_dir(cfg), overrides, failed=bool(code))
-    say(f"{cfg.run} {read_report(run_dir(cfg)).get('status')}")
-    return 2 if code == 2 else int(code != 0)
-
-
-def end_all() -> None:
-    """Interrupts the jobs: Ctrl-C reaches only the parent, because jobs have their own process groups."""
-    local.stop(list(running), signal.SIGINT)
+        mark_ended(folder, RunFailed(f"its process ended with exit code {code}"))
+    record(folder, overrides, failed=bool(code))
+    report = read_report(folder)
+    print(f"{cfg.run} {report.get('status')}\n", end="", flush=True)
+    if not code:
+        done.status, done.return_value = JobStatus.COMPLETED, report
+    else:
+        done.return_value = RunFailed(f"{cfg.run} failed; see {output}", 2 if code == 2 else 1)
+    return done
 
 
 def received_config() -> tuple[DictConfig, list[str]] | None:
     """The config and the overrides that `run_job` gave to this process."""
-    job = local.received(CONFIG)
+    job = local.received(CONFIG, "config", "overrides")
     return (OmegaConf.create(job["config"]), job["overrides"]) if job else None

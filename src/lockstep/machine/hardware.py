@@ -1,12 +1,14 @@
 """The devices, memory and instructions of this machine. Free of torch."""
 
 import ctypes
+import mmap
 import os
 import platform
+import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
-from lockstep.compat import torch_build
 from lockstep.machine import process
 
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # Intel and AMD; bf16 on ARM was not measured
@@ -45,12 +47,49 @@ def has_kernels(capability: int, architectures: list[str]) -> bool:
     return any(n <= capability and (kind == "compute" or n // 10 == capability // 10) for kind, n in built)
 
 
+# --- The CUDA version and the GPU architectures of the installed torch, without importing it, which takes seconds ---
+#
+# torch 2.13 states both only after its import (`torch.version.cuda`, `torch.cuda.get_arch_list()`). They are read from its files, in
+# 0.02 s. None if they are not found: the driver is believed then.
+
+CUDA_LINE = re.compile(r"^cuda\b.*= *(?:None|['\"]([\d.]+)['\"])", re.MULTILINE)
+ARCHITECTURES = re.compile(rb"\0((?:(?:sm|compute)_\d+[a-z]? ?)+)\0")
+
+
+def torch_folder() -> Path | None:
+    found = find_spec("torch")
+    return Path(found.origin).parent if found and found.origin else None
+
+
+@cache
+def cuda_of_torch() -> str | None:
+    """`13.0`; empty for a build without CUDA."""
+    file = (torch_folder() or Path()) / "version.py"
+    found = CUDA_LINE.search(file.read_text()) if file.is_file() else None
+    return found and (found[1] or "")
+
+
+@cache
+def architectures_of_torch() -> list[str] | None:
+    """`[sm_75, sm_80, ...]`."""
+    library = next((torch_folder() or Path()).glob("lib/*torch_python.*"), None)
+    if library is None:
+        return None
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = content.find(b"\0sm_")
+        while at >= 0:
+            if found := ARCHITECTURES.match(content, at):
+                return found[1].decode().split()
+            at = content.find(b"\0sm_", at + 1)
+    return None
+
+
 @cache
 def why_no_gpu() -> str | None:
     """Why torch cannot use the GPUs that the driver shows; None if it can, or if there are none."""
     if not capabilities():
         return None
-    built, architectures, driver = torch_build.cuda_version(), torch_build.architectures(), asked("cuDriverGetVersion")
+    built, architectures, driver = cuda_of_torch(), architectures_of_torch(), asked("cuDriverGetVersion")
     old = {f"{c // 10}.{c % 10}" for c in capabilities() if architectures and not has_kernels(c, architectures)}
     if built == "":
         return "the installed torch is a build without CUDA; https://pytorch.org/get-started has one with it"

@@ -1,21 +1,29 @@
 """A process of a run: its tuning, its signals, its standard output and error. Free of torch."""
 
+import codecs
 import contextlib
+import inspect
 import io
+import locale
 import logging
 import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
+
+from lockstep.errors import Interrupted, Preempted
 
 # --- Signals that warn of the end of a process. Free of torch ---
 #
@@ -34,6 +42,7 @@ PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, sent by SL
 Handler = Callable[[int, FrameType | None], None]
 received: list[signal.Signals] = []
 supervised = False  # whether Lockstep's launcher started this process, and passes on its own signals
+debug_rank: int | None = None  # the rank that has the terminal, for a debugger: no time limits, no dry run, no bar
 first_s = 0.0  # time of the first signal
 before: dict[signal.Signals, Any] = {}  # the previous handlers
 
@@ -41,6 +50,10 @@ before: dict[signal.Signals, Any] = {}  # the previous handlers
 def on_signal(number: int, _: FrameType | None) -> None:
     global first_s
     warning, now_s = signal.Signals(number), time.monotonic()
+    if debug_rank is not None:  # the debugger's prompt would wait forever; pdb catches KeyboardInterrupt
+        received.append(warning)
+        kind = Interrupted if warning is signal.SIGINT else Preempted
+        raise kind(f"ended by {warning.name} during debugging; nothing was saved.")
     insists = warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
     if insists:  # a later second SIGTERM means that this process hangs
         signal.signal(warning, signal.SIG_DFL)
@@ -101,42 +114,43 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     by_torchrun = "TORCHELASTIC_RUN_ID" in env  # it restarts its workers
     if by_torchrun or "SLURM_JOB_ID" not in env or not set(received) & set(SYSTEM):
         return
-    asked = [warning for warning in received if warning in REQUEUE]
-    if asked and rank == 0:
-        requeue_job(asked[0], env)
+    warning = next((each for each in received if each in REQUEUE), None)
+    if warning and rank == 0 and callable(handler := before.get(warning)):
+        handler(warning, None)
+    elif warning and rank == 0:
+        of_array = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
+        job = of_array if "SLURM_ARRAY_JOB_ID" in env else env["SLURM_JOB_ID"]
+        assert re.fullmatch(r"\d+(_\d+)?", job)
+        print(f"{warning.name}: everything is saved; job {job} is requeued", file=sys.stderr, flush=True)
+        subprocess.run(["scontrol", "requeue", job], check=True)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(END_S)
 
 
-def requeue_job(warning: signal.Signals, env: Mapping[str, str]) -> None:
-    handler = before.get(warning)
-    if callable(handler):
-        handler(warning, None)
-        return
-    of_array = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
-    job = of_array if "SLURM_ARRAY_JOB_ID" in env else env["SLURM_JOB_ID"]
-    assert re.fullmatch(r"\d+(_\d+)?", job)
-    print(f"{warning.name}: everything is saved; job {job} is requeued", file=sys.stderr, flush=True)
-    subprocess.run(["scontrol", "requeue", job], check=True)
-
-
-# --- Standard output and error of a process of a run: whatever becomes of them, training goes on. Free of torch ---
+# --- Standard output and error of a process of a run. Free of torch ---
 #
-# A stream may be closed (`>&-`), full (`>/dev/full`), without a reader (`| head -1`), on a terminal that is gone, or take ASCII alone.
-# What it does not take is dropped; train.log has the same lines.
+# A stream may be closed (`>&-`), full (`>/dev/full`), without a reader (`| head -1`), on a terminal that is gone, or ASCII only. What
+# it cannot take is dropped, and training continues: the logs have the same lines.
 
 NOTEBOOK = "LOCKSTEP_NOTEBOOK"  # tells processes of a run that their output goes to a notebook
+FOLDER_S = 0.2  # between two checks whether a run has its folder
+ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\r")
+BAR = re.compile(
+    r"[^\n]*(?<![^ \n])[\u2501\u2578\u257a]{8,}[ \n].*", re.DOTALL
+)  # rich's progress bar, the last that it draws
 
 
-class Unfailing(io.TextIOWrapper):
-    """A text stream that gives up instead of raising: the null device takes what is left, and the output of libraries."""
+class Stream(io.TextIOWrapper):
+    """Standard output or error that never raises, and writes a copy to the rank's log."""
 
     def write(self, text: str) -> int:
+        if log is not None and not (log.alone and self.fileno() == 1):
+            log.copy(text)
         try:
-            return super().write(text)
+            super().write(text)
         except OSError:
             discard(self.fileno())
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         try:
@@ -157,14 +171,99 @@ def discard(descriptor: int) -> None:
 
 def secure() -> None:
     """For a process that runs a command, not for one that calls `lockstep.train`."""
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # LC_ALL=C; the files of a run are UTF-8
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream is None:  # a file that is opened later would take its number, and its output
+        if stream is None:  # closed: a file that is opened later would take its number, and its output
             discard(descriptor)
-            setattr(sys, name, os.fdopen(descriptor, "w", errors="replace", closefd=False))
+            setattr(sys, name, Stream(open(descriptor, "wb", closefd=False), "utf-8", "replace"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             lines, through = stream.line_buffering, stream.write_through
-            setattr(sys, name, Unfailing(stream.buffer, stream.encoding, "replace", None, lines, through))
+            setattr(sys, name, Stream(stream.buffer, stream.encoding, "replace", None, lines, through))
+
+
+class RankLog:
+    """What this process prints, in `logs/rank-<n>.log` of its run.
+
+    A run has a folder only after its dry run, so a temporary file holds what is printed before. If the terminal belongs to
+    another rank, standard output goes to the log alone. Standard error also goes to the terminal, because errors do.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.path = folder, folder / "logs" / f"rank-{rank}.log"
+        self.alone = supervised and rank != (debug_rank or 0)
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        self.over, self.keeper = threading.Event(), threading.Thread(target=self.keep, daemon=True)
+
+    def __enter__(self) -> None:
+        global log
+        log = self
+        if self.alone:
+            sys.stdout.flush()
+            os.dup2(self.file.fileno(), 1)
+            cast(Stream, sys.stdout).reconfigure(line_buffering=True)
+        self.keeper.start()
+
+    def copy(self, text: str) -> None:
+        plain = BAR.sub("", ESCAPES.sub("", text))
+        with contextlib.suppress(OSError):  # the disk is full
+            self.file.write(plain.encode(errors="replace"))
+
+    def keep(self) -> None:
+        """Moves the log to the run's folder as soon as there is one."""
+        while not self.folder.is_dir():
+            if self.over.is_set():
+                return
+            self.over.wait(FOLDER_S)
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(exist_ok=True)
+            with self.path.open("ab", buffering=0) as file:
+                self.file.seek(0)
+                shutil.copyfileobj(self.file, file)
+                os.dup2(file.fileno(), self.file.fileno())
+                if self.alone:
+                    os.dup2(file.fileno(), 1)
+
+    def __exit__(self, *_: object) -> None:
+        global log
+        self.over.set()
+        self.keeper.join()
+        log = None
+
+
+log: RankLog | None = None  # of the job that this process runs now
+
+
+# --- A debugger in a process of a run. Free of torch ---
+
+DEBUG_TIMEOUT_S = 30 * 86400.0  # of collectives
+
+
+notice: str | None = None  # what the debugger says before its next prompt
+before_prompt: dict[object, Callable[[], None]] = {}  # ends what would overwrite the prompt, such as a progress bar
+
+
+@contextlib.contextmanager
+def breakpoints() -> Iterator[None]:
+    """Within, `breakpoint()` and `pdb.set_trace()` have a terminal that nothing else draws on."""
+    import pdb
+    from unittest.mock import patch  # late, because it takes 0.1 s
+
+    original = pdb.Pdb.set_trace
+
+    def set_trace(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
+        for end in list(before_prompt.values()):
+            end()
+        self.stdout = sys.stdout  # no longer the progress bar's
+        if notice:
+            self.message(notice)
+        here = inspect.currentframe()
+        original(self, frame or (here and here.f_back), **options)
+
+    with patch.object(pdb.Pdb, "set_trace", set_trace):
+        yield
 
 
 # --- Tunes processes that Lockstep started; restores a caller's process. Free of torch ---
@@ -184,20 +283,18 @@ def report_failure(rank: int) -> None:
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """Restores the environment, the arguments, the import path, the working directory and signal handlers afterwards."""
-    environment, argv, path = dict(os.environ), list(sys.argv), list(sys.path)
+    from unittest.mock import patch
+
     main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main_thread else {}
-    try:
-        with contextlib.chdir("."):
+    lists = (patch.object(sys, name, list(getattr(sys, name))) for name in ("argv", "path"))
+    with patch.dict(os.environ), next(lists), next(lists), contextlib.chdir("."):
+        try:
             yield
-    finally:
-        for name in os.environ.keys() - environment.keys():
-            del os.environ[name]
-        os.environ.update(environment)
-        sys.argv[:], sys.path[:] = argv, path
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
-                signal.signal(number, handler)
+        finally:
+            for number, handler in handlers.items():
+                if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
+                    signal.signal(number, handler)
 
 
 @contextlib.contextmanager

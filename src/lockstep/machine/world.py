@@ -2,8 +2,9 @@
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from omegaconf import DictConfig
 
@@ -26,10 +27,8 @@ PLACES = {
     SLURM: (("SLURM_PROCID", "SLURM_NTASKS"), ("SLURM_NODEID", "SLURM_NNODES")),
 }
 # What a process that nobody else started may find: one process at place 0. SLURM's counts are those of the whole job.
-ALONE = {
-    "RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 1,
-    "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0,
-}  # fmt: skip
+ALONE = {name: i for pair in PLACES[TORCHRUN] for i, name in enumerate(pair)}
+ALONE |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), 0)
 
 
 def number(env: Mapping[str, str], *names: str, default: int = 1) -> int:
@@ -45,15 +44,6 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     # Tasks of the step; an interactive step has 1. The batch script itself has no step id.
     tasks = number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     return SLURM if tasks > 1 and STARTED_BY[SLURM] in env else None
-
-
-def way_out(env: Mapping[str, str], names: Iterable[str]) -> str:
-    """What to type. A launcher's variables go together: without one of them the others are refused."""
-    wrong = set(names)
-    families = [[STARTED_BY[who], *NEEDED[who], *(n for pair in PLACES[who] for n in pair)] for who in NEEDED]
-    there = [n for family in families if wrong & set(family) for n in family if n in env]
-    unset = " ".join(dict.fromkeys([*there, *(n for n in wrong if n in env)]))
-    return f"If they are left over from another job, type unset {unset}, then the command again."
 
 
 def contradictions(env: Mapping[str, str], launcher: str) -> Iterator[tuple[str, str]]:
@@ -85,8 +75,15 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
     else:
         wrong = list(dict.fromkeys(name for pair in contradictions(env, launcher) for name in pair))
         what = " contradict each other"
-    found = ", ".join(f"{name}={env[name]}" for name in wrong)
-    return [f"{found} in the environment{what}. {way_out(env, [*wrong, *missing])}"] if wrong else []
+    if not wrong:
+        return []
+    # A launcher's variables go together: without one of them the others are refused.
+    families = [{STARTED_BY[who], *NEEDED[who], *chain.from_iterable(PLACES[who])} for who in NEEDED]
+    together = set(wrong).union(*(family for family in families if family & {*wrong, *missing}))
+    found, unset = ", ".join(f"{name}={env[name]}" for name in wrong), " ".join(sorted(together & env.keys()))
+    return [
+        f"{found} in the environment{what}. If they are left over from another job, type unset {unset}, then the command again."
+    ]
 
 
 # --- The processes and devices of a run. Free of torch ---
@@ -178,13 +175,12 @@ def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
     devices = device_count(cfg.trainer.devices, accelerator, one_device=one_process and not traits.splits_batches)
     nodes = int(cfg.trainer.num_nodes)
-    external = external_launcher(env)
-    if external == "torchrun":
-        local, size = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"])
-        return World(accelerator, local, size // local, strategy, int(env["RANK"]), external, one_process)
-    if external == "slurm":
+    external, rank = external_launcher(env), rank_of(env)
+    if external == TORCHRUN:
+        devices, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+    elif external == SLURM:
         nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-        tasks, rank = int(env["SLURM_NTASKS"]) // nodes, int(env["SLURM_PROCID"])
-        return World(accelerator, tasks, nodes, strategy, rank, external, one_process)
-    node_rank = int(env.get("NODE_RANK", "0"))
-    return World(accelerator, devices, nodes, strategy, node_rank * devices, None, one_process)
+        devices = int(env["SLURM_NTASKS"]) // nodes
+    else:
+        rank = int(env.get("NODE_RANK", "0")) * devices
+    return World(accelerator, devices, nodes, strategy, rank, external, one_process)

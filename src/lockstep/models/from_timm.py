@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.compat.hub_offline import go_offline_without_network
+from lockstep.compat.others import go_offline_without_network
 from lockstep.errors import UserError
 
 

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
 from lockstep.config.words import number, readable
+from lockstep.machine import process
 from lockstep.machine.process import in_notebook
 
 # --- A line that says how far something is: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then ---
@@ -46,6 +47,7 @@ class Line:
             self.bar = Progress(*columns, console=out, refresh_per_second=4)
             self.bar.add_task("", total=self.total, completed=first, rest=f"first {what}")  # it may compile
             self.bar.start()
+            process.before_prompt[self] = self.end
 
     def left(self, done: int, now_s: float) -> str:
         if self.total is None or done <= self.first:
@@ -75,6 +77,7 @@ class Line:
             say(text)
 
     def end(self) -> None:
+        process.before_prompt.pop(self, None)
         if self.bar is not None:
             self.bar.stop()
         elif self.width:

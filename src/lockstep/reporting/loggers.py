@@ -21,7 +21,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.compat.wandb_anonymous import without_anonymous
+from lockstep.compat.lightning import without_anonymous
 from lockstep.config.compose import dotted
 from lockstep.config.project import of_users_code
 from lockstep.config.run_files import whole_rows

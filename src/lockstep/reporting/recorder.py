@@ -113,7 +113,7 @@ def mark_ended(folder: Path, error: BaseException) -> None:
         return
     report = read_report(folder)
     if report["status"] in ("running", "failed" if isinstance(error, KeyboardInterrupt) else "running"):
-        ended = "failed" if isinstance(error, Exception) else "interrupted"
+        ended = getattr(error, "status", "failed" if isinstance(error, Exception) else "interrupted")
         write_json(folder / "report.json", report | {"status": ended, "error": str(error) or type(error).__name__})
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.compat.sync_batch_norm import without_masks
+from lockstep.compat.torch import without_masks
 from lockstep.errors import UserError
 from lockstep.training.invariance import NORMS
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoints import shards
 from lockstep.checkpoints.io import AtomicCheckpointIO
-from lockstep.compat.whole_mesh import WholeMeshStrategy
+from lockstep.compat.lightning import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import PortableCheckpoint, gathered

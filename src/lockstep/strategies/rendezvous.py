@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lockstep.compat.default_store import default_store
+from lockstep.compat.torch import default_store
 from lockstep.config.words import readable
 from lockstep.errors import NoRendezvous
 from lockstep.machine import process

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.compat.recomputation import in_backward
+from lockstep.compat.torch import in_backward
 from lockstep.data import sampler
 from lockstep.errors import UserError
 from lockstep.models import basic_net

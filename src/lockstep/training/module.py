@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lockstep.compat.hook_names import QuickHookNames
+from lockstep.compat.lightning import QuickHookNames
 from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError

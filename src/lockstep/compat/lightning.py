@@ -1,0 +1,116 @@
+"""Private names of Lightning, each with the reason, and when it can go."""
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import WandbLogger
+
+# --- The name of the current hook ---
+#
+# Lightning 2.6.6 sets `_current_fx_name` on the LightningModule 46 times a step, where nn.Module's `__setattr__` takes 2 us to see that
+# the value is no parameter, buffer or module: 0.09 ms of BasicNet's 11 ms step on a CPU. Remove this when Lightning keeps the name
+# elsewhere: tests/compat/test_lightning.py::test_lightning_sets_the_name_on_the_module fails then.
+
+
+class QuickHookNames(pl.LightningModule):
+    """Sets this one attribute as a plain object does."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+
+# --- Dataloaders begin at a known moment ---
+#
+# Lightning 2.6.6 begins those of a process's first epoch in FitLoop.setup_data(), before it tells their samplers the epoch and before a
+# hook could seed the generator that shuffles them. Workers have fetched batches of epoch 0 by then, even if a resumed run is in a later
+# epoch. In later epochs it begins them after `on_train_epoch_start`. Remove this when it does so in the first one:
+# tests/compat/test_lightning.py::test_the_first_epoch_is_begun_when_the_others_are fails then.
+
+
+def begin_loaders_anew(trainer: pl.Trainer) -> None:
+    loop = trainer.fit_loop
+    stateful = any(hasattr(loader, "load_state_dict") for loader in loop._combined_loader.flattened)  # type: ignore[union-attr]
+    if not stateful:  # such a loader has been restored by now
+        iter(loop._data_fetcher)  # type: ignore[arg-type]
+
+
+# --- The step that logs are written under ---
+#
+# Lightning 2.6.6 counts it in `_batches_that_stepped`, separately from `trainer.global_step`: it logs step 56 as 55, and adds one on
+# resuming. The report and names of checkpoints have the number of the optimizer step, so logs have it too. Remove this when Lightning
+# does the same: tests/compat/test_lightning.py::test_lightning_logs_a_step_under_another_number fails then.
+
+
+class StepsFromOne(_LoggerConnector):
+    @property
+    def should_update_logs(self) -> bool:
+        """Lightning's rule reads the number of the step before."""
+        loop = self.trainer.fit_loop.epoch_loop
+        loop._batches_that_stepped -= 1
+        try:
+            return super().should_update_logs
+        finally:
+            loop._batches_that_stepped += 1
+
+
+def log_steps_from_one(trainer: pl.Trainer) -> None:
+    trainer._logger_connector.__class__ = StepsFromOne
+
+
+def set_logged_step(trainer: pl.Trainer, step: int) -> None:
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def save_logged_step(fit_loop: dict[str, Any], step: int) -> None:
+    """The steps done, in the `fit_loop` state of a checkpoint."""
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = step
+
+
+# --- No broadcast at each training step ---
+#
+# Lightning 2.6.6 asks rank 0 by a broadcast at each step whether it received SIGTERM, and waits for the answer with `.item()`, so GPUs
+# run dry at each step. callbacks/preemption.py asks once a second instead. Remove this when Lightning has a switch for it:
+# tests/compat/test_lightning.py::test_lightning_still_broadcasts fails when the method is gone.
+
+
+def without_sigterm_broadcast(trainer: pl.Trainer) -> None:
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+
+# --- W&B's setting `anonymous` ---
+#
+# Lightning 2.6.6 passes anonymous=None to wandb.init, and wandb 0.31 warns about any value of it. Remove this when either stops:
+# tests/compat/test_lightning.py::test_wandb_warns_about_what_lightning_passes fails then.
+
+
+def without_anonymous(logger: "WandbLogger") -> None:
+    logger._wandb_init.pop("anonymous", None)
+
+
+# --- One data-parallel mesh over all processes ---
+#
+# Lightning 2.6.6: `ModelParallelStrategy(data_parallel_size="auto")` means the number of nodes, and a number has to be known before the
+# Trainer has told the strategy how many processes there are. Its mesh makes process groups of its own, with torch's timeout of 30 minutes
+# and a communicator each; this one keeps the strategy's timeout. Remove it when Lightning makes a mesh of the default group:
+# tests/compat/test_lightning.py::test_lightnings_mesh_of_two_nodes_with_three_processes fails then.
+
+
+class WholeMeshStrategy(ModelParallelStrategy):
+    """`device_mesh` is one dimension, `data_parallel`, of the default process group."""
+
+    def setup_environment(self) -> None:
+        self._setup_distributed()
+        world = torch.distributed.group.WORLD
+        assert world is not None
+        assert self.lightning_module is not None
+        self._device_mesh = DeviceMesh.from_group(world, self.root_device.type, mesh_dim_names=("data_parallel",))
+        self.lightning_module._device_mesh = self._device_mesh

@@ -1,0 +1,75 @@
+"""Private names of torch, each with the reason, and when it can go."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.nn.modules import _functions
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# --- Counting collectives ---
+#
+# torch 2.13 shows every operation to a TorchDispatchMode, whose module has a private name; its public user, CommDebugMode, hooks every
+# module of the process as well. Remove this when `torch.utils` exports TorchDispatchMode:
+# tests/compat/test_torch.py::test_the_class_has_no_public_name_yet fails then.
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Can be entered several times; `count` adds up. Collectives of DTensors are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
+
+
+# --- The store of a process group that Lockstep did not initialise ---
+#
+# For example in a script that calls `lockstep.train`. torch 2.13 gives it to `init_process_group` only. Remove this when
+# `torch.distributed` has a public function for it: tests/compat/test_torch.py::test_torch_has_no_public_way_to_the_store fails then.
+
+dist: Any = torch.distributed  # its type stubs lack the stores
+
+
+def default_store() -> Any:
+    return dist.PrefixStore("lockstep", dist.distributed_c10d._get_default_store())
+
+
+# --- Whether torch is computing gradients ---
+#
+# Activation checkpointing runs a forward again then. torch 2.13 has only a private name for it. Remove this when `torch.autograd.graph`
+# has a public one: tests/compat/test_torch.py::test_torch_has_no_public_name_for_backward_yet fails then.
+
+
+def in_backward() -> bool:
+    """Of this thread: also within `torch.autograd.grad`, and on the threads that compute the gradients of a GPU."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# --- torch.nn.SyncBatchNorm without waiting for the GPU ---
+#
+# torch 2.13 drops the statistics of processes that have no sample by three boolean masks in each layer, and the CPU waits for the size of
+# each result (pytorch#78549): 165 times in a forward pass of resnet50d. In Lockstep every process has samples. The only switch: torch
+# leaves the masks out while it captures a CUDA graph. Remove this when torch has another way:
+# tests/compat/test_torch.py::test_torch_asks_the_gpu_for_the_size_of_a_mask fails then.
+
+
+def without_masks() -> None:
+    """For all layers of this process."""
+    function = _functions.SyncBatchNorm
+    original = function.forward
+    if hasattr(original, "without_masks"):
+        return
+
+    def forward(*args: Any) -> Any:
+        with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            return original(*args)
+
+    forward.without_masks = True  # type: ignore[attr-defined]
+    function.forward = staticmethod(forward)  # type: ignore[method-assign]

@@ -1,0 +1,132 @@
+"""torch still lacks what compat/torch.py adds; when a test fails, see whether its section can go."""
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from fake_gpu import DEVICE, fake_gpu
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.nn.modules import _functions
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lockstep.compat.torch import CollectiveCounter, in_backward, without_masks
+from lockstep.machine import process
+from lockstep.strategies import rendezvous
+from lockstep.strategies.batch_norm import synchronise
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_collectives_are_counted_and_nothing_else(one_process):
+    counter, ones = CollectiveCounter(), torch.ones(2, requires_grad=True)
+    with counter:
+        (ones * 2).sum().backward()
+    assert counter.count == 0
+    with counter:
+        distributed.all_reduce(torch.ones(2))
+        distributed.all_gather([torch.empty(2)], torch.ones(2))
+        distributed.all_gather_object([None], "text")
+    assert counter.count >= 3
+
+
+def test_the_class_has_no_public_name_yet():
+    assert not hasattr(torch.utils, "TorchDispatchMode")
+
+
+def test_the_store_of_a_group_that_is_there_already_is_used(monkeypatch):
+    monkeypatch.setattr(process, "store", "of an earlier group")
+    monkeypatch.setattr(rendezvous, "group", None)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        rendezvous.meet(None, timedelta(seconds=1))
+        process.store.set("a", "b")
+        assert process.store.get("a") == b"b"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_torch_has_no_public_way_to_the_store():
+    """When it has, remove compat/torch.py."""
+    assert not [name for name in dir(torch.distributed) if "default_store" in name and not name.startswith("_")]
+
+
+class Noting(torch.autograd.Function):
+    found: bool
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
+        Noting.found = in_backward()
+        return grads[0] * 2
+
+
+def test_backward_and_grad_are_seen():
+    x = torch.ones(2, requires_grad=True)
+    for compute in (lambda y: y.backward(), lambda y: torch.autograd.grad(y, x)):
+        Noting.found = False
+        y = Noting.apply(x).sum()
+        assert not in_backward()
+        compute(y)
+        assert Noting.found
+        assert not in_backward()
+
+
+def test_torch_has_no_public_name_for_backward_yet():
+    public = [name for name in dir(torch.autograd.graph) if not name.startswith("_")]
+    assert not [name for name in public if "task" in name or "in_backward" in name]
+
+
+@pytest.fixture
+def forward(monkeypatch) -> Callable[[], list[str]]:
+    """A training pass in one of two processes, with kernels that know shapes only; returns where it waited."""
+
+    def statistics(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
+
+    def pass_() -> list[str]:
+        with fake_gpu(monkeypatch) as waits:
+            norm = nn.SyncBatchNorm(3).to(DEVICE)
+            waits.on = True
+            with torch.no_grad():  # autograd needs a driver
+                norm(torch.ones(2, 3, 4, 4, device=DEVICE))
+        return waits.places
+
+    monkeypatch.setattr(torch, "batch_norm_stats", statistics)
+    monkeypatch.setattr(torch, "batch_norm_gather_stats_with_counts", statistics)
+    monkeypatch.setattr(torch, "batch_norm_elemt", lambda x, *_: torch.empty_like(x))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(_functions.SyncBatchNorm, "forward", staticmethod(_functions.SyncBatchNorm.forward))
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield pass_
+    torch.distributed.destroy_process_group()
+
+
+def test_torch_asks_the_gpu_for_the_size_of_a_mask(forward):
+    """When this fails, remove compat/torch.py."""
+    with pytest.raises((DynamicOutputShapeException, torch.AcceleratorError)) as error:
+        forward()
+    assert any("[mask]" in str(entry.statement) for entry in error.traceback)
+
+
+def test_lockstep_does_not(forward):
+    without_masks()
+    without_masks()
+    assert forward() == []
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_networks_on_a_gpu_get_it(forward, monkeypatch):
+    original = _functions.SyncBatchNorm.forward
+    assert synchronise(nn.Sequential(nn.BatchNorm2d(3)), "cuda") == 1
+    assert _functions.SyncBatchNorm.forward is not original

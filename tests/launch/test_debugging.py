@@ -1,0 +1,189 @@
+"""breakpoint() has a terminal, in one process and in a rank of several; what each rank prints is in its log."""
+
+import os
+import pty
+import re
+import signal
+import sys
+import threading
+import time
+
+import forked
+import pytest
+import thin_project
+from in_process import SMALL
+
+TASK = """import os, sys
+from pathlib import Path
+from lockstep.tasks import Classification
+
+
+class Stops(Classification):
+    def loss(self, outputs, batch):
+        rank = os.environ.get("RANK", "0")
+        print(f"loss of rank {rank}")
+        print(f"error of rank {rank}", file=sys.stderr)
+        if os.environ.get("STOP") == rank and not Path("go").exists():
+            __import__("pdb").set_trace()
+        return super().loss(outputs, batch)
+"""
+OWN = {
+    "src/bouquet/task.py": TASK,
+    "configs/task/stops.yaml": "defaults: [classification]\n_target_: bouquet.task.Stops\n",
+}
+RUN = ["run=a", "task=stops", "data.batch_size=48", "trainer.max_steps=2", "trainer.limit_test_batches=1", *SMALL]
+TWO = ["strategy=ddp", "trainer.devices=2"]
+PROMPT, END_S = "(Pdb) ", 10
+
+
+class Terminal:
+    """A command whose standard streams are a terminal."""
+
+    def __init__(self, command, *args: str, stop: int | None = None) -> None:
+        script = str(thin_project.write(command.folder / "project", **OWN) / "train.py")
+        given = [f"data.root={command.data}", f"data.cache_dir={command.cache}", *RUN, *args]
+        self.folder, self.seen, self.read_to = command.folder, "", 0
+        self.terminal, other_end = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm"} | ({} if stop is None else {"STOP": str(stop)})
+        with os.fdopen(other_end, "r+b", buffering=0) as end:
+            self.process = forked.Popen([sys.executable, script, *given], cwd=self.folder, env=environment, stdin=end,
+                                        stdout=end, stderr=end, start_new_session=True)  # fmt: skip
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self) -> None:
+        try:
+            while chunk := os.read(self.terminal, 65536):
+                self.seen += chunk.decode(errors="replace").replace("\r\n", "\n")
+        except OSError:  # nobody has the terminal any more
+            pass
+
+    def until(self, text: str, timeout_s: float = 200) -> str:
+        """What the command prints up to `text`."""
+        began_s, start = time.monotonic(), self.read_to
+        while (place := self.seen.find(text, start)) < 0:
+            assert time.monotonic() - began_s < timeout_s, self.seen
+            ended = self.process.poll() is not None
+            time.sleep(1.0 if ended else 0.05)
+            assert not ended or text in self.seen[start:], self.seen
+        self.read_to = place + len(text)
+        return self.seen[start : self.read_to]
+
+    def enter(self, line: str) -> None:
+        os.write(self.terminal, f"{line}\n".encode())
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"runs/a/logs/rank-{rank}.log").read_text()
+
+
+@pytest.fixture
+def terminal(command, fork_server):
+    started: list[Terminal] = []
+
+    def start(*args: str, stop: int | None = None) -> Terminal:
+        started.append(Terminal(command, *args, stop=stop))
+        return started[0]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        os.close(each.terminal)
+
+
+def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal):
+    command = terminal(stop=0)
+    dry_runs = 0
+    while "This is the dry run" in command.until(PROMPT):  # it calls the loss several times
+        dry_runs += 1
+        command.enter("c")
+    assert dry_runs
+    command.enter("p 6 * 7, outputs.is_meta")
+    assert "(42, False)" in command.until(PROMPT)
+    command.enter("q")
+    assert command.process.wait(100) == 130
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
+    command = terminal(f"strategy={strategy}", "trainer.devices=2", "debug_rank=1", "strategy.timeout_s=2", stop=1)
+    printed = command.until(PROMPT)
+    assert "rank 1 has the terminal" in printed
+    assert "dry run" not in printed
+    time.sleep(3)  # longer than the timeout
+    command.enter('p sorted(batch["index"].tolist()) != [], os.environ["RANK"]')
+    assert "(True, '1')" in command.until(PROMPT)
+    command.enter('Path("go").touch()')
+    command.enter("c")
+    assert command.process.wait(100) == 0, command.seen
+    assert "loss of rank 0" not in command.seen
+    assert "loss of rank 0" in command.log(0)
+    assert "debug_rank: null" in (command.folder / "runs/a/config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "status"), [(signal.SIGTERM, 1, "preempted"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_signal_ends_all_processes_at_the_prompt(how, code, status, terminal):
+    command = terminal(*TWO, "debug_rank=1", stop=1)
+    command.until(PROMPT)
+    began_s = time.monotonic()
+    command.process.send_signal(how)  # the terminal would send Ctrl-C to all of them
+    assert command.process.wait(100) == code
+    assert time.monotonic() - began_s < END_S
+    command.until(f"error: ended by {how.name} during debugging")
+    assert f'"status": "{status}"' in (command.folder / "runs/a/report.json").read_text()
+
+
+@pytest.mark.parametrize("rank", [None, 0])
+def test_each_rank_has_a_log_and_the_terminal_shows_rank_0(rank, terminal):
+    command = terminal(*TWO, *([] if rank is None else [f"debug_rank={rank}"]))
+    assert command.process.wait(200) == 0, command.seen
+    for each in (0, 1):
+        assert {f"loss of rank {each}", f"error of rank {each}"} <= set(command.log(each).splitlines())
+        assert f"loss of rank {1 - each}" not in command.log(each)
+    assert not re.search(r"\x1b|\u2501", command.log(0))  # the progress bar
+    assert "loss of rank 0" in command.seen
+    assert "loss of rank 1" not in command.seen
+
+
+def test_a_run_that_is_refused_leaves_no_log(terminal):
+    metric = "{_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 3}"
+    command = terminal(*TWO, f"+task.metrics.f1={metric}")
+    assert command.process.wait(200) == 2
+    assert not (command.folder / "runs").exists(), command.seen
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["debug_rank=2", *TWO], "Set a rank of at most 1"),
+        (["debug_rank=1"], "Set a rank of at most 0"),
+        (["debug_rank=-1"], "debug_rank=-1"),
+    ],
+)
+def test_a_rank_that_there_is_not_is_rejected(options, said, forked_command):
+    done = forked_command("train.py", *options)
+    assert (done.code, forked_command.files()) == (2, [])
+    assert said in done.err
+
+
+@pytest.mark.parametrize("variable", ["LOCKSTEP_JOB", "LOCKSTEP_CONFIG"])
+@pytest.mark.parametrize("value", ["garbage", "", "3", "{}"])
+def test_a_stale_variable_is_rejected(variable, value, forked_command):
+    done = forked_command("train.py", env={variable: value})
+    assert (done.code, done.err.count("\n")) == (2, 1), done
+    assert f"Run unset {variable}" in done.err
+
+
+def test_a_value_that_hydra_cannot_read_says_how_to_quote_it(forked_command):
+    done = forked_command("train.py", "run=\u00fcber")
+    assert done.code == 2
+    assert "needs quotes" in done.err
+    assert forked_command.files() == []
+
+
+@pytest.mark.slow  # Python starts anew
+def test_a_locale_without_utf8_changes_nothing(command):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = command("train.py", "run=a", "debug=one_batch", *SMALL, env=ascii_only)
+    assert done.code == 0, done
+    assert "\u00b7" in done.out
