@@ -339,7 +339,7 @@ def test_a_finished_run_with_nothing_left_to_train_is_left_as_it_is(train, run_a
 
 def test_an_evaluation_under_another_strategy_has_its_own_file(run_a, changed_files, forked):
     lockstep.evaluate(["run=a", "strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"])
-    assert changed_files() == ["runs/a/eval.json"]
+    assert [name for name in changed_files() if "/logs/" not in name] == ["runs/a/eval.json"]
     assert report("a") == run_a
 
 

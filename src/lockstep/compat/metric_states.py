@@ -32,7 +32,9 @@ class Stored:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Stored":
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        # a clone, because one element of an expanded tensor has a stride of 0
+        flat = tensor.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        content = flat.view(torch.uint8).numpy()
         return cls(content, tensor.dtype, tuple(tensor.shape), tensor.device.type)
 
     def tensor(self, device: torch.device) -> Tensor:
