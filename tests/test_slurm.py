@@ -33,7 +33,7 @@ import os, sys, time
 from importlib import abc
 def hold():
     from lockstep.callbacks import FiniteLoss
-    from lockstep.machine import signals
+    from lockstep.machine import process as signals
     original = FiniteLoss.on_train_batch_end
     def hook(self, trainer, *args):
         original(self, trainer, *args)

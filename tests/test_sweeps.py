@@ -25,12 +25,12 @@ HOLD = """
 import os, time
 from pathlib import Path
 from lockstep.callbacks import FiniteLoss
-from lockstep.machine import signals
+from lockstep.machine import process
 original = FiniteLoss.on_train_batch_end
 def hook(self, trainer, *args):
     original(self, trainer, *args)
     held = Path(trainer.default_root_dir).name in os.environ["TEST_HELD"].split(",") and trainer.global_step == 3
-    while held and not signals.received:
+    while held and not process.received:
         time.sleep(0.01)
 FiniteLoss.on_train_batch_end = hook
 """

@@ -154,6 +154,7 @@ def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_server_of_wandb(train, server, monkeypatch, tmp_path):
+    wandb.teardown()  # a test before this one in the same process may have set the client up, for a different server
     monkeypatch.setattr(background, "LATE_S", 1.0)
     for name, value in {
         "BASE_URL": server.url, "API_KEY": "0" * 40, "MODE": "online", "ERROR_REPORTING": "false",

@@ -208,7 +208,7 @@ class RankLog:
 
     def copy(self, text: str) -> None:
         plain = BAR.sub("", ESCAPES.sub("", text))
-        with contextlib.suppress(OSError):  # the disk is full
+        with contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
             self.file.write(plain.encode(errors="replace"))
 
     def keep(self) -> None:
@@ -231,6 +231,7 @@ class RankLog:
         self.over.set()
         self.keeper.join()
         log = None
+        self.file.close()
 
 
 log: RankLog | None = None  # of the job that this process runs now
