@@ -53,6 +53,14 @@ class Popen:
                 reduction.send_handle(self.connection, descriptor, None)
         self.pid: int = self.connection.recv()
 
+    def __enter__(self) -> "Popen":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.stdin:
+            self.stdin.close()
+        self.wait()
+
     def descriptors(self, stdin: Any, stdout: Any, stderr: Any, stack: contextlib.ExitStack) -> list[int]:
         found = []
         for number, wanted in enumerate((stdin, stdout, stderr)):

@@ -217,15 +217,15 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_800,
-    engine_modules=143,
-    extras_lines=2_070,
+    engine_lines=12_596,
+    engine_modules=125,
+    extras_lines=1_950,
     extras_modules=19,
-    one_statement_functions=495,
-    functions_with_cfg=140,
-    files_with_cfg=31,
-    switches=56,
-    branches_on_logical_ranks=39,
+    one_statement_functions=493,
+    functions_with_cfg=117,
+    files_with_cfg=22,
+    switches=42,
+    branches_on_logical_ranks=27,
 )
 
 
