@@ -35,7 +35,7 @@ from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
 from lockstep.machine.world import cores, gpu_count
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 # Ratios, with room for the noise of a shared machine: 2.9, 1.7, 0.88 and 0.93 were seen with --quick on two cores. The first holds where the default precision is a lower one.
 FASTER_BY_DEFAULT = {("lockstep", "plain"): 1.5}

@@ -24,7 +24,7 @@ from watch import Watch
 
 import lockstep
 from lockstep.machine.world import cores
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 STRONG, WEAK = "global batch 256", "64 per process"
 GIB, MIB = 2**30, 2**20

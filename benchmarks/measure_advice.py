@@ -19,7 +19,7 @@ from lockstep.config.compose import compose_config
 from lockstep.launch import jobs
 from lockstep.launch.start import start
 from lockstep.machine.world import World
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 COMMON = [
     "data.source=embedded", "trainer.enable_progress_bar=false", "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false",

@@ -190,7 +190,7 @@ def main() -> int:
             print(table([row]).splitlines()[-1], file=sys.stderr)
     print(table(rows))
     if args.out:
-        from lockstep.reporting.recorder import versions
+        from lockstep.run.report import versions
 
         args.out.write_text(HEADER.format(versions=versions()) + table(rows) + "\n")
     return 0 if good(rows) else 1

@@ -23,7 +23,7 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_into, load_module_weights, network_of, plain, read
 from lockstep.config import batches
 from lockstep.config.classes import optimizer_node
-from lockstep.config.identity import title
+from lockstep.config.identity import run_dir, title
 from lockstep.config.instantiate import (
     ENGINE,
     ENGINE_DATA,
@@ -45,12 +45,14 @@ from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads, world_of
 from lockstep.models.network import network
 from lockstep.reporting import console
+from lockstep.reporting.recorder import Recorder
+from lockstep.run.folder import RunFolder
 from lockstep.tasks import Task
 from lockstep.training import between_samples, dry_run, foreign, memory, optim
 from lockstep.training.module import TaskModule
 from lockstep.training.panels import TestPanels
 
-__all__ = ["data", "evaluate", "fit", "module", "process", "rehearse", "seed", "trainer", "with_numbers"]
+__all__ = ["data", "evaluate", "fit", "module", "process", "recorder", "rehearse", "seed", "trainer", "with_numbers"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
@@ -76,6 +78,10 @@ def process(cfg: DictConfig, world: World) -> None:
 def seed(cfg: DictConfig) -> None:
     """The same seed on every rank, so networks start equal. callbacks/step_seed.py seeds what differs by rank."""
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
+
+
+def recorder(cfg: DictConfig, world: World) -> Recorder:
+    return Recorder(RunFolder(run_dir(cfg)), cfg, batches.first_report(cfg, world), world.rank)
 
 
 def data(cfg: DictConfig) -> pl.LightningDataModule:

@@ -22,12 +22,12 @@ from lockstep.config.batches import parts_of_step
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.rules import COUNTED
-from lockstep.config.run_files import read_report
 from lockstep.config.targets import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
+from lockstep.run.folder import RunFolder
 from lockstep.training import foreign
 from lockstep.training.profiler import NoProfiler
 
@@ -84,7 +84,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         callbacks.Clock(),
         callbacks.FirstBatch(),
         callbacks.TaskCollectives(cfg.exact.shards),
-        CutAtResume(read_report(run_dir(cfg))),
+        CutAtResume(RunFolder(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress(cfg.checkpoint.monitor))

@@ -70,14 +70,14 @@ class SlotsLauncher(Launcher):
     def run(self, cfg: DictConfig, overrides: list[str], environment: dict[str, str]) -> JobReturn:
         """Runs one job in its own process; its output goes to a file beside its directory."""
         from lockstep.config.identity import run_dir
-        from lockstep.config.run_files import read_report
         from lockstep.launch import sweeps
+        from lockstep.run.folder import RunFolder
 
         code = sweeps.run_job(self.script, cfg, overrides, environment)
         if code:
             return failed(cfg, f"failed; see {sweeps.output(cfg)}", code)
         done = JobReturn(overrides=overrides, cfg=cfg, status=JobStatus.COMPLETED)
-        done.return_value = read_report(run_dir(cfg))
+        done.return_value = RunFolder(run_dir(cfg)).report()
         return done
 
 

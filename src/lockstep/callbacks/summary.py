@@ -19,7 +19,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.pictures import restored
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 from lockstep.strategies.batch_norm import SYNCHRONISED
 from lockstep.tasks.panel import Content, Gallery, Sample
 from lockstep.training.foreign import promises

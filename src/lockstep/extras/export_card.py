@@ -11,9 +11,9 @@ from torch import nn
 from lockstep.checkpoints.content import DATA
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
 from lockstep.config.identity import model_title, title
-from lockstep.config.run_files import read_report
 from lockstep.config.words import shown
-from lockstep.reporting.recorder import evaluated, versions
+from lockstep.run.folder import RunFolder
+from lockstep.run.report import tested, versions
 from lockstep.tasks import Task
 
 SHOWN = 50  # names of classes
@@ -96,9 +96,9 @@ def data(data: Mapping[str, Any], kind: str, names: list[str]) -> str:
 def figures(path: Path) -> str:
     """The test figures of the run's report, if it tested this checkpoint."""
     run = path.resolve().parents[1]
-    report = read_report(run)
-    tested = report.get("checkpoint") and (run / str(report["checkpoint"])).resolve() == path.resolve()
-    found = {name: report[name] for name in evaluated(report) if name != "test/count"} if tested else {}
+    report = RunFolder(run).report()
+    is_tested = report.get("checkpoint") and (run / str(report["checkpoint"])).resolve() == path.resolve()
+    found = {name: report[name] for name in tested(report) if name != "test/count"} if is_tested else {}
     if not found:
         return "## Figures\n\nThis checkpoint was not tested."
     lines = ["## Figures\n", f"| figure | value | {report.get('unit', 'samples')} |", "| --- | ---: | ---: |"]

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,13 +21,13 @@ from lockstep.config import project
 from lockstep.config.batches import accumulations, batches, unit
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
-from lockstep.config.run_files import read_report
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed
 from lockstep.launch.jobs import EVALUATIONS
 from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.process import NOTEBOOK, in_notebook
 from lockstep.machine.world import World, cores
+from lockstep.run.folder import RunFolder
 
 # --- The processes of a run on this machine, one per device. All end when one fails or when their parent dies ---
 #
@@ -196,17 +195,10 @@ VMSTAT = Path("/proc/vmstat")
 
 def first(cfg: DictConfig, world: World) -> int:
     """The fewest micro-batches; for a resumed run, the number that gives the micro-batch it had."""
-    had, batch = read_report(run_dir(cfg)).get("micro_batch"), cfg.data.batch_size
+    had, batch = RunFolder(run_dir(cfg)).report().get("micro_batch"), cfg.data.batch_size
     return next(
         k for k in accumulations(batch, world.size, unit(cfg)[0]) if had is None or batch // (world.size * k) <= had
     )
-
-
-def begin_anew(cfg: DictConfig) -> None:
-    """Removes the files of a run that died before its first checkpoint."""
-    for left in ("config.yaml", "metrics.csv"):
-        (run_dir(cfg) / left).unlink(missing_ok=True)
-    shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
 
 
 def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, world: World) -> None:
@@ -228,7 +220,7 @@ def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, wor
         newest = checkpoint_if_any(run_dir(cfg))
         cfg.resume = str(newest) if newest else cfg.resume
         if not cfg.resume:
-            begin_anew(cfg)
+            RunFolder(run_dir(cfg)).discard()
         now = batches(cfg, world)
         words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
         print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from lockstep.checkpoints import resuming
 from lockstep.checkpoints.resuming import already_finished
 from lockstep.config import project
 from lockstep.config.auto import decided
+from lockstep.config.batches import first_report
 from lockstep.config.checks import check, missing_keys, wrong_values
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
@@ -21,12 +23,13 @@ from lockstep.errors import raise_problems
 from lockstep.launch import local
 from lockstep.launch.jobs import EVALUATIONS, Job
 from lockstep.launch.request import with_request, wrong_request
-from lockstep.machine import files, process
+from lockstep.machine import process
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
-from lockstep.reporting.recorder import Recorder, mark_ended
+from lockstep.reporting.recorder import Recorder
 from lockstep.reporting.runs_page import Report
+from lockstep.run.folder import PATIENCE_S, RunFolder
 
 FIRST = ("run", "runs_dir", "resume", "init_from")  # a resumed run's own config is found by them
 SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
@@ -119,7 +122,9 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
         if not evaluating and project.of_users_code(e):
-            Recorder(identify(cfg, None), world).__exit__(type(e), e, e.__traceback__)
+            cfg = identify(cfg, None)
+            recorder = Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
+            recorder.__exit__(type(e), e, e.__traceback__)
         raise
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
@@ -128,14 +133,16 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if not evaluating and (told := already_finished(cfg, samples)):
         if world.rank == 0:
             print(readable(told))
-        return Report(Path(cfg.resume).resolve().parents[1])
-    if not evaluating and world.rank == 0:
-        files.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
-    if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
-        local.begin_anew(cfg)
-    execute(job, cfg, world)
+        return Report(RunFolder(Path(cfg.resume).resolve().parents[1]))
     if not evaluating:
-        return Report(run_dir(cfg))
+        folder = RunFolder(run_dir(cfg))
+        patience_s = RESTART_S if restarted() else PATIENCE_S
+        with folder.locked(patience_s) if world.rank == 0 else nullcontext():  # before any file is changed
+            if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
+                folder.discard()
+            execute(job, cfg, world)
+        return Report(folder)
+    execute(job, cfg, world)
     path = evaluation_file(cfg, job.name)
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
     return result
@@ -154,6 +161,6 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
                 in_processes(cfg, world)
         except BaseException as e:
             if world.rank == 0:
-                mark_ended(run_dir(cfg), e)
+                RunFolder(run_dir(cfg)).record_end(e)
             process.requeue(world.rank)
             raise

@@ -3,11 +3,16 @@
 import ctypes
 import os
 import platform
+import sys
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.compat import torch_build
 from lockstep.machine import process
+
+if TYPE_CHECKING:
+    import torch
 
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # Intel and AMD; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
@@ -114,3 +119,16 @@ def keep_freed_memory() -> None:
         if not libc.mallopt(M_MMAP_THRESHOLD, NEVER):
             libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)
         libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+
+
+def peak_bytes(device: "torch.device") -> int | None:
+    """The most memory that this process has had so far: of its GPU if it has one, else of the host."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -10,13 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config.compose import as_overrides, typed
 from lockstep.config.identity import run_dir
 from lockstep.config.project import command
-from lockstep.config.run_files import read_metrics
 from lockstep.config.words import number, seconds, size
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import lines_of, warnings_in
 from lockstep.reporting.panels import FILTERS, write_panels
-from lockstep.reporting.recorder import evaluated
 from lockstep.reporting.render import chart, coloured, render
+from lockstep.run.folder import RunFolder
+from lockstep.run.report import tested
 from lockstep.tasks.panel import Content, Durations, Gallery
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def headline_of(module: "pl.LightningModule | None", report: dict[str, Any]) -> 
     task = task_of(module)
     if task is not None and "test/count" in report:
         return task.headline(report)
-    names = [*evaluated(report), *(name for name in report if name == report.get("monitor"))]
+    names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
     found = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 
@@ -193,7 +193,7 @@ def write_page(
     """Writes report.html and panels.json of a run that is done or has failed."""
     folder = run_dir(cfg)
     write_panels(folder, panels)
-    metrics, log_lines = read_metrics(folder / "metrics.csv"), lines_of(folder / "train.log")
+    metrics, log_lines = RunFolder(folder).metrics(), lines_of(folder / "train.log")
     plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(plain, DictConfig)
     unit, failed = report.get("unit", "samples"), report["status"] != "done"
