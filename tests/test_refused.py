@@ -138,7 +138,7 @@ def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, 
 
 def test_a_folder_in_the_place_of_the_log_is_refused(train):
     Path("runs/a/metrics.csv").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*Is a directory"):
+    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is no regular file"):
         train("run=a", "debug=one_batch")
     assert [path.name for path in Path("runs/a").iterdir()] == ["metrics.csv"]
 

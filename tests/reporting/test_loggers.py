@@ -250,7 +250,7 @@ def test_a_resumed_run_keeps_the_id_of_a_logger_of_any_name(tmp_path):
     first = identify(cfg, None)
     assert len(first.logger.mine.id) == 8
     OmegaConf.save(first, tmp_path / "config.yaml")
-    assert resuming.same_identity(cfg, tmp_path / "config.yaml").logger.mine.id == first.logger.mine.id
+    assert resuming.same_identity(cfg, RunFolder(tmp_path)).logger.mine.id == first.logger.mine.id
 
 
 def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, no_key, monkeypatch, caplog):

@@ -5,6 +5,7 @@ What a person may have damaged raises UserError, which names the file.
 
 import csv
 import difflib
+import errno
 import json
 import logging
 import os
@@ -37,6 +38,8 @@ class CsvLog:
 
     def rows(self) -> list[dict[str, str]]:
         """No rows without a file."""
+        if self.path.exists() and not self.path.is_file():  # a device may have no end
+            raise OSError(errno.EINVAL, "it is no regular file", str(self.path))
         text = self.path.read_text() if self.path.exists() else ""
         reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
         self.columns = list(reader.fieldnames or ())
