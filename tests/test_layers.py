@@ -14,7 +14,7 @@ SRC = ROOT / "src"
 LOCKSTEP = SRC / "lockstep"
 FILES = sorted(SRC.rglob("*.py"))
 
-# From the bottom up; a room imports from those before it. `data` and `models` know nothing of training. `checkpoints` comes before
+# From the bottom up; a room imports from those before it. `run` reads and writes the folder of a run. `data` and `models` know nothing of training. `checkpoints` comes before
 # `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `build` joins all of these, and `launch`
 # runs the scripts that call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (

@@ -123,7 +123,7 @@ class Recorder:
             self.report |= measured
         self.trained_s = time.perf_counter()
         known_s = sum(value for name, value in self.report.items() if name.startswith("time/"))
-        rate = self.report[f"train/{unit}_per_s"] if self.rank == 0 else None
+        rate = self.report[f"train/{unit}_per_s"]
         flops, device = getattr(self.module, "flops_per_sample", None), trainer.strategy.root_device
         peak = peak_bytes(device)
         if peak is not None:  # of the process with the most
@@ -140,49 +140,42 @@ class Recorder:
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        outcome, began = outcome_of(error), bool(self.logs.handlers)
-        self.report |= {"status": outcome.status, "wall_s": time.perf_counter() - self.began_s}
-        if self.trained_s is not None:
-            self.report["time/test_s"] = time.perf_counter() - self.trained_s
-        if error is not None:
-            self.report["error"] = outcome.error
+        outcome, has_begun, ended_s = outcome_of(error), bool(self.logs.handlers), time.perf_counter()
+        is_refused = outcome.status == "refused" and not self.is_saved()
+        status = "failed" if outcome.status == "refused" else outcome.status
+        self.report |= {"status": status, "wall_s": ended_s - self.began_s}
+        self.report |= {} if self.trained_s is None else {"time/test_s": ended_s - self.trained_s}
+        self.report |= {} if outcome.error is None else {"error": outcome.error}
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes wait for this one
-        if self.rank != 0 or (not began and (error is None or outcome.status == "refused")):
+        if self.rank != 0 or (not has_begun and (error is None or is_refused)):
             return
-        if began and not self.folder.path.is_dir():  # it was removed meanwhile
+        if has_begun and not self.folder.path.is_dir():  # it was removed meanwhile
             return self.logs.close()
-        if not began:  # a user's class failed before the run began
+        if not has_begun:  # a user's class failed before the run began
             self.make_folder()
             self.logs.open(self.folder.path)
-        if error is not None:  # train.log gets the traceback of an unexpected error
+        if outcome.error:  # train.log gets the traceback of an unexpected error
             logging.getLogger("lockstep").info("%s", outcome.error, exc_info=None if outcome.is_explained else error)
-        is_undone = outcome.status == "refused" and not self.is_saved()
-        if outcome.status == "refused" and not is_undone:
-            self.report["status"] = "failed"
-        if not is_undone:
+        if not is_refused:
             self.folder.write_report(self.report)  # first, because a logger's server may take its time
         panels = [*self.panels, *(panel for more in from_callbacks(self.trainer, "report_panels") for panel in more)]
         self.tracking.end(self.report, panels, self.folder.path)
         self.logs.close()
-        if is_undone:
+        if is_refused:
             self.undo()
-        else:
-            self.show(panels, failed=error is not None)
-
-    def show(self, panels: "list[Content]", *, failed: bool) -> None:
-        if failed:
+        elif error is not None:
             from lockstep.reporting.page import write_page
 
             with suppress(Exception):  # the error that ended the run is what counts
                 write_page(self.config, self.report, self.module, panels)
-            return
-        if not self.folder.has_config():
-            gone = f"{self.folder.config_file} was removed while the run was going on: eval.py needs it."
-            print(f"WARNING: {gone}", file=sys.stderr)
-        from lockstep.reporting.summary import show_run
+        else:
+            from lockstep.reporting.summary import show_run
 
-        show_run(self.config, self.report, self.module, panels)
+            if not self.folder.has_config():
+                gone = f"{self.folder.config_file} was removed while the run was going on: eval.py needs it."
+                print(f"WARNING: {gone}", file=sys.stderr)
+            show_run(self.config, self.report, self.module, panels)
 
     def is_saved(self) -> bool:
         """Whether this start has trained steps, and a checkpoint is there."""

@@ -149,10 +149,11 @@ class RunFolder:
 
     def record_end(self, error: BaseException) -> None:
         """Writes how a run ended whose own processes could not. At Ctrl-C, one may fail because another is gone already."""
-        outcome = outcome_of(error)
-        open_ends = ("running", "died", *(("failed",) if outcome.status == "interrupted" else ()))
-        report = self.report()
-        if report.get("status") in open_ends and outcome.status != "refused":
+        outcome, report = outcome_of(error), self.report()
+        open_ends = {"interrupted": ("running", "died", "failed"), "refused": ()}.get(
+            outcome.status, ("running", "died")
+        )
+        if report.get("status") in open_ends:
             self.write_report(report | {"status": outcome.status, "error": outcome.error})
 
     def cut(self, steps: int) -> None:
@@ -180,10 +181,8 @@ class RunFolder:
         try:
             if self.lock_file.exists():
                 FileLock(self.lock_file, timeout=0, fallback_to_soft=False).acquire().lock.release()
-        except (Timeout, PermissionError):  # the latter: it is another user's
-            return True
-        except OSError:  # the file system has no locks
-            return False
+        except OSError as e:  # it is held, or another user's; or the file system has no locks
+            return isinstance(e, Timeout | PermissionError)
         return False
 
     @contextmanager
