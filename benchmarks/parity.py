@@ -118,7 +118,7 @@ def difference(reference: comparison.Run, other: comparison.Run) -> tuple[float,
 
     from lockstep.checkpoints.content import network_of, read
 
-    losses = [[float(row["train/loss"]) for row in run.rows if row["train/loss"]] for run in (reference, other)]
+    losses = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (reference, other)]
     weights: list[dict[str, Any]] = [
         network_of(read(r.folder / "checkpoints" / "last.ckpt")) for r in (reference, other)
     ]
