@@ -79,10 +79,9 @@ class ListedRun:
     @classmethod
     def read(cls, folder: RunFolder, runs_dir: Path) -> Self:
         name = folder.path.relative_to(runs_dir).as_posix()
-        try:
-            report = {"status": "no report"} | folder.report()
-        except UserError:
-            report = {"status": "damaged"}
+        report: dict[str, Any] = {"status": "damaged" if folder.report_file.is_file() else "no report"}
+        with suppress(UserError):
+            report |= folder.report()
         return cls(name, folder, report | {"run": name})
 
     @cached_property
