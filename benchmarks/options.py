@@ -18,7 +18,7 @@ from parity import silenced
 from sections import write_section
 
 import lockstep
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 COMMON = [
     "data.source=embedded", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.limit_val_batches=0",

@@ -3,10 +3,13 @@
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(ValueError):
     """Says what was given, what is possible and what to type. `problems` holds one text per problem."""
+
+    status, exit_code = "refused", 2  # run/outcome.py
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -16,14 +19,14 @@ class UserError(ValueError):
 class TrainingFailed(RuntimeError):
     """Training cannot continue, for a reason that needs no traceback."""
 
-    exit_code = 1
+    status, exit_code = "failed", 1
     alike = False  # whether all processes raise the same one, so that rank 0 alone reports it
 
 
 class Preempted(TrainingFailed):
     """The system warned that it will end the run; everything is saved."""
 
-    status = "preempted"  # in report.json
+    status = "preempted"
     alike = True
 
 
@@ -42,6 +45,13 @@ class Damaged(TrainingFailed):
     """A checkpoint that was saved is no longer complete."""
 
     alike = True
+
+
+class FolderRemoved(TrainingFailed):
+    """Somebody removed the folder of a run under it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} was removed while the run was going on. Start it again.")
 
 
 class DataChanged(TrainingFailed):
@@ -90,6 +100,7 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message, exit_code)  # both, so it can be pickled: a sweep's job may run in another process
         self.exit_code = exit_code
+        self.status = "refused" if exit_code == 2 else "failed"
 
     def __str__(self) -> str:
         return str(self.args[0])
