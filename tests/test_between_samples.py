@@ -110,7 +110,7 @@ def alone(options) -> dict[tuple[str, ...], str]:
 
 
 def weights(run: str) -> torch.Tensor:
-    state = read(Path("runs", run, "checkpoints/last.ckpt"))["state_dict"]
+    state = read(Path("runs", run, "checkpoints/last.ckpt")).state_dict
     return torch.cat([value.double().flatten() for value in state.values()])
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from lockstep import callbacks, strategies
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import DATA, refuse_without_position
+from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
@@ -75,7 +75,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     """
     if cfg.resume:
         of_module = ("plateau",) if foreign.is_foreign(cfg) else ("window", "network")
-        refuse_without_position(Path(cfg.resume), (*of_module, *(() if has_own_loaders(cfg) else (DATA,))))
+        outline(Path(cfg.resume)).require_position(*of_module, *(() if has_own_loaders(cfg) else (DATA,)))
     own: list[pl.Callback] = [
         callbacks.StepSeed(
             cfg.seed, by_logical_rank=bool(cfg.exact.shards), masks_by_row=not (cfg.exact.shards or cfg.compile)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import ROOT
 from lockstep.checkpoints import resuming, shards
+from lockstep.checkpoints.finding import LOOP
 from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
@@ -285,7 +286,16 @@ def test_a_folder_without_runs_is_no_error(tmp_path, call):
 
 def checkpoint(folder: Path, *, whole: bool = True) -> None:
     path = folder / "checkpoints" / "last.ckpt"
-    shards.write({"global_step": 3, "state_dict": {}}, path)
+    config = {group: {} for group in ("task", "data", "strategy", "trainer")}
+    position = {
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        "callbacks": {"a": 0},
+        "epoch": 0,
+        "accumulate_grad_batches": 1,
+    }
+    content = {"global_step": 3, "state_dict": {}, "config": config, "loops": {"fit_loop": dict.fromkeys(LOOP, 0)}}
+    shards.write(content | position, path)
     if not whole:
         path.write_bytes(path.read_bytes()[:-30])
 

@@ -1,4 +1,4 @@
-"""The content of a checkpoint, and how its weights get into a network. Free of Lightning."""
+"""Reading checkpoints, and their weights into a network. Free of Lightning."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.checkpoints import shards
-from lockstep.checkpoints.finding import mapped
+from lockstep.checkpoints.finding import Checkpoint, mapped
 from lockstep.errors import UserError
 from lockstep.models.network import network
 
@@ -37,82 +37,37 @@ def refused(tree: Any, place: str = "") -> Iterator[str]:
 
 def plain(tree: dict[str, Any], name: str) -> dict[str, Any]:
     """`tree` with NumPy's values as Python's. Raises UserError before training, not at the first checkpoint, for any others."""
-    found: dict[str, Any] = mapped(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
-    if odd := next(refused(found), None):
+    values: dict[str, Any] = mapped(tree, lambda _, x: x.tolist() if isinstance(x, np.generic | np.ndarray) else x)
+    if odd := next(refused(values), None):
         raise UserError(f"{name}{odd} cannot be saved in a checkpoint. Use Python's own values and lists of them.")
-    return found
+    return values
 
 
-# --- The content of a checkpoint, and its network. Free of Lightning ---
+# --- From a checkpoint into a network: the one place where names and shapes are compared ---
 
-DATA = "DataModule"  # Lightning's key for the datamodule's state
-# What every checkpoint of a run has, at its top and in its loop.
-POSITION = (
-    "state_dict",
-    "optimizer_states",
-    "lr_schedulers",
-    "callbacks",
-    "loops",
-    "epoch",
-    "global_step",
-    "accumulate_grad_batches",
-    "config",
-)
-LOOP = (
-    "state_dict",
-    "epoch_progress",
-    "epoch_loop.state_dict",
-    "epoch_loop.batch_progress",
-    "epoch_loop.automatic_optimization.optim_progress",
-)
+SHOWN = 5  # names in a message
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A checkpoint on the CPU; the shards of a folder are joined."""
-    return shards.load(path) if path.is_dir() else shards.open_file(path)
-
-
-def refuse_without_position(path: Path, own: tuple[str, ...]) -> None:
-    """Raises UserError for a checkpoint without the parts from which training continues; `own` are those of this kind of run."""
-    found = shards.open_file(path / shards.REST if path.is_dir() else path)
-    parts = found if isinstance(found, dict) else {}
-    loop = parts["loops"].get("fit_loop") if isinstance(parts.get("loops"), dict) else None
-    missing = [name for name in (*POSITION, *own) if name not in parts]
-    missing += [] if parts.get("callbacks", True) else ["callbacks"]
-    missing += [f"loops.fit_loop.{name}" for name in LOOP if "loops" in parts and name not in (loop or ())]
-    if missing:
-        raise UserError(
-            f"{path} does not say where training stopped: it has no {', '.join(missing)}. Type init_from={path} run=<another name> to "
-            "start a new run from its weights."
-        )
-
-
-def network_of(content: dict[str, Any]) -> dict[str, Tensor]:
-    """The network's weights under its own keys; if the run averaged its weights, the average."""
-    state: dict[str, Tensor] = content["state_dict"]
-    return {key.removeprefix("net."): value for key, value in state.items() if key.startswith("net.")}
+def read(path: Path) -> Checkpoint:
+    """A checkpoint on the CPU; the shards of a folder are joined. Raises UserError: it is something else, or damaged."""
+    return Checkpoint.parse(path, shards.load(path))
 
 
 def load_network(path: Path) -> nn.Module | None:
-    """The network of a checkpoint with its weights, in evaluation mode; None if a user's LightningModule defines its own."""
-    content = read(path)
-    if "network" not in content:
+    """The network of a checkpoint with its weights, in evaluation mode; None if a custom module defines its own."""
+    checkpoint = read(path)
+    if checkpoint.network is None:
         return None
-    net = network(content["config"]["model"], content["network"], with_weights=False)
-    load_into(net.state_dict(), network_of(content), path)
+    net = network(checkpoint.config["model"], checkpoint.network, with_weights=False)
+    load_into(net.state_dict(), checkpoint.weights, path)
     return net.eval()
 
 
 def load_module_weights(module: Any, path: Path) -> None:
-    """Loads the weights of a user's LightningModule, as Lightning does. Raises UserError when the checkpoint does not fit."""
-    content = read(path)
-    module.on_load_checkpoint(content)
-    load_into(module.state_dict(), content["state_dict"], path)
-
-
-# --- Loading the weights of a checkpoint into a network: the one place where names and shapes are compared ---
-
-SHOWN = 5  # names in a message
+    """Loads the weights of a custom module, as Lightning does. Raises UserError when the checkpoint does not fit."""
+    checkpoint = read(path)
+    module.on_load_checkpoint(checkpoint.values)
+    load_into(module.state_dict(), checkpoint.state_dict, path)
 
 
 def sharded_like(value: Any, own: Tensor) -> Any:
@@ -140,9 +95,9 @@ def load_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: ob
     Raises:
         UserError: names or shapes differ. The message calls the checkpoint `source`.
     """
-    if found := list(differences(own, saved)):
+    if problems := list(differences(own, saved)):
         raise UserError(
-            f"{source} does not fit the network: {'; '.join(found)}. Use the model and data that it was trained with."
+            f"{source} does not fit the network: {'; '.join(problems)}. Use the model and data that it was trained with."
         )
     for name, tensor in own.items():
         tensor.copy_(sharded_like(saved[name], tensor))

@@ -13,7 +13,10 @@ from lockstep.checkpoints.finding import (
     checkpoints,
     complete_checkpoint,
     find_run,
+    is_run,
+    located,
     newest_checkpoint,
+    outline,
     step_of,
     tested_checkpoint,
 )
@@ -124,10 +127,6 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     return cfg
 
 
-def has_config(run_dir: Path) -> bool:
-    return (run_dir / "config.yaml").is_file()
-
-
 def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     """Resolves `resume` and `init_from` to checkpoint paths; a resumed run gets its own config back.
 
@@ -138,13 +137,13 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.init_from and cfg.resume not in (None, "auto"):
         raise UserError(
             f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
-            "Type resume=auto to start run=<name> from weights, and to continue it once it has begun."
+            "Pass resume=auto to start run=<name> from weights, and to continue it once it has begun."
         )
     if cfg.resume == "auto" and not cfg.trainer.enable_checkpointing:
-        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out.")
+        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them.")
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = name_of_job(cfg)
-        again = cfg.run is not None and has_config(Path(cfg.runs_dir) / cfg.run)
+        again = cfg.run is not None and is_run(Path(cfg.runs_dir) / cfg.run)
         if again and not cfg.resume and not restarted() and world_of(cfg).external is None:
             cfg.run = None  # a second command in the same SLURM job
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
@@ -152,51 +151,44 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.resume:
         return resumed(cfg, overrides)
     # only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made
-    if world_of(cfg).rank == 0 and cfg.run and has_config(Path(cfg.runs_dir) / str(cfg.run)):
+    if world_of(cfg).rank == 0 and cfg.run and is_run(Path(cfg.runs_dir) / str(cfg.run)):
         raise UserError(
-            f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
+            f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Pass resume=auto to continue it, or another name."
         )
     return from_weights(cfg)
 
 
 def from_weights(cfg: DictConfig) -> DictConfig:
-    """The config of a new run, with `init_from` as a checkpoint path."""
+    """The config of a new run, with `init_from` as the path of a checkpoint."""
     if cfg.init_from:
-        cfg.init_from = str(tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir))
+        cfg.init_from = str(outline(tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir)).path)
     return cfg
 
 
-def resume_point(cfg: DictConfig) -> tuple[Path, Path | None]:
+def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Path | None]:
     """The directory of the run to resume and the checkpoint to start from; resume=auto may find no checkpoint yet."""
-    if cfg.resume == "auto":
-        if not cfg.run:
-            raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
-        run_dir = Path(cfg.runs_dir) / str(cfg.run)
-        return run_dir, checkpoint_if_any(run_dir)
-    given = Path(str(cfg.resume))
-    if has_config(given):
-        return given, newest_checkpoint(given, "resume")
-    if ".ckpt" in given.suffixes or given.is_file():
-        checkpoint = complete_checkpoint(given, "resume")
-        run_dir = checkpoint.resolve().parents[1]
-        if not has_config(run_dir):
-            raise UserError(
-                f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights."
-            )
-        return run_dir, checkpoint
-    run_dir = find_run(cfg.runs_dir, str(cfg.resume), "resume")
-    return run_dir, newest_checkpoint(run_dir, "resume")
+    if resume == "auto":
+        if not run:
+            raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
+        return Path(runs_dir) / run, checkpoint_if_any(Path(runs_dir) / run)
+    run_dir, checkpoint = located(resume, "resume", runs_dir, lambda run_dir: newest_checkpoint(run_dir, "resume"))
+    if not is_run(run_dir):
+        raise UserError(
+            f"resume={resume} lies outside of a run directory. Pass init_from={resume} to start a new run from its weights."
+        )
+    return run_dir, checkpoint
 
 
 def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    run_dir, checkpoint = resume_point(cfg)
+    run_dir, checkpoint = resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
     if checkpoint is None:
         cfg.resume = None
         return same_identity(from_weights(cfg), run_dir / "config.yaml")
+    outline(checkpoint).require_position()
     refuse_damage(run_dir)
     saved = load_config(run_dir / "config.yaml")
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
-    # With a recipe on the command line, that is the whole config again; otherwise keys that were not typed stay as they were.
+    # With a recipe on the command line, that is the whole config again; otherwise keys that were not passed stay as they were.
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
     result = cfg.copy() if recipe else merged(saved, cfg, own)
     runs_dir, run_dir = Path(cfg.runs_dir), run_dir.resolve()
@@ -210,26 +202,23 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     set_aside(result, own)
-    if world_of(result).rank == 0 and result.run != own_name and has_config(runs_dir / result.run):
+    if world_of(result).rank == 0 and result.run != own_name and is_run(runs_dir / result.run):
         raise UserError(
-            f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
+            f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Remove run, or pass another name."
         )
     raise_problems(changes(result, saved))
     return same_identity(result, run_dir / "config.yaml") if result.run == own_name else result
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
-    """Makes recalled values that do nothing under the new strategy or device neutral, and says so. Typed ones stay an error."""
-    world, typed = world_of(cfg), [key_of(override) for override in overrides]
-    for key in without_effect(cfg, world):
-        if key not in typed:
-            given = OmegaConf.select(cfg, key)
-            if world.rank == 0:
-                print(
-                    f"WARNING: {key}={shown(given)} of the resumed run has no effect here and is set aside",
-                    file=sys.stderr,
-                )
-            OmegaConf.update(cfg, key, False if given is True else None, force_add=True)
+    """Neutralises recalled values that have no effect under the new strategy or device, with a warning. Those passed now stay an error."""
+    world, passed = world_of(cfg), [key_of(override) for override in overrides]
+    for key in (key for key in without_effect(cfg, world) if key not in passed):
+        value = OmegaConf.select(cfg, key)
+        if world.rank == 0:
+            told = f"{key}={shown(value)} of the resumed run has no effect here and is set aside"
+            print(f"WARNING: {told}", file=sys.stderr)
+        OmegaConf.update(cfg, key, False if value is True else None, force_add=True)
 
 
 def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
@@ -245,42 +234,33 @@ def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
     return cfg
 
 
-def config_inside(checkpoint: Path) -> DictConfig:
-    """The config stored in every checkpoint, for one that was moved out of its run directory."""
-    import torch  # 3 s; only here is it needed before a run starts
-
-    file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
-    cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["config"])
-    assert isinstance(cfg, DictConfig)
-    return cfg
-
-
 def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval") -> DictConfig:
     """The config of the run that `job` (eval or predict) is about, with the strategy and devices of this command line.
 
     Raises:
-        UserError: the run or the checkpoint does not exist or is damaged.
+        UserError: the run or the checkpoint does not exist, is damaged, or is something else.
     """
     if (composed.run is None) == (composed.checkpoint is None):
         typed, more = command(job), " input=<folder>" if job == "predict" else ""
-        raise UserError(f"Type {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
+        raise UserError(f"Run {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
     if composed.run is not None:
         run_dir = find_run(composed.runs_dir, str(composed.run), "run")
-        checkpoint = checkpoint_of_report(run_dir)
+        checkpoint = outline(checkpoint_of_report(run_dir))
     else:
-        checkpoint = complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint")
-        run_dir = checkpoint.resolve().parents[1]
-    saved = load_config(run_dir / "config.yaml") if has_config(run_dir) else config_inside(checkpoint)
+        checkpoint = outline(complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint"))
+        run_dir = checkpoint.path.resolve().parents[1]
+    # a checkpoint that was moved out of its run directory has the config as well
+    saved = load_config(run_dir / "config.yaml") if is_run(run_dir) else OmegaConf.create(checkpoint.config)
     own = [o for o in overrides if key_of(o) not in (*EVAL_OWN, *(PREDICT if job == "predict" else ()))]
     if idle := [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]:
         raise UserError(
-            f"{idle[0]} has no effect in {'a prediction' if job == 'predict' else 'an evaluation'}. Leave it out."
+            f"{idle[0]} has no effect in {'a prediction' if job == 'predict' else 'an evaluation'}. Remove it."
         )
     cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
         cfg.runs_dir = composed.runs_dir if composed.run is not None else str(run_dir.parent)
         cfg.run = str(saved.run if composed.run is None else composed.run)
-        cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint), False
+        cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint.path), False
         cfg.callbacks, cfg.trainer.accumulate_grad_batches = {}, 1
     return cfg
 

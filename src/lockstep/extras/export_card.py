@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.checkpoints.content import DATA
+from lockstep.checkpoints.finding import DATA
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
 from lockstep.config.identity import model_title, title
 from lockstep.config.run_files import read_report
