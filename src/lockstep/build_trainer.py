@@ -1,5 +1,7 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig
 
-from lockstep import callbacks, strategies
+from lockstep import strategies
+from lockstep.callbacks import guards, step_seed, stopping, summary, timing
+from lockstep.callbacks.custom_module import CustomModule
+from lockstep.callbacks.digests import Digests
+from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.logged_step import log_steps_from_one
 from lockstep.compat.sigterm_broadcast import without_sigterm_broadcast
-from lockstep.config.auto import SPARSEST
+from lockstep.config.auto import SPARSEST, log_interval
 from lockstep.config.batches import parts_of_step
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
@@ -63,8 +69,28 @@ def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
 
 
 def foreign_callbacks(cfg: DictConfig) -> list[pl.Callback]:
-    """First in the list, to say first what is wrong."""
-    return [callbacks.Foreign(cfg, strategies.parallelize)] if foreign.is_foreign(cfg) else []
+    """First in the list, to report first what is wrong."""
+    if not foreign.is_foreign(cfg):
+        return []
+    found = CustomModule(
+        seed=cfg.seed,
+        own_loaders=has_own_loaders(cfg),
+        log_interval=log_interval if cfg.trainer.log_every_n_steps == "auto" else None,
+        parallelize=partial(
+            strategies.parallelize, sync_batchnorm=cfg.trainer.sync_batchnorm, channels_last=False, compile=False
+        ),
+    )
+    return [found]
+
+
+def monitor_guard(cfg: DictConfig, save: Callable[[pl.Trainer], None] | None) -> pl.Callback:
+    validated = {"checkpoint.monitor": cfg.checkpoint.monitor} if save and cfg.checkpoint.monitor else {}
+    later: dict[str, str] = {}
+    for name, node in cfg.callbacks.items():
+        if node.get("monitor") is not None:
+            found = validated if node.get("check_on_train_epoch_end") is False else later
+            found[f"callbacks.{name}.monitor"] = node.monitor
+    return guards.MonitorGuard(validated, later, save)
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -76,20 +102,37 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.resume:
         of_module = ("plateau",) if foreign.is_foreign(cfg) else ("window", "network")
         outline(Path(cfg.resume)).require_position(*of_module, *(() if has_own_loaders(cfg) else (DATA,)))
+    data_info = facts(data)
+    shared = {
+        "is the run": cfg.run,
+        "computes in precision": cfg.trainer.precision,
+        "starts from": cfg.resume or cfg.init_from or "new weights",
+        "has data with SHA-256": data_info["data/sha256"],
+    }
     own: list[pl.Callback] = [
-        callbacks.StepSeed(
+        step_seed.StepSeed(
             cfg.seed, by_logical_rank=bool(cfg.exact.shards), masks_by_row=not (cfg.exact.shards or cfg.compile)
         ),
-        callbacks.Plan(cfg, data, facts(data)),
-        callbacks.Clock(),
-        callbacks.FirstBatch(),
-        callbacks.TaskCollectives(cfg.exact.shards),
+        summary.RankAgreement(shared),
+        summary.RunSummary(
+            data=data,
+            data_info=data_info,
+            run=cfg.run,
+            model=model_title(cfg),
+            data_name=title(cfg.data),
+            strategy=cfg.strategy.name,
+            compiled=cfg.compile,
+            config=to_plain(cfg),
+        ),
+        timing.Clock(),
+        summary.FirstBatch(),
+        guards.CollectivesGuard(cfg.exact.shards),
         CutAtResume(read_report(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
-        own.append(callbacks.Progress(cfg.checkpoint.monitor))
+        own.append(summary.Progress(cfg.checkpoint.monitor))
     if cfg.exact.digests:
-        own.append(callbacks.Digests(run_dir(cfg)))
+        own.append(Digests(run_dir(cfg)))
     save = None
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
@@ -98,19 +141,19 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
             own.append(saving.ModelCheckpoint(dirpath=folder, **named))
         own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
         save = last.save_and_wait
-    own.append(callbacks.Preemption(save))
+    own.append(stopping.Preemption(save))
     if cfg.trainer.max_time:
-        own.append(callbacks.Timer(to_plain(cfg.trainer)["max_time"]))
+        own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(to_plain(cfg))  # before those that log when a batch begins
-    every = [*foreign_callbacks(cfg), callbacks.Monitored(cfg, save), position, *chosen, *own]
+    every = [*foreign_callbacks(cfg), monitor_guard(cfg, save), position, *chosen, *own]
     return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
     """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
-    shown = [callbacks.PassProgress()] if cfg.trainer.enable_progress_bar else []
-    own = [*foreign_callbacks(cfg), callbacks.Preemption(None), *shown, *more]
+    shown = [summary.Progress()] if cfg.trainer.enable_progress_bar else []
+    own = [*foreign_callbacks(cfg), stopping.Preemption(None), *shown, *more]
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
@@ -135,9 +178,9 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
     given |= for_logical_ranks(cfg, world) | parts
     if given["log_every_n_steps"] == "auto":
-        given["log_every_n_steps"] = SPARSEST  # callbacks/foreign.py decides once the loaders are there
+        given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
     if timeout_s := cfg.strategy.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
-        given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
+        given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py

@@ -8,14 +8,13 @@ from unittest.mock import MagicMock
 import lightning.pytorch as pl
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import lockstep
-from lockstep.callbacks import EMA, Plan, Throughput, Timer
-from lockstep.callbacks import summary as plan_module
+from lockstep.callbacks import EMA, Throughput, summary
 from lockstep.callbacks.ema import tensors as ema_tensors
 from lockstep.callbacks.step_seed import seed_generators, step_seed
-from lockstep.config.compose import compose_config
+from lockstep.callbacks.stopping import Timer
+from lockstep.callbacks.summary import RankAgreement
 from lockstep.errors import TrainingFailed
 
 
@@ -171,30 +170,29 @@ def test_seeding_draws_what_torch_draws():
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("own", ["32-true", "bf16-mixed"])
-def test_processes_that_would_compute_differently_end_and_say_so(own):
+def test_processes_that_would_compute_differently_end_and_say_so():
     trainer = SimpleNamespace(global_rank=1, strategy=SimpleNamespace(broadcast=lambda _: "bf16-mixed"))
-    plan = Plan(OmegaConf.create({}), None, {})
-    if own == "bf16-mixed":
-        plan.agree(trainer, "computes in precision", own)
-        return
-    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed: type it"):
-        plan.agree(trainer, "computes in precision", own, "type it")
+    RankAgreement({"computes in precision": "bf16-mixed"}).setup(trainer, None, "fit")
+    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed"):
+        RankAgreement({"computes in precision": "32-true"}).setup(trainer, None, "fit")
 
 
 @pytest.mark.parametrize(("compiled", "device"), [(True, "cpu"), (True, "cuda"), (False, "cpu")])
 def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monkeypatch):
-    said = []
-    monkeypatch.setattr(plan_module, "say", said.append)
-    monkeypatch.setattr(plan_module, "promises", lambda *_: "")
-    cfg = compose_config("train", ["run=a", f"compile={str(compiled).lower()}"])
+    lines = []
+    monkeypatch.setattr(summary, "say", lines.append)
+    monkeypatch.setattr(summary, "promises", lambda *_: "")
     trainer = MagicMock(
         world_size=1, accumulate_grad_batches=1, global_step=0, estimated_stepping_batches=1, precision="32-true"
     )
-    trainer.strategy.broadcast = lambda value: value
     trainer.strategy.root_device.type = device
-    Plan(cfg, None, {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}).on_train_start(
+    info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}
+    names = {"run": "a", "model": "basic_net", "data_name": "mnist", "strategy": "single"}
+    summary.RunSummary(data=None, data_info=info, compiled=compiled, config={}, **names).on_train_start(
         trainer, Weights()
     )
-    assert any("2.5 images/s" in line for line in said) is (compiled and device == "cpu")
-    assert said[0].startswith("a: basic_net")
+    assert any("2.5 images/s" in line for line in lines) is (compiled and device == "cpu")
+    assert lines[0] == (
+        "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "
+        f"single, 1 process on {device} · each process has its own batches · 32-true · 1 steps"
+    )

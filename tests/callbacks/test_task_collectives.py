@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks import TaskCollectives
+from lockstep.callbacks.guards import CollectivesGuard
 from lockstep.tasks import Classification
 from lockstep.training import schedules
 from lockstep.training.module import TaskModule
@@ -38,7 +38,7 @@ def test_a_watched_task_is_afterwards_what_it_was(make):
         nn.Identity(), task, optimizer=torch.optim.SGD, schedule=schedules.constant, parallelize=pytest.fail, metrics={}, network_arguments={},
     )  # fmt: skip
     before, modules = dict(vars(task)), dict(task.named_modules())
-    callback = TaskCollectives(None)
+    callback = CollectivesGuard(None)
     callback.on_train_start(TRAINER, module)
     assert task.loss is not before.get("loss")
     batch = {"input": torch.zeros(3, 10), "target": torch.zeros(3, dtype=torch.int64)}
@@ -51,7 +51,7 @@ def test_a_watched_task_is_afterwards_what_it_was(make):
 
 def test_a_lightning_module_may_have_a_task_of_its_own():
     module = SimpleNamespace(task="multiclass")  # as torchmetrics calls it
-    callback = TaskCollectives(None)
+    callback = CollectivesGuard(None)
     callback.on_train_start(TRAINER, module)
     callback.on_train_batch_end(TRAINER, module, None, None, 0)
     assert module.task == "multiclass"

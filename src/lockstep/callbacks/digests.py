@@ -43,20 +43,20 @@ class Digests(Callback):
         if not completes_step(trainer, batch_idx):
             return
         assert isinstance(pl_module, TaskModule)
-        losses = self.of_all_ranks(pl_module)
-        weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
+        parts = {digests.LOSS: losses(pl_module), digests.GRADIENT: self.gradients}
+        parts[digests.WEIGHT] = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             step = str(steps_done(trainer))
-            whole = {digests.LOSS: losses, digests.GRADIENT: self.gradients, digests.WEIGHT: weights}
-            rows = [(step, what, name, value) for what, found in whole.items() for name, value in found]
+            rows = [(step, what, name, value) for what, named in parts.items() for name, value in named]
             digests.append(self.folder, rows)
 
-    @staticmethod
-    def of_all_ranks(module: TaskModule) -> list[tuple[str, str]]:
-        assert module.logical_ranks
-        own = {rank: digest(loss.reshape(1)) for rank, loss in module.logical_ranks.losses.items()}
-        gathered: list[Any] = [own]
-        if torch.distributed.is_initialized():
-            gathered = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(gathered, own)
-        return [(str(rank), value) for rank, value in sorted(pair for found in gathered for pair in found.items())]
+
+def losses(module: TaskModule) -> list[tuple[str, str]]:
+    """Of the logical ranks of all processes. Every process must call it."""
+    assert module.logical_ranks
+    own = {rank: digest(loss.reshape(1)) for rank, loss in module.logical_ranks.losses.items()}
+    gathered: list[Any] = [own]
+    if torch.distributed.is_initialized():
+        gathered = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, own)
+    return [(str(rank), value) for rank, value in sorted(pair for part in gathered for pair in part.items())]

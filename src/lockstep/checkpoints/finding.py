@@ -1,5 +1,6 @@
 """Runs and checkpoints on disk: where they are, which are complete, and what a checkpoint holds. Free of torch."""
 
+import codecs
 import difflib
 import os
 import pickle
@@ -83,9 +84,7 @@ class Checkpoint:
     config: dict[str, Any]  # of the run that saved it, resolved
     state_dict: dict[str, Any]  # the weights under the module's keys; if the run averaged its weights, the average
     raw_state_dict: dict[str, Any] | None  # then the weights with which training continues
-    network: (
-        dict[str, Any] | None
-    )  # the network's arguments from data and task; None if a custom module makes its own network
+    network: dict[str, Any] | None  # the network's arguments; None if a custom module makes its own network
     metadata: dict[str, Any]  # what the data said of itself: classes, normalisation, ...
 
     @classmethod
@@ -128,6 +127,9 @@ class Checkpoint:
             )
 
 
+KNOWN = ("torch", "collections", "builtins", codecs.encode.__module__)  # what tensors and plain values need
+
+
 class StandIn:
     """An inert object in place of each tensor or other object that a pickle names."""
 
@@ -142,10 +144,8 @@ class Outline(pickle.Unpickler):
     """Reads a pickle without its objects: nothing that it names is imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] not in ("torch", "collections", "builtins", "_codecs"):
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, and a checkpoint has only tensors and plain values"
-            )
+        if module.partition(".")[0] not in KNOWN:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and has to hold only tensors and plain values")
         return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name, StandIn)
 
     def persistent_load(self, _: Any) -> Any:

@@ -65,20 +65,19 @@ def values(cfg: DictConfig, key: str) -> dict[str, Any]:
 
 def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
     """Where the resumed run `cfg` differs from `saved` in what must stay."""
-    for fixed in FIXED:
-        now, then = values(cfg, fixed), values(saved, fixed)
-        for key in {**now, **then}:
-            if now.get(key) != then.get(key):
-                yield (
-                    f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
-                    "Type init_from=<run> for a new run."
-                )
+    now, then = ({key: value for fixed in FIXED for key, value in values(c, fixed).items()} for c in (cfg, saved))
+    for key in {**now, **then}:
+        if now.get(key) != then.get(key):
+            yield (
+                f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
+                "Pass init_from=<run> for a new run."
+            )
     parts, before = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
-    for key in COUNTS_MICRO_BATCHES if parts != before else ():
-        if isinstance(cfg.trainer[key], int):
+    for key in COUNTS_MICRO_BATCHES:
+        if parts != before and isinstance(cfg.trainer[key], int):
             yield (
                 f"trainer.accumulate_grad_batches={parts} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which "
-                f"counts micro-batches; there it is {before}. Type trainer.accumulate_grad_batches={before}."
+                f"counts micro-batches; there it is {before}. Set trainer.accumulate_grad_batches={before}."
             )
 
 
@@ -265,47 +264,46 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
     return cfg
 
 
-# --- A finished run that is typed again, with nothing left to train ---
+# --- A finished run that is started again, with nothing left to train ---
 
 PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that change nothing of the training
 
 
 def training(cfg: DictConfig) -> dict[str, Any]:
-    values = dotted(OmegaConf.to_container(cfg, resolve=True))
-    return {key: value for key, value in values.items() if not key.startswith(PLACE)}
-
-
-def longer(cfg: DictConfig, steps: int, per_epoch: int | None) -> Iterator[str]:
-    """The keys that end the run after `steps` steps, each with a larger value."""
-    epochs = epochs_of(cfg)
-    if epochs * (per_epoch or 0) <= steps:
-        yield f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(epochs) + 1}"
-    if 0 < cfg.trainer.max_steps <= steps:
-        yield f"trainer.max_steps={2 * steps}"
+    found = dotted(OmegaConf.to_container(cfg, resolve=True))
+    return {key: value for key, value in found.items() if not key.startswith(PLACE)}
 
 
 def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
-    """What to tell if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
+    """What to report if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
 
-    `samples` are those of an epoch; None where nobody knows. Early stopping and max_time may end a run before its last step, so a
+    `samples` are those of an epoch; None if they are not known. Early stopping and max_time may end a run before its last step, so a
     config that trains alike has nothing left either.
     """
     if not cfg.resume:
         return None
     folder = Path(cfg.resume).resolve().parents[1]
-    report, newest = read_report(folder), next(checkpoints(folder), None)
-    ended = report.get("status") == "done" and (folder / "report.html").is_file()  # which is written last
-    if not ended or newest is None or step_of(Path(cfg.resume)) < step_of(newest):
+    report = read_report(folder)
+    if report.get("status") != "done" or not (folder / "report.html").is_file():  # which is written last
         return None
-    steps = int(report["train/steps"])
+    newest = next(checkpoints(folder), None)
+    if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
+        return None
+    steps, longer = (
+        int(report["train/steps"]),
+        [],
+    )  # the keys that end the run after these steps, each with a larger value
     per_epoch = batches_of(cfg, samples) // accumulated(cfg) if samples else None
-    limits = list(longer(cfg, steps, per_epoch))
-    reached = limits if per_epoch else []
+    if epochs_of(cfg) * (per_epoch or 0) <= steps:
+        longer.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(epochs_of(cfg)) + 1}")
+    if 0 < cfg.trainer.max_steps <= steps:
+        longer.append(f"trainer.max_steps={2 * steps}")
+    reached = bool(longer and per_epoch)
     if not reached and training(cfg) != training(load_config(folder / "config.yaml")):
         return None
     early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
-    keys = " ".join(reached or early or limits)
+    keys = " ".join(longer if reached else early or longer)
     return (
         f"{report['run']} is already finished: {steps:,}{f' of {steps:,}' if reached else ''} steps"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."

@@ -42,7 +42,7 @@ def log_interval(steps: float) -> int:
 def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int | None = None) -> DictConfig:
     """`cfg` with a value for each `auto` that depends on the machine or on the number of training samples.
 
-    `data` is None for a LightningDataModule, which knows its length only when it trains (callbacks/foreign.py).
+    `data` is None for a LightningDataModule, which knows its length only when it trains (callbacks/custom_module.py).
     """
     cfg = cfg.copy()
     with open_dict(cfg):

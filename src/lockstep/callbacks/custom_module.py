@@ -1,61 +1,67 @@
-"""Hooks around a user's LightningModule: seeding, checkpoint contents."""
+"""Hooks around a user's LightningModule: batch norms, seeds of its own dataloaders, what checkpoints keep."""
 
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from omegaconf import DictConfig
+from omegaconf import OmegaConf
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.checkpoints.content import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
-from lockstep.config.auto import log_interval
-from lockstep.config.instantiate import has_own_loaders, to_plain
 from lockstep.errors import UserError
 from lockstep.training.steps import total_steps
 
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
 
-class Foreign(Callback):
+@dataclass(eq=False, kw_only=True)
+class CustomModule(Callback):
     """Used in training and in evaluation."""
 
-    def __init__(self, cfg: DictConfig, parallelize: Callable[..., Any]) -> None:
-        self.cfg, self.parallelize = cfg, parallelize
-        self.own_loaders, self.begun = has_own_loaders(cfg), False
-        self.due: dict[int, float] = {}  # figures that a scheduler has not seen yet, by its index
-        self.told: set[str] = set()
+    seed: int
+    own_loaders: bool
+    log_interval: (
+        Callable[[float], int] | None
+    )  # from the steps of a run to those between two log rows; None: they are set
+    parallelize: Callable[[LightningModule, Trainer], Any]
+    begun: bool = False
+    due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
+    warned: set[str] = field(default_factory=set)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Synchronises batch norms if asked to; the network is otherwise left as the module made it."""
-        if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
+        if trainer.is_global_zero:  # here the module decides how its metrics are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
-        if not self.own_loaders:  # Lockstep's datamodule calls the module's hook
-            warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
-        sync = self.cfg.trainer.sync_batchnorm
-        self.parallelize(pl_module, trainer, sync_batchnorm=sync, channels_last=False, compile=False)
+        self.parallelize(pl_module, trainer)
+        if self.own_loaders:
+            return
+        # Lockstep's datamodule calls the module's hook
+        warnings.filterwarnings("ignore", message="You have overridden `on_after_batch_transfer` in both")
         data = trainer.datamodule  # type: ignore[attr-defined]
-        for split in () if self.own_loaders else (data.val_split, data.test_split):
+        for split in (data.val_split, data.test_split):
             if split.count < trainer.world_size:
                 raise UserError(
-                    f"{split.count} samples of an evaluation cannot be shared by {trainer.world_size} processes. Type trainer.devices={split.count}, or evaluate more samples."
+                    f"{split.count} samples of an evaluation cannot be divided among {trainer.world_size} processes. Set "
+                    f"trainer.devices={split.count}, or evaluate more samples."
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = False
-        if self.cfg.trainer.log_every_n_steps == "auto":
-            trainer.log_every_n_steps = log_interval(total_steps(trainer))  # type: ignore[attr-defined]
-        for index, figure in self.due.items():
-            pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
+        if self.log_interval:
+            trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
+        for index, metric in self.due.items():
+            pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Seeds the user's dataloaders by (seed, epoch), so a run resumed at the end of an epoch draws the same order."""
         if self.own_loaders:
             # the same on every rank, because ranks may share one order; -1 is no rank's
-            seed = step_seed(self.cfg.seed, trainer.current_epoch, -1)
+            seed = step_seed(self.seed, trainer.current_epoch, -1)
             seed_host(seed)
             seed_generators(seed, trainer.strategy.root_device.type)
             if not self.begun:  # in later epochs Lightning starts them after this hook
@@ -66,11 +72,12 @@ class Foreign(Callback):
         """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
-            values = to_plain(checkpoint[key])
+            values: Any = checkpoint[key]
+            values = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else dict(values)
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
             dropped = sorted(values.keys() - checkpoint[key].keys())
-            if dropped and key not in self.told:
-                self.told.add(key)
+            if dropped and key not in self.warned:
+                self.warned.add(key)
                 logging.getLogger("lockstep").warning(
                     "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
                     ", ".join(dropped),
@@ -84,7 +91,7 @@ class Foreign(Callback):
 
 
 def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:
-    """Figures that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
+    """Metrics that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
     run would skip that step."""
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]["started"]
     current = batches["current"]

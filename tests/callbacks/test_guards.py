@@ -5,20 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
-from lockstep.callbacks import Monitored
+from lockstep.callbacks.guards import MonitorGuard
 from lockstep.errors import TrainingFailed
 from lockstep.tasks import Classification
 from lockstep.training import schedules
 from lockstep.training.module import TaskModule
-
-NODES = {
-    "mine": {"monitor": "a/b"},
-    "stop": {"monitor": "val/x", "check_on_train_epoch_end": False},
-    "no": {"monitor": None},
-}
 
 
 def trainer(*logged: str) -> SimpleNamespace:
@@ -26,9 +19,11 @@ def trainer(*logged: str) -> SimpleNamespace:
     return SimpleNamespace(callback_metrics=metrics, sanity_checking=False, lightning_module=SimpleNamespace())
 
 
-def watching(saved: list | None, **checkpoint) -> Monitored:
-    cfg = OmegaConf.create({"checkpoint": {"monitor": None, **checkpoint}, "callbacks": NODES})
-    return Monitored(cfg, None if saved is None else saved.append)
+def watching(saved: list | None, **checkpoint: str) -> MonitorGuard:
+    validated = {f"checkpoint.{name}": value for name, value in checkpoint.items()} | {
+        "callbacks.stop.monitor": "val/x"
+    }
+    return MonitorGuard(validated, {"callbacks.mine.monitor": "a/b"}, None if saved is None else saved.append)
 
 
 def test_what_is_watched_at_a_validation_is_told_there_after_a_checkpoint():
@@ -39,7 +34,7 @@ def test_what_is_watched_at_a_validation_is_told_there_after_a_checkpoint():
     with pytest.raises(TrainingFailed, match=r"checkpoint.monitor=val/acc is not logged .* \(did you mean val/ac\?\)"):
         callback.on_validation_end(trainer("val/ac", "val/x"), None)
     assert len(saved) == 1
-    with pytest.raises(TrainingFailed, match=r"callbacks.stop.monitor=val/x is not logged .* Type .* resume=auto"):
+    with pytest.raises(TrainingFailed, match=r"callbacks.stop.monitor=val/x is not logged .* Set .* resume=auto"):
         callback.on_validation_end(trainer("val/acc"), None)
 
 
@@ -47,9 +42,7 @@ def test_what_a_callback_may_watch_later_is_told_at_the_end():
     callback = watching(None)
     callback.on_validation_end(trainer("val/x"), None)
     callback.on_train_end(trainer("a/b"), None)
-    with pytest.raises(
-        TrainingFailed, match=r"callbacks.mine.monitor=a/b is not logged .* Type [^ ]*=<one of them>\.$"
-    ):
+    with pytest.raises(TrainingFailed, match=r"callbacks.mine.monitor=a/b is not logged .* Set [^ ]*=<one of them>\.$"):
         callback.on_train_end(trainer("val/x"), None)
 
 
