@@ -10,9 +10,9 @@ from in_process import Crash, logged_steps, options, report, rows, same, state
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
-from lockstep.checkpoints import resuming
 from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted
+from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals
 from lockstep.reporting.loggers import MetricsCsv
@@ -163,7 +163,7 @@ def test_auto_passes_over_a_damaged_checkpoint(train, run_a):
 def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist):
     train("run=a", "optim=sgd", "optim.lr=0.01", "model.dropout_fc=0.1", "debug=one_batch")
     lockstep.train(["resume=a", "trainer.max_epochs=2"])
-    config = lockstep.checkpoints.resuming.load_config(Path("runs/a/config.yaml"))
+    config = lockstep.launch.resuming.load_config(Path("runs/a/config.yaml"))
     found = (config.optim.lr, config.model.dropout_fc, config.trainer.max_epochs, config.data.root)
     assert found == (0.01, 0.1, 2, str(mnist))
     assert config.resume is None

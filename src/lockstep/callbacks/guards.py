@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ class FiniteLoss(Callback):
         )
 
 
+@dataclass(eq=False)
 class MonitorGuard(Callback):
     """Ends a run that monitors a metric which nothing logs; config/rules.py rejects what is known before the run.
 
@@ -83,12 +85,10 @@ class MonitorGuard(Callback):
     that ends before its first validation logs no metric of one, and passes.
     """
 
-    def __init__(
-        self, validated: Mapping[str, str], later: Mapping[str, str], save: Callable[[Trainer], None] | None
-    ) -> None:
-        """The metrics that are monitored at a validation, or perhaps later, each by its config key."""
-        self.validated, self.later, self.save = validated, later, save
-        self.has_validated = False
+    validated: Mapping[str, str]  # what is monitored at a validation, by its config key
+    later: Mapping[str, str]
+    save: Callable[[Trainer], None] | None
+    has_validated: bool = False
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:

@@ -50,7 +50,7 @@ class RankAgreement(Callback):
         first = trainer.strategy.broadcast(own)
         if own != first:
             raise TrainingFailed(
-                f"rank {trainer.global_rank} {what} {own}, but rank 0 {first}. All nodes must see the same files: check runs_dir and "
+                f"rank {trainer.global_rank} {what} {own}, but rank 0 {first}: all nodes must see the same files. Check runs_dir and "
                 "data.root. On different hardware set trainer.precision=32-true, or bf16-mixed."
             )
 

@@ -333,3 +333,17 @@ def located(given: str, key: str, runs_dir: str, choose: Callable[[Path], Path])
 def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
     """The checkpoint `given`, or the one that the run `given` tested."""
     return located(given, key, runs_dir, checkpoint_of_report)[1]
+
+
+def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Path | None]:
+    """The directory of the run to resume and the checkpoint to start from; resume=auto may find no checkpoint yet."""
+    if resume == "auto":
+        if not run:
+            raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
+        return Path(runs_dir) / run, checkpoint_if_any(Path(runs_dir) / run)
+    run_dir, checkpoint = located(resume, "resume", runs_dir, lambda run_dir: newest_checkpoint(run_dir, "resume"))
+    if not is_run(run_dir):
+        raise UserError(
+            f"resume={resume} lies outside of a run directory. Pass init_from={resume} to start a new run from its weights."
+        )
+    return run_dir, checkpoint

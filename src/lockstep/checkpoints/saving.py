@@ -38,7 +38,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Those that are in this run's folder: none of another run."""
-        there = {name: tuple(scores) for name, scores in state_dict["kept"].items() if BEST.fullmatch(name)}
+        there = {name: tuple(scores) for name, scores in state_dict.get("kept", {}).items() if BEST.fullmatch(name)}
         self.keep({name: scores for name, scores in there.items() if (Path(str(self.dirpath)) / name).exists()})
 
     def keep(self, kept: dict[str, tuple[float, float]]) -> None:

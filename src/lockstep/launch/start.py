@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from lockstep.checkpoints import resuming
-from lockstep.checkpoints.resuming import already_finished
 from lockstep.config import project
 from lockstep.config.auto import decided
 from lockstep.config.checks import check, missing_keys, wrong_values
@@ -18,9 +16,10 @@ from lockstep.config.identity import evaluation_file, identify, restarted, run_d
 from lockstep.config.rules import about_problems, step_problems
 from lockstep.config.words import readable
 from lockstep.errors import raise_problems
-from lockstep.launch import local
+from lockstep.launch import local, resuming
 from lockstep.launch.jobs import EVALUATIONS, Job
 from lockstep.launch.request import with_request, wrong_request
+from lockstep.launch.resuming import already_finished
 from lockstep.machine import files, process
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu

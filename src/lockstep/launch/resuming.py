@@ -1,4 +1,4 @@
-"""The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py. Free of torch."""
+"""The config of a run that starts from an earlier one: resume=, init_from=, and run= or checkpoint= of eval.py and predict.py. Free of torch."""
 
 import sys
 from collections.abc import Iterator
@@ -8,15 +8,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.checkpoints.finding import (
-    checkpoint_if_any,
     checkpoint_of_report,
     checkpoints,
     complete_checkpoint,
     find_run,
     is_run,
-    located,
-    newest_checkpoint,
     outline,
+    resume_point,
     step_of,
     tested_checkpoint,
 )
@@ -162,20 +160,6 @@ def from_weights(cfg: DictConfig) -> DictConfig:
     if cfg.init_from:
         cfg.init_from = str(outline(tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir)).path)
     return cfg
-
-
-def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Path | None]:
-    """The directory of the run to resume and the checkpoint to start from; resume=auto may find no checkpoint yet."""
-    if resume == "auto":
-        if not run:
-            raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
-        return Path(runs_dir) / run, checkpoint_if_any(Path(runs_dir) / run)
-    run_dir, checkpoint = located(resume, "resume", runs_dir, lambda run_dir: newest_checkpoint(run_dir, "resume"))
-    if not is_run(run_dir):
-        raise UserError(
-            f"resume={resume} lies outside of a run directory. Pass init_from={resume} to start a new run from its weights."
-        )
-    return run_dir, checkpoint
 
 
 def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
