@@ -102,7 +102,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.resume:
         of_module = ("plateau",) if foreign.is_foreign(cfg) else ("window", "network")
         outline(Path(cfg.resume)).require_position(*of_module, *(() if has_own_loaders(cfg) else (DATA,)))
-    data_info = facts(data)
+    config, data_info = to_plain(cfg), facts(data)
     shared = {
         "is the run": cfg.run,
         "computes in precision": cfg.trainer.precision,
@@ -114,16 +114,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
             cfg.seed, by_logical_rank=bool(cfg.exact.shards), masks_by_row=not (cfg.exact.shards or cfg.compile)
         ),
         summary.RankAgreement(shared),
-        summary.RunSummary(
-            data=data,
-            data_info=data_info,
-            run=cfg.run,
-            model=model_title(cfg),
-            data_name=title(cfg.data),
-            strategy=cfg.strategy.name,
-            compiled=cfg.compile,
-            config=to_plain(cfg),
-        ),
+        summary.RunSummary(data, data_info, model_title(cfg), title(cfg.data), config),
         timing.Clock(),
         summary.FirstBatch(),
         guards.CollectivesGuard(cfg.exact.shards),
@@ -145,7 +136,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     if cfg.trainer.max_time:
         own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    position = saving.Position(to_plain(cfg))  # before those that log when a batch begins
+    position = saving.Position(config)  # before those that log when a batch begins
     every = [*foreign_callbacks(cfg), monitor_guard(cfg, save), position, *chosen, *own]
     return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 

@@ -187,10 +187,8 @@ def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monk
     )
     trainer.strategy.root_device.type = device
     info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}
-    names = {"run": "a", "model": "basic_net", "data_name": "mnist", "strategy": "single"}
-    summary.RunSummary(data=None, data_info=info, compiled=compiled, config={}, **names).on_train_start(
-        trainer, Weights()
-    )
+    config = {"run": "a", "strategy": {"name": "single"}, "compile": compiled}
+    summary.RunSummary(None, info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
     assert any("2.5 images/s" in line for line in lines) is (compiled and device == "cpu")
     assert lines[0] == (
         "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "

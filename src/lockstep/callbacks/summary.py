@@ -55,18 +55,15 @@ class RankAgreement(Callback):
             )
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class RunSummary(Callback):
     """Prints model, data, strategy, batches, precision and steps before the first step, and what changed since the checkpoint."""
 
     data: LightningDataModule
     data_info: Mapping[str, Any]
-    run: str
     model: str
     data_name: str
-    strategy: str
-    compiled: bool
-    config: Mapping[str, Any]  # compared with the checkpoint's
+    config: Mapping[str, Any]  # plain values, as in the checkpoint
     changes: list[str] = field(default_factory=list)
     across_processes: str | None = None
 
@@ -93,12 +90,12 @@ class RunSummary(Callback):
         done = f", {steps_done(trainer)} of them done" if steps_done(trainer) else ""
         steps = f"{total_steps(trainer):g} steps".replace("inf steps", "no fixed number of steps")
         say(
-            f"{self.run}: {self.model} ({parameters:,} parameters) · {self.data_name} from {self.samples()} · "
-            f"{self.strategy}, {self.replicas(trainer)} · {self.batches(trainer)} · {trainer.precision} · {steps}{done}"
+            f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name} from {self.samples()} · "
+            f"{self.config['strategy']['name']}, {self.replicas(trainer)} · {self.batches(trainer)} · {trainer.precision} · {steps}{done}"
         )
         self.across_processes = across_processes(pl_module, self.data)
         say(f"result: {self.across_processes}")
-        if self.compiled and trainer.strategy.root_device.type == "cpu":
+        if self.config["compile"] and trainer.strategy.root_device.type == "cpu":
             say(COMPILED_ON_A_CPU)
         for change in self.changes:
             say(f"changed since the checkpoint: {change}")

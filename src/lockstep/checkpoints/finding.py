@@ -47,17 +47,12 @@ def mapped(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> 
 
 # --- What a checkpoint holds ---
 
-# The parts from which a run continues, and their types.
+# The parts from which a run continues, and their types. A custom module has `plateau` where a task has `window` and `network`.
 POSITION = {
-    "optimizer_states": list,
-    "lr_schedulers": list,
-    "callbacks": dict,
-    "loops": dict,
-    "epoch": int,
-    "global_step": int,
-    "accumulate_grad_batches": int,
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    **dict.fromkeys(("callbacks", "loops"), dict),
+    **dict.fromkeys(("epoch", "global_step", "accumulate_grad_batches"), int),
 }
-# A custom module has `plateau` where a task has `window` and `network`.
 OTHERS = ("state_dict", "config", DATA, "window", "network", "plateau", "current_model_state")
 PARTS = POSITION | dict.fromkeys(OTHERS, dict)
 LOOP = (
@@ -289,20 +284,17 @@ def checkpoint_if_any(run_dir: Path) -> Path | None:
     return newest
 
 
-def newest_checkpoint(run_dir: Path, key: str) -> Path:
+def newest_checkpoint(run_dir: Path) -> Path:
     """Raises UserError: the run has none, or all are damaged."""
     if path := checkpoint_if_any(run_dir):
         return path
-    raise UserError(
-        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no checkpoint. Pass run=<another name> to start over."
-    )
+    raise UserError(f"{run_dir}/checkpoints holds no checkpoint. Pass run=<another name> to start over.")
 
 
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     named = read_report(run_dir).get("checkpoint")
-    path = run_dir / str(named) if named else None
-    return path if path is not None and is_checkpoint(path) else newest_checkpoint(run_dir, "run")
+    return path if named and is_checkpoint(path := run_dir / str(named)) else newest_checkpoint(run_dir)
 
 
 def complete_checkpoint(path: Path, key: str) -> Path:
@@ -341,7 +333,7 @@ def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Pat
         if not run:
             raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
         return Path(runs_dir) / run, checkpoint_if_any(Path(runs_dir) / run)
-    run_dir, checkpoint = located(resume, "resume", runs_dir, lambda run_dir: newest_checkpoint(run_dir, "resume"))
+    run_dir, checkpoint = located(resume, "resume", runs_dir, newest_checkpoint)
     if not is_run(run_dir):
         raise UserError(
             f"resume={resume} lies outside of a run directory. Pass init_from={resume} to start a new run from its weights."

@@ -7,17 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.checkpoints.finding import (
-    checkpoint_of_report,
-    checkpoints,
-    complete_checkpoint,
-    find_run,
-    is_run,
-    outline,
-    resume_point,
-    step_of,
-    tested_checkpoint,
-)
+from lockstep.checkpoints import finding
+from lockstep.checkpoints.finding import is_run, outline, step_of
 from lockstep.config.batches import accumulated
 from lockstep.config.checks import without_effect
 from lockstep.config.compose import dotted, is_group, key_of
@@ -158,12 +149,12 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
 def from_weights(cfg: DictConfig) -> DictConfig:
     """The config of a new run, with `init_from` as the path of a checkpoint."""
     if cfg.init_from:
-        cfg.init_from = str(outline(tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir)).path)
+        cfg.init_from = str(outline(finding.tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir)).path)
     return cfg
 
 
 def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    run_dir, checkpoint = resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
+    run_dir, checkpoint = finding.resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
     if checkpoint is None:
         cfg.resume = None
         return same_identity(from_weights(cfg), run_dir / "config.yaml")
@@ -227,10 +218,10 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         typed, more = command(job), " input=<folder>" if job == "predict" else ""
         raise UserError(f"Run {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
     if composed.run is not None:
-        run_dir = find_run(composed.runs_dir, str(composed.run), "run")
-        checkpoint = outline(checkpoint_of_report(run_dir))
+        run_dir = finding.find_run(composed.runs_dir, str(composed.run), "run")
+        checkpoint = outline(finding.checkpoint_of_report(run_dir))
     else:
-        checkpoint = outline(complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint"))
+        checkpoint = outline(finding.complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint"))
         run_dir = checkpoint.path.resolve().parents[1]
     # a checkpoint that was moved out of its run directory has the config as well
     saved = load_config(run_dir / "config.yaml") if is_run(run_dir) else OmegaConf.create(checkpoint.config)
@@ -270,7 +261,7 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
     report = read_report(folder)
     if report.get("status") != "done" or not (folder / "report.html").is_file():  # which is written last
         return None
-    newest = next(checkpoints(folder), None)
+    newest = next(finding.checkpoints(folder), None)
     if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
         return None
     steps, longer = (
