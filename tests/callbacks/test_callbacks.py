@@ -1,18 +1,20 @@
 """What callbacks say and compute, in short real runs."""
 
 import itertools
+import random
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 
 import lockstep
 from lockstep.callbacks import EMA, Throughput, summary
 from lockstep.callbacks.ema import tensors as ema_tensors
-from lockstep.callbacks.step_seed import seed_generators, step_seed
+from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.callbacks.stopping import Timer
 from lockstep.callbacks.summary import RankAgreement
 from lockstep.errors import TrainingFailed
@@ -161,6 +163,17 @@ def test_the_first_step_is_over_when_the_gpu_is_done_with_it(monkeypatch):
         throughput.on_train_batch_start(trainer, None, {"count": 4}, i)
         throughput.on_train_batch_end(trainer, None, None, {"count": 4}, i)
     assert waits == [None] and throughput.first_step_s > 0
+
+
+def test_what_a_step_draws_depends_on_its_seed_alone():
+    def draw(seed: int) -> tuple[float, float, float]:
+        seed_generators(seed, "cpu")
+        seed_host(seed)
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    first = draw(2**63 - 1)
+    assert draw(7) != first
+    assert draw(2**63 - 1) == first
 
 
 def test_seeding_draws_what_torch_draws():

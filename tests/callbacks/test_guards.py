@@ -1,4 +1,4 @@
-"""A figure that nothing logs ends the run at the first moment at which that is sure; the run goes on with another one."""
+"""A monitored metric that nothing logs ends the run as soon as that is sure. A task is watched for one micro-batch only."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.guards import MonitorGuard
+from lockstep.callbacks.guards import CollectivesGuard, MonitorGuard
 from lockstep.errors import TrainingFailed
 from lockstep.tasks import Classification
 from lockstep.training import schedules
@@ -61,3 +61,50 @@ def test_a_task_is_told_by_its_own_name():
     )  # fmt: skip
     with pytest.raises(TrainingFailed, match="is not logged by Classification, which"):
         watching([], monitor="val/acc").on_validation_end(lasting, None)
+
+
+# --- A task that communicates; tests/test_between_samples.py has what is rejected ---
+
+TRAINER = SimpleNamespace(world_size=2, accumulate_grad_batches=2)
+
+
+class WithLossModule(Classification):
+    """Lightning's idiom; the method of the class is what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss()
+
+
+def with_attributes() -> Classification:
+    """A loss that is chosen when the task is made."""
+    task = Classification()
+    task.loss, task.outputs = partial(Classification.loss, task), partial(Classification.outputs, task)
+    return task
+
+
+@pytest.mark.parametrize("make", [Classification, with_attributes, WithLossModule])
+def test_a_watched_task_is_afterwards_what_it_was(make):
+    task = make()
+    task.bind({"classes": "0123456789"})
+    module = TaskModule(
+        nn.Identity(), task, optimizer=torch.optim.SGD, schedule=schedules.constant, parallelize=pytest.fail, metrics={}, network_arguments={},
+    )  # fmt: skip
+    before, modules = dict(vars(task)), dict(task.named_modules())
+    callback = CollectivesGuard(None)
+    callback.on_train_start(TRAINER, module)
+    assert task.loss is not before.get("loss")
+    batch = {"input": torch.zeros(3, 10), "target": torch.zeros(3, dtype=torch.int64)}
+    assert task.loss(task.outputs(nn.Identity(), batch), batch).tolist() == pytest.approx([2.302585] * 3)
+    for _ in range(2):
+        callback.on_train_batch_end(TRAINER, module, None, batch, 0)
+        assert vars(task) == before
+        assert dict(task.named_modules()) == modules
+
+
+def test_a_lightning_module_may_have_a_task_of_its_own():
+    module = SimpleNamespace(task="multiclass")  # as torchmetrics calls it
+    callback = CollectivesGuard(None)
+    callback.on_train_start(TRAINER, module)
+    callback.on_train_batch_end(TRAINER, module, None, None, 0)
+    assert module.task == "multiclass"
