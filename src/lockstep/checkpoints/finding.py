@@ -327,15 +327,20 @@ def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
     return located(given, key, runs_dir, checkpoint_of_report)[1]
 
 
-def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Path | None]:
-    """The directory of the run to resume and the checkpoint to start from; resume=auto may find no checkpoint yet."""
+def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Checkpoint | None]:
+    """The directory of the run to resume, and where in the training it continues; resume=auto may find no checkpoint yet."""
+    if resume == "auto" and not run:
+        raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
     if resume == "auto":
-        if not run:
-            raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
-        return Path(runs_dir) / run, checkpoint_if_any(Path(runs_dir) / run)
-    run_dir, checkpoint = located(resume, "resume", runs_dir, newest_checkpoint)
+        run_dir, path = Path(runs_dir) / str(run), checkpoint_if_any(Path(runs_dir) / str(run))
+    else:
+        run_dir, path = located(resume, "resume", runs_dir, newest_checkpoint)
+    if path is None:
+        return run_dir, None
     if not is_run(run_dir):
         raise UserError(
             f"resume={resume} lies outside of a run directory. Pass init_from={resume} to start a new run from its weights."
         )
+    checkpoint = outline(path)
+    checkpoint.require_position()
     return run_dir, checkpoint

@@ -158,7 +158,6 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     if checkpoint is None:
         cfg.resume = None
         return same_identity(from_weights(cfg), run_dir / "config.yaml")
-    outline(checkpoint).require_position()
     refuse_damage(run_dir)
     saved = load_config(run_dir / "config.yaml")
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
@@ -173,7 +172,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
             if OmegaConf.select(result, key) == undecided:
                 OmegaConf.update(result, key, OmegaConf.select(saved, key))
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
-        result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
+        result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     set_aside(result, own)
     if world_of(result).rank == 0 and result.run != own_name and is_run(runs_dir / result.run):
