@@ -116,7 +116,7 @@ def train(name: str, overrides: list[str]) -> None:
 def difference(reference: comparison.Run, other: comparison.Run) -> tuple[float, float, float]:
     import torch
 
-    from lockstep.checkpoints.content import read
+    from lockstep.checkpoints.weights import read
 
     losses = [[float(row["train/loss"]) for row in run.rows if row["train/loss"]] for run in (reference, other)]
     weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").weights for r in (reference, other)]

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lockstep
-from lockstep.checkpoints.content import read
+from lockstep.checkpoints.weights import read
 from lockstep.errors import RunFailed, UserError
 from lockstep.training.between_samples import whole_batch
 

@@ -9,8 +9,8 @@ import pytest
 from in_process import SMALL
 
 import lockstep
-from lockstep.checkpoints.content import read
 from lockstep.checkpoints.finding import leaves
+from lockstep.checkpoints.weights import read
 from lockstep.extras import comparison
 
 SETUPS = {

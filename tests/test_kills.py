@@ -162,7 +162,7 @@ def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, 
 def test_the_run_that_is_compared_has_what_it_is_about(moments):
     moments("single", 0)
     report = json.loads(Path("runs/whole-single-0/report.json").read_text())
-    checkpoint = lockstep.checkpoints.content.read(Path("runs/whole-single-0/checkpoints/last.ckpt"))
+    checkpoint = lockstep.checkpoints.weights.read(Path("runs/whole-single-0/checkpoints/last.ckpt"))
     assert 12 < report["train/steps"] < 24
     assert checkpoint.raw_state_dict
     assert any("EarlyStopping" in name for name in checkpoint.values["callbacks"])

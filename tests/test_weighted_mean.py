@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import build
-from lockstep.checkpoints.content import read
+from lockstep.checkpoints.weights import read
 from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data

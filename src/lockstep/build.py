@@ -20,7 +20,7 @@ from lockstep import strategies
 from lockstep.augment.augmentation import Augmentation
 from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_into, load_module_weights, plain, read
+from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config import batches
 from lockstep.config.classes import optimizer_node
 from lockstep.config.identity import title

@@ -45,7 +45,7 @@ def assert_same_result(project: Project) -> None:
     """One process and two reach the same weights to rounding, and count every test sample once."""
     import torch
 
-    from lockstep.checkpoints.content import read
+    from lockstep.checkpoints.weights import read
 
     reports = [project.single, lockstep.train(project.command("pair", *TWO))]
     assert [report["train/steps"] for report in reports] == [STEPS, STEPS]

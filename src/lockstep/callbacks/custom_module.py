@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import OmegaConf
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
-from lockstep.checkpoints.content import refused
+from lockstep.checkpoints.weights import refused
 from lockstep.compat.first_loaders import begin_loaders_anew
 from lockstep.errors import UserError
 from lockstep.training.steps import total_steps

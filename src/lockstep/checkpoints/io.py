@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lockstep.checkpoints import shards
-from lockstep.checkpoints.content import refused
+from lockstep.checkpoints import sharded
 from lockstep.checkpoints.finding import leaves
+from lockstep.checkpoints.weights import refused
 from lockstep.config.words import size
 from lockstep.errors import NotSaved, chain
 from lockstep.machine import files
@@ -213,7 +213,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Always with weights_only=True: a checkpoint cannot run code."""
         self.drain()
-        values: dict[str, Any] = shards.load(Path(path))
+        values: dict[str, Any] = sharded.load(Path(path))
         return values
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -232,7 +232,7 @@ class AtomicCheckpointIO(CheckpointIO):
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as part:
-        shards.write(checkpoint, part)
+        sharded.write(checkpoint, part)
 
 
 def remove_or_warn(path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lockstep.checkpoints.content import load_into, read
 from lockstep.checkpoints.finding import Checkpoint
+from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
 from lockstep.config.targets import accepted, nodes, parameters
 from lockstep.data import datamodule, pixels

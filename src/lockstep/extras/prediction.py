@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from lockstep import build
 from lockstep.build_trainer import evaluator
-from lockstep.checkpoints.content import read
+from lockstep.checkpoints.weights import read
 from lockstep.config.identity import title
 from lockstep.config.instantiate import has_own_loaders, target_of
 from lockstep.data.datamodule import DataModule

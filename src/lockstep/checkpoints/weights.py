@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lockstep.checkpoints import shards
+from lockstep.checkpoints import sharded
 from lockstep.checkpoints.finding import Checkpoint, mapped
 from lockstep.errors import UserError
 from lockstep.models.network import network
@@ -50,7 +50,7 @@ SHOWN = 5  # names in a message
 
 def read(path: Path) -> Checkpoint:
     """A checkpoint on the CPU; the shards of a folder are joined. Raises UserError: it is something else, or damaged."""
-    return Checkpoint.parse(path, shards.load(path))
+    return Checkpoint.parse(path, sharded.load(path))
 
 
 def load_network(path: Path) -> nn.Module | None:
