@@ -43,7 +43,6 @@ FIXED = (
     "optim",
     "callbacks.ema",
 )
-COUNTS_MICRO_BATCHES = ("limit_train_batches", "val_check_interval")  # of the trainer, where they are integers
 
 
 def values(cfg: DictConfig, key: str) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
                 "Pass init_from=<run> for a new run."
             )
     parts, before = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
-    for key in COUNTS_MICRO_BATCHES:
+    for key in ("limit_train_batches", "val_check_interval"):  # integers count micro-batches
         if parts != before and isinstance(cfg.trainer[key], int):
             yield (
                 f"trainer.accumulate_grad_batches={parts} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which "
@@ -82,8 +81,6 @@ AUTO = {
     "data.std": "model",
 }
 RECIPES = ("experiment", "debug")  # groups that set keys of other groups
-LIMITS = "trainer.limit_"  # without effect in a prediction
-EVAL_OWN = ("run", "runs_dir", "checkpoint")  # eval.py's own keys: what to evaluate
 TRAINING = (  # keys without effect in an evaluation
     "augment",
     "data.repeats",
@@ -224,11 +221,11 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         run_dir = checkpoint.path.resolve().parents[1]
     # a checkpoint that was moved out of its run directory has the config as well
     saved = load_config(run_dir / "config.yaml") if is_run(run_dir) else OmegaConf.create(checkpoint.config)
-    own = [o for o in overrides if key_of(o) not in (*EVAL_OWN, *(PREDICT if job == "predict" else ()))]
-    if idle := [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]:
-        raise UserError(
-            f"{idle[0]} has no effect in {'a prediction' if job == 'predict' else 'an evaluation'}. Remove it."
-        )
+    predicts = job == "predict"
+    what = ("run", "runs_dir", "checkpoint", *(PREDICT if predicts else ()))  # the command's own keys: what to evaluate
+    own = [o for o in overrides if key_of(o) not in what]
+    if idle := [o for o in own if key_of(o).startswith((*TRAINING, *(("trainer.limit_",) if predicts else ())))]:
+        raise UserError(f"{idle[0]} has no effect in {'a prediction' if predicts else 'an evaluation'}. Remove it.")
     cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
         cfg.runs_dir = composed.runs_dir if composed.run is not None else str(run_dir.parent)
