@@ -22,7 +22,7 @@ from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.content import load_into, load_module_weights, network_of, plain, read
 from lockstep.config import batches
-from lockstep.config.classes import optimizer_node
+from lockstep.config.components import missing_groups, monitor_problems, optimizer_node
 from lockstep.config.identity import title
 from lockstep.config.instantiate import (
     ENGINE,
@@ -35,14 +35,13 @@ from lockstep.config.instantiate import (
     with_numbers,
 )
 from lockstep.config.project import of_users_code
-from lockstep.config.rules import missing_groups, monitor_problems
 from lockstep.config.targets import accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import warn_of_small_shared_memory
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.hardware import keep_freed_memory
-from lockstep.machine.world import World, gpu_count, threads, world_of
+from lockstep.machine.world import World, gpu_count, spec_of, threads, world_of
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.tasks import Task
@@ -59,7 +58,7 @@ def process(cfg: DictConfig, world: World) -> None:
     """Settings of the whole process: what it prints, memory, threads, arithmetic."""
     console.quiet(world.rank)
     if world.accelerator == "cpu":
-        if not cfg.strategy.traits.shards:  # Not when sharding: gathered blocks fragment the heap.
+        if not spec_of(cfg).is_sharded:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
         if number := threads(world) or before_exact.pop("threads", None):
             torch.set_num_threads(number)
@@ -98,7 +97,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     made: dict[str, Any] = {"optimizer": create(node, "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
     if cfg.exact.shards:
-        if cfg.strategy.traits.shards and "fused" not in takes:  # torch has fused kernels for those that work so
+        if spec_of(cfg).is_sharded and "fused" not in takes:  # torch has fused kernels for those that work so
             raise UserError(
                 f"optim: {node['_target_']} is not known to work element by element, so exact.shards={cfg.exact.shards} is not possible "
                 f"with strategy={cfg.strategy.name}. Name another optimizer, or type strategy=ddp."

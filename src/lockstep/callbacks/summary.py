@@ -17,6 +17,7 @@ from lockstep.config.identity import model_title, title
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import TrainingFailed
+from lockstep.machine.world import spec_of
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.pictures import restored
 from lockstep.reporting.recorder import versions
@@ -81,7 +82,7 @@ class Plan(Callback):
         parameters = sum(p.numel() for p in pl_module.parameters())
         device = trainer.strategy.root_device.type
         replicas = f"{world} process{'es' if world > 1 else ''} on {device}"
-        if cfg.strategy.traits.splits_batches:
+        if spec_of(cfg).splits_batches:
             gpus, one = trainer.num_devices, f"ONE device ({device}): there are no two GPUs to split batches over"
             replicas = f"1 process on {gpus} GPUs" if gpus > 1 and device == "cuda" else one
         say(

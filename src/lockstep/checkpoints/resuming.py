@@ -18,11 +18,10 @@ from lockstep.checkpoints.finding import (
     tested_checkpoint,
 )
 from lockstep.config.batches import accumulated
-from lockstep.config.checks import without_effect
 from lockstep.config.compose import dotted, is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
-from lockstep.config.rules import batches_of, epochs_of
+from lockstep.config.rules import batches_of, epochs_of, without_effect
 from lockstep.config.run_files import load_config, read_report, refuse_damage
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import shown

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from lockstep.checkpoints.content import DATA, load_into, network_of, read
-from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
-from lockstep.config.targets import accepted, nodes, parameters
+from lockstep.config.instantiate import create, create_data, has_own_loaders
+from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.data import datamodule, pixels
 from lockstep.data.dataset import samples_of
 from lockstep.data.image_files import NEEDED, Readable, find_inputs

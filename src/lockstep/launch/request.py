@@ -8,7 +8,6 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 
 from lockstep.config.auto import workers
-from lockstep.config.checks import problem_of
 from lockstep.config.compose import key_of
 from lockstep.config.identity import run_dir
 from lockstep.config.schema import PREDICT
@@ -20,12 +19,6 @@ from lockstep.machine.world import world_of
 
 ENDINGS = (".csv", ".json", ".jsonl", ".parquet")  # of the tables that prediction writes
 FEW = 256  # files that need no workers
-
-
-def wrong_request(asked: DictConfig) -> Iterator[str]:
-    """Values that a key of predict.py does not take, or that are missing."""
-    for key, kind in PREDICT.items():
-        yield from problem_of(asked, key, key, kind)
 
 
 def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> DictConfig:

@@ -12,15 +12,17 @@ from lockstep.checkpoints import resuming
 from lockstep.checkpoints.resuming import already_finished
 from lockstep.config import project
 from lockstep.config.auto import decided
-from lockstep.config.checks import check, missing_keys, wrong_values
-from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
+from lockstep.config.checks import check, resolved, wrong_values
+from lockstep.config.components import about_problems, imported_problems
+from lockstep.config.compose import composed, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
-from lockstep.config.rules import about_problems, step_problems
+from lockstep.config.rules import step_problems
+from lockstep.config.schema import PREDICT
 from lockstep.config.words import readable
 from lockstep.errors import raise_problems
 from lockstep.launch import local
 from lockstep.launch.jobs import EVALUATIONS, Job
-from lockstep.launch.request import with_request, wrong_request
+from lockstep.launch.request import with_request
 from lockstep.machine import files, process
 from lockstep.machine.files import refuse_unwritable
 from lockstep.machine.hardware import why_no_gpu
@@ -56,23 +58,13 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
     return data, train.count
 
 
-def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
-    """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for keys without a Kind."""
-    from lockstep.config.classes import component_problems, data_problems, operation_problems
-
-    # What has trained is right.
-    components = () if evaluating else component_problems(cfg, everything=beyond_schema(overrides))
-    operations = () if evaluating else operation_problems(cfg, world)
-    raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating), *operations])
-
-
 def checked(overrides: list[str]) -> tuple[DictConfig, World]:
     """The config of a training, with its processes, for scripts that train differently. Raises UserError: it is wrong."""
     project.make_importable()
     cfg = composed("train", overrides)
     raise_problems(check(cfg))
     world = world_of(cfg)
-    check_classes(cfg, world, overrides, evaluating=False)
+    raise_problems(imported_problems(cfg, world))
     return cfg, world
 
 
@@ -94,16 +86,12 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """
     project.make_importable()
     evaluating, predicting = job.name in EVALUATIONS, job.name == "predict"
-    raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
-    raise_problems([*wrong_values(cfg, FIRST), *(wrong_request(cfg) if predicting else ())])
-    cfg = cfg.copy()
-    for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
-        cfg[key] = cfg[key]
-    again = not evaluating and (cfg.resume == "auto" or restarted())
+    raise_problems(wrong_values(cfg, (*FIRST, *(PREDICT if predicting else ()))))
     cfg = cfg if evaluating else without_replaced_defaults(cfg, overrides)
     fresh = not evaluating and not cfg.resume  # otherwise the run's own config is loaded first
-    if fresh:
-        raise_problems(check(cfg))
+    again = not evaluating and (cfg.resume == "auto" or restarted())
+    composed_cfg, (cfg, _, unresolved) = cfg, resolved(cfg)  # `${now:%S}` would be another value at each look
+    raise_problems(check(composed_cfg) if fresh else unresolved)
     if not evaluating and rank_of() == 0:
         refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
     asked = cfg
@@ -114,7 +102,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         cfg = with_request(cfg, asked, overrides)
     world = world_of(cfg)
     try:
-        check_classes(cfg, world, overrides, evaluating=evaluating)
+        raise_problems(imported_problems(cfg, world, evaluating=evaluating))
         of_files = predicting and cfg.predict.part is None
         data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:

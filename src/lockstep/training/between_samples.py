@@ -16,8 +16,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lockstep.config.batches import division_of_whole_batch
 from lockstep.config.identity import title
+from lockstep.config.rules import division_of_whole_batch
 from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER

@@ -9,9 +9,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from lockstep.config.identity import title
-from lockstep.config.instantiate import create, mixing, target_of, to_plain
+from lockstep.config.instantiate import create, mixing, to_plain
+from lockstep.config.targets import target_of
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import raise_problems
+from lockstep.machine.world import spec_of
 
 
 def is_foreign(cfg: DictConfig) -> bool:
@@ -54,7 +56,7 @@ def config_problems(cfg: DictConfig) -> Iterator[str]:
         yield f"exact.shards={cfg.exact.shards} is about the steps of a task, and {name} makes its own. Leave it out."
     if cfg.compile:
         yield f"compile=true compiles the network of the model group, but {name} makes its own. Leave it out; a module may call self.<network>.compile()."
-    if cfg.strategy.traits.shards or cfg.strategy.traits.splits_batches:
+    if spec_of(cfg).is_sharded or spec_of(cfg).splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Type strategy=ddp."
 
 

@@ -17,6 +17,7 @@ from lockstep.config.batches import accumulations, unit
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import LostProcess, OutOfMemory
+from lockstep.machine.world import spec_of
 from lockstep.training.module import TaskModule
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def explanation(
     known = isinstance(module, TaskModule)
     if isinstance(module, TaskModule) and module.task.between_samples:
         return OutOfMemory(f"{said} {type(module.task).__name__}.between_samples needs it whole. {OTHERWISE}")
-    alone = known and not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1)
+    alone = known and not spec_of(cfg).is_sharded and not (cfg.trainer.sync_batchnorm and world > 1)
     found = next((k for k in more if not alone or fits(trainer, module, data, batch // (world * k))), None)
     if found is None:
         return OutOfMemory(f"{said} {'No smaller one does' if more else 'There is no smaller one'}. {OTHERWISE}")
