@@ -87,11 +87,6 @@ def groups() -> Iterator[Case]:
     for group in EMPTY:
         for value in ("5", "null", "abc", "[1]", "{}", "{a: 1}", "{_target_: 5}", "{_target_: lockstep.nothing.Here}"):
             yield Case("a target is removed, null or no class", (f"+{group}.x={value}",), f"{group}.x")
-    for trait in ("several_processes", "splits_batches", "shards", "precisions"):
-        for override in (f"~strategy.traits.{trait}", f"strategy.traits.{trait}=abc"):
-            yield Case("a group is removed, null or no group", (override,), "strategy.traits")
-    for override in ("~strategy.traits", "strategy.traits=null", "strategy.traits=5", "strategy.traits={}"):
-        yield Case("a group is removed, null or no group", (override,), "strategy.traits")
 
 
 def misspelt(name: str) -> str:

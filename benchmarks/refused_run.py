@@ -87,7 +87,7 @@ def noted(stages: int) -> None:
 
     stage: Any = start
     recorder: Any = Recorder
-    stage.check_classes = note(b"c", stage.check_classes)
+    stage.imported_problems = note(b"c", stage.imported_problems)
     stage.identify = note(b"t", stage.identify)
     recorder.open = note(b"r", recorder.open)
     local.run_processes = alone

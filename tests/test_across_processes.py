@@ -86,7 +86,7 @@ def test_the_line_of_networks_and_losses_of_ones_own(typed, tmp_path, forked_com
     files = {
         "src/mine/__init__.py": OWN,
         "configs/model/mine.yaml": "_target_: mine.Plain\n",
-        "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
+        "configs/task/mine.yaml": "defaults: [classification]\n",
     }
     project = thin_project.write(tmp_path / "project", **files)
     done = forked_command(str(project / "train.py"), "run=a", "model=mine", "task=mine", typed, *SHORT)

@@ -218,15 +218,15 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_601,
-    engine_modules=127,
-    extras_lines=1_961,
+    engine_lines=12_731,
+    engine_modules=128,
+    extras_lines=1_962,
     extras_modules=19,
     one_statement_functions=494,
-    functions_with_cfg=114,
+    functions_with_cfg=104,
     files_with_cfg=19,
     switches=42,
-    branches_on_logical_ranks=26,
+    branches_on_logical_ranks=18,
 )
 
 

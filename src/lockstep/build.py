@@ -23,7 +23,7 @@ from lockstep.build_trainer import arithmetic, evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config import batches
-from lockstep.config.classes import optimizer_node
+from lockstep.config.components import missing_groups, monitor_problems, optimizer_node
 from lockstep.config.custom_module import create_custom_module, uses_custom_module
 from lockstep.config.identity import run_dir, title
 from lockstep.config.instantiate import (
@@ -37,7 +37,7 @@ from lockstep.config.instantiate import (
     with_numbers,
 )
 from lockstep.config.project import of_users_code
-from lockstep.config.rules import missing_groups, monitor_problems, total_steps
+from lockstep.config.rules import division_of_whole_batch, total_steps
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
@@ -45,7 +45,7 @@ from lockstep.data.loaders import warn_of_small_shared_memory
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as debugging
 from lockstep.machine.hardware import keep_freed_memory
-from lockstep.machine.world import World, gpu_count, threads, world_of
+from lockstep.machine.world import World, gpu_count, spec_of, threads, world_of
 from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
@@ -69,7 +69,7 @@ def process(cfg: DictConfig, world: World) -> None:
     """Settings of the whole process: what it prints, memory, threads, arithmetic."""
     console.quiet(world.rank)
     if world.accelerator == "cpu":
-        if not cfg.strategy.traits.shards:  # Not when sharding: gathered blocks fragment the heap.
+        if not spec_of(cfg).is_sharded:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
         if number := threads(world) or before_exact.pop("threads", None):
             torch.set_num_threads(number)
@@ -112,7 +112,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     made: dict[str, Any] = {"optimizer": create(node, "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
     if cfg.exact.shards:
-        if cfg.strategy.traits.shards and "fused" not in takes:  # torch has fused kernels for those that work so
+        if spec_of(cfg).is_sharded and "fused" not in takes:  # torch has fused kernels for those that work so
             raise UserError(
                 f"optim: {node['_target_']} is not known to work element by element, so exact.shards={cfg.exact.shards} is not possible "
                 f"with strategy={cfg.strategy.name}. Name another optimizer, or type strategy=ddp."
@@ -153,7 +153,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     goal.bind(data.about)
     if goal.between_samples:
         whole = undivided_evaluation(data, title(cfg.task), world_of(cfg).size)
-        raise_problems([*batches.division_of_whole_batch(cfg), *whole])
+        raise_problems([*division_of_whole_batch(cfg), *whole])
     if own := ", ".join(goal.state_dict()):
         raise UserError(
             f"task={title(cfg.task)} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
@@ -240,7 +240,7 @@ def oom_advice(
         trainer,
         workload(module, data),
         accumulations=lambda: batches.accumulations(cfg.data.batch_size, world, batches.unit(cfg)[0]),
-        alone=not cfg.strategy.traits.shards and not (cfg.trainer.sync_batchnorm and world > 1),
+        alone=not spec_of(cfg).is_sharded and not (cfg.trainer.sync_batchnorm and world > 1),
     )
 
 

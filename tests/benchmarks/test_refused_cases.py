@@ -13,7 +13,7 @@ from refused_run import DIM, LATE, LEFT, SILENT, TRACEBACK, WELL, WORKS, WRONGLY
 
 from lockstep import ROOT
 from lockstep.config.checks import check
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, fixed_keys
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain
 from lockstep.data import Mnist
 from lockstep.errors import UserError
 
@@ -27,7 +27,7 @@ def test_there_are_many_cases_and_each_is_of_a_family():
 
 def told(args: tuple[str, ...]) -> list[str]:
     try:
-        return [*fixed_keys(args), *check(compose_config("train", ["trainer.accelerator=cpu", *args]))]
+        return check(compose_config("train", ["trainer.accelerator=cpu", *args]))
     except CONFIG_ERRORS as e:
         return explain(e, "train", list(args))
 

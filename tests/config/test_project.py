@@ -176,7 +176,10 @@ def test_a_project_may_replace_any_config(bouquet):
 )
 def test_a_lightning_module_replaces_the_projects_defaults_and_nothing_that_was_chosen(bouquet, overrides, left):
     (bouquet / "configs/task").mkdir()
-    (bouquet / "configs/task/lit.yaml").write_text("defaults: [lightning_module]\n_target_: bouquet.net.Lit\n")
+    (bouquet / "configs/task/lit.yaml").write_text("defaults: [lightning_module]\n_target_: bouquet.lit.Lit\n")
+    (bouquet / "src/bouquet/lit.py").write_text(
+        "import lightning.pytorch as pl\n\nclass Lit(pl.LightningModule):\n    pass\n"
+    )
     cfg = compose.without_replaced_defaults(compose.compose_config("train", overrides), overrides)
     assert [group for group in ("model", "optim", "schedule") if cfg[group]] == left
 

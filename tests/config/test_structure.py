@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 from test_checks import problems
 
 from lockstep.config.checks import check
-from lockstep.config.compose import beyond_schema, compose_config, fixed_keys
+from lockstep.config.compose import compose_config
 from lockstep.config.rules import step_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES
 from lockstep.launch.cli import refused_options
@@ -19,8 +19,6 @@ BROKEN = {
     "+logger.x.a=5": "logger.x._target_ is missing",
     "task.metrics=null": "task.metrics=null is not possible",
     "optim._target_=5": "optim._target_=5 is not possible",
-    "~strategy.traits.shards": "strategy.traits",
-    "strategy.traits=5": "strategy.traits=5 is not possible",
     "trainer.max_step=5": "did you mean trainer.max_steps?",
     "optimm.lr=5": "did you mean optim.lr?",
     "trainer.min_epochs=5 trainer.max_epochs=2": "trainer.min_epochs=5 is more than the run's 2",
@@ -86,14 +84,9 @@ def test_what_a_run_does_not_reach_is_told_before_it_begins():
 
 
 def test_the_facts_about_a_strategy_are_not_set():
-    told = list(fixed_keys(["strategy.name=abc", "strategy.traits.shards=true", "strategy=ddp"]))
-    assert ["strategy.name cannot be set" in told[0], len(told)] == [True, 2]
-
-
-def test_only_keys_without_a_kind_need_their_class():
-    assert not beyond_schema(["optim.lr=1", "model=resnet50d", "data.anything=1", "trainer.max_steps=1"])
-    assert beyond_schema(["~optim.fused"])
-    assert beyond_schema(["+optim.amsgrad=true"])
+    assert problems("strategy=ddp") == problems("strategy=ddp", "strategy.name=ddp") == []
+    (told,) = problems("strategy.name=ddp")
+    assert "strategy.name=ddp cannot be set" in told
 
 
 @pytest.mark.parametrize("argv", [["--config-name=eval"], ["--config-name", "eval"], ["hydra.mode=MULTIRUN"],

@@ -4,9 +4,9 @@ import pytest
 
 from lockstep import CONFIGS, build, tasks
 from lockstep.config.checks import check
+from lockstep.config.components import TASKS, about_problems
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create
-from lockstep.config.rules import about_problems
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 
@@ -62,13 +62,13 @@ def test_every_task_has_a_config():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_traits_of_a_config_are_those_of_its_class(name):
+def test_what_is_checked_without_a_task_is_what_its_class_says(name):
     cfg = compose_config("train", [f"task={name}"])
     task: Task = create(cfg.task, "task")
     task.bind(ABOUT)
-    assert list(cfg.task.traits.needs) == list(task.needs)
-    assert list(cfg.task.traits.figures) == list(task.metrics())
-    for argument, of in cfg.task.traits.one_each.items():
+    spec = TASKS[cfg.task._target_]
+    assert (spec.needs, spec.metrics) == (tuple(task.needs), tuple(task.metrics()))
+    for argument, of in spec.one_each.items():
         cfg.task[argument] = [1.0, 2.0, 3.0]
         told = f"task.{argument} has 3 numbers; the data has 2 {of}"
         with pytest.raises(UserError, match=told):

@@ -14,8 +14,7 @@ import lockstep
 from lockstep import build
 from lockstep.callbacks.step_seed import step_seed
 from lockstep.checkpoints.finding import step_of
-from lockstep.config.checks import check
-from lockstep.config.classes import own_loader_problems
+from lockstep.config.checks import check, own_loader_problems
 from lockstep.config.compose import compose_config
 from lockstep.config.custom_module import custom_module_problems
 from lockstep.config.project import make_importable

@@ -173,7 +173,7 @@ class Curve(Unfinished):
 """
 OWN = {
     "src/mine/__init__.py": TASK,
-    "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
+    "configs/task/mine.yaml": "defaults: [classification]\n",
     "configs/task/bare.yaml": "_target_: mine.Bare\nmonitor: val/loss\nmode: min\n",
 }
 

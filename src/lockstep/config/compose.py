@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,13 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check
 from lockstep.config.identity import sweep_name
+from lockstep.config.instantiate import ENGINE
 from lockstep.config.project import command, config_folders
 from lockstep.config.schema import GROUPS, KEYS
+from lockstep.config.targets import MODULE, is_a, is_shipped
+from lockstep.config.words import dotted as dotted
 from lockstep.config.words import nearest, plain, shown
 from lockstep.errors import UserError
-
-# --- Dotted keys of a config ---
-
-
-def dotted(tree: Any, key: str = "") -> dict[str, Any]:
-    """The values of nested dicts by their dotted keys, each prefixed with `key`. A list is a value."""
-    if not isinstance(tree, dict):
-        return {key: tree}
-    return {
-        name: value
-        for inner, node in tree.items()
-        for name, value in dotted(node, f"{key}.{inner}" if key else str(inner)).items()
-    }
-
 
 # --- A config as what to type: its differences from the defaults, in Hydra's syntax ---
 
@@ -172,40 +160,23 @@ def default_config(config_name: str) -> tuple[DictConfig, dict[str, Any]]:
 
 
 def without_replaced_defaults(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Without the project's default network, optimizer and schedule, if the task has its own. What a command or a recipe chooses stays,
-    to be rejected."""
+    """Without the project's default network, optimizer and schedule if the task is a LightningModule, which has its own. What a command
+    or a recipe chooses stays, to be rejected."""
     task = cfg.get("task")
-    traits = task.get("traits") if isinstance(task, DictConfig) else None
-    replaced = [group for group in (traits or {}).get("replaces", ()) if cfg.get(group)]
-    if not replaced:
+    target = task.get("_target_") if isinstance(task, DictConfig) else None
+    if not isinstance(target, str) or is_shipped(task) or not is_a(target, MODULE):
         return cfg
     cfg, (defaults, _) = cfg.copy(), default_config("train")
-    typed = [key_of(override).partition(".")[0] for override in overrides]
-    with open_dict(cfg):
-        for group in (group for group in replaced if group not in typed):
-            own, default = (OmegaConf.to_container(config[group]) for config in (cfg, defaults))
-            if isinstance(own, dict) and isinstance(default, dict) and own == {key: default.get(key) for key in own}:
+    for group in {"model", "optim", "schedule"} - {key_of(override).partition(".")[0] for override in overrides}:
+        own, default = (plain(config.get(group)) for config in (cfg, defaults))
+        if own and isinstance(default, dict) and own == {key: default.get(key) for key in own}:
+            with open_dict(cfg):
                 cfg[group] = {}
     return cfg
 
 
 def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
-
-
-def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
-    """Typed keys that belong to an option as a whole."""
-    for override in overrides:
-        key, group = key_of(override), key_of(override).partition(".")[0]
-        if key == "strategy.name" or key.startswith(("strategy.traits", "task.traits")):
-            yield f"{override}: {key} cannot be set, because it says what the {group} is. Choose one with {group}=<name>."
-
-
-def beyond_schema(overrides: Sequence[str]) -> bool:
-    """Whether a key was typed that only the signature of a class can check: one without a Kind, or one taken away."""
-    checked = ("data.", "hydra.", "augment.")  # nodes that are checked in any case
-    typed = [o for o in overrides if not is_group(o) and not key_of(o).startswith(checked)]
-    return any(o.startswith("~") or key_of(o) not in KEYS for o in typed)
 
 
 def is_group(override: str) -> bool:
@@ -222,15 +193,6 @@ def config_file(name: str) -> Path:
     return next((file for file in files if file.is_file()), files[-1])
 
 
-def nearest_key(key: str) -> str:
-    """A known key of the same group, or the same key of another group, that differs by a letter or two."""
-    group, _, name = key.rpartition(".")
-    known = [each.rpartition(".") for each in (*KEYS, *GROUPS)]
-    near = [f"{g}.{n}".lstrip(".") for g, _, n in known
-            if (g == group and nearest(name, [n])) or (n == name and nearest(group, [g]))]  # fmt: skip
-    return f"did you mean {max(near, key=lambda k: SequenceMatcher(None, k, key).ratio())}? " if near else ""
-
-
 def message(error: BaseException, override: str) -> str:
     """Hydra's or OmegaConf's error about one override, on one line."""
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
@@ -241,13 +203,11 @@ def message(error: BaseException, override: str) -> str:
     if "@" in override.partition("=")[0] and key in GROUPS:
         return f"{override}: the options of {key} have one place in the config. Type {key}={override.partition('=')[2] or '<name>'}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
-        near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
-        parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]
         if key in KEYS:
             group = key.partition(".")[0]
             return f"{key} is not a key of the chosen {group}. Leave it out, or choose another with {group}=<name>."
-        meant = f"did you mean {'.'.join(parts)}? " if parts != key.split(".") else nearest_key(key)
-        return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."
+        known = [*KEYS, *GROUPS, *(f"{group}.{name}" for group, names in ENGINE.items() for name in names)]
+        return f"{key} is not a key of this project{nearest(key, known)}; {command('train')} --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
     if absent and is_group(f"{absent.group(1)}="):
         group, option = absent.groups()

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
-from lockstep.config.targets import accepted, is_shipped, locate, parameters, takes_one, type_problem
+from lockstep.config.targets import accepted, is_shipped, locate, parameters, takes_one, target_of, type_problem
 from lockstep.config.words import nearest, shown
 from lockstep.errors import UserError, raise_problems
 
@@ -21,10 +21,10 @@ from lockstep.errors import UserError, raise_problems
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
 # Keys of a node that the engine reads itself. They are passed on only if the signature names them.
 ENGINE = {
-    "task": ("name", "monitor", "mode", "metrics", "traits"),
+    "task": ("name", "monitor", "mode", "metrics"),
     "model": ("name",),
     "data": ("name",),
-    "strategy": ("name", "traits"),
+    "strategy": ("name",),
     "schedule": ("needs_end",),
     "optim": ("no_decay", "layer_decay", "head_lr"),
 }
@@ -87,10 +87,8 @@ ENGINE_DATA = (
 
 
 def has_own_loaders(cfg: DictConfig) -> bool:
-    """Whether `data` names a LightningDataModule, which has its own dataloaders; found out without importing Lightning."""
-    path = cfg.data.get("_target_")
-    target = target_of(path, "data") if isinstance(path, str) else None
-    return any(base.__module__.startswith("lightning.pytorch.") for base in getattr(target, "__mro__", ()))
+    """Whether `data` names a LightningDataModule, which has its own dataloaders."""
+    return targets.is_a(str(cfg.data.get("_target_")), targets.LOADERS)
 
 
 def data_set_node(cfg: DictConfig) -> dict[str, Any]:
@@ -118,52 +116,39 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
     return dict(node)
 
 
-def target_of(path: str, key: str) -> Callable[..., Any]:
-    """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
-    if not path.startswith(targets.trusted()):
-        allowed = ", ".join(prefix.removesuffix(".") for prefix in targets.trusted())
-        raise UserError(
-            f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
-            "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
-        )
-    try:
-        found: Callable[..., Any] = locate(path)
-    except LookupError as e:
-        raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
-    if refusal := targets.refusal(found, path, key):
-        raise UserError(refusal)
-    return found
-
-
-def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
+def target_problems(node: Mapping[str, Any], key: str, *, imported: bool = True) -> Iterator[str]:
     """Problems of a node's `_target_`: it is missing, may not be named, or does not exist."""
     target = node.get("_target_")
     if target in (None, MISSING):
         yield f"{key}._target_ is missing; it names the class, for example {key}._target_=my_package.my_module.MyClass."
         return
     try:
-        target_of(str(target), key)
+        (target_of if imported else targets.named)(str(target), key)
     except UserError as e:
         yield from e.problems
 
 
-def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
+def problems(
+    node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None, imported: bool = True
+) -> Iterator[str]:
+    """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them.
+
+    Without `imported`, only what the sources say is judged, and nothing is imported.
+    """
     places = {key: node, **dict(targets.nodes(node, key))}  # it may have no `_target_` itself
-    if wrong := [problem for place, each in places.items() for problem in target_problems(each, place)]:
+    if wrong := [text for place, each in places.items() for text in target_problems(each, place, imported=imported)]:
         yield from wrong
         return
     target: str = node["_target_"]
-    named = parameters(target)
+    named = parameters(target, imported=imported)
     if named is None:
         return
-    forms = {parameter.kind for parameter in named.values()}
-    own = [name for name in node if name not in (*SPECIAL, *ENGINE.get(key, ()))]
     known = [name for name, parameter in named.items() if takes_one(parameter)]
-    for name in own:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
+    for name in (name for name in node if name not in (*SPECIAL, *ENGINE.get(key, ()))):
         if name in known:
             yield from type_problem(target, named[name], f"{key}.{name}", node[name])
-        elif inspect.Parameter.VAR_KEYWORD not in forms:
+        elif not takes_any:
             meant = nearest(name, [*known, *ENGINE.get(key, ())])
             yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
     if given is not None and not node.get("_partial_"):

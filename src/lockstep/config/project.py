@@ -13,6 +13,7 @@ import tomllib
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def read(root: Path) -> Project | None:
     if "lockstep" not in text:
         return None
     try:
-        table: Any = tomllib.loads(text).get("tool", {}).get("lockstep")
+        table: Any = parsed(text).get("tool", {}).get("lockstep")
     except tomllib.TOMLDecodeError as e:
         raise UserError(f"{file}: {e}. Correct the file.") from None
     if table is None:
@@ -70,6 +71,9 @@ def read(root: Path) -> Project | None:
             f'{file}: tool.lockstep.packages takes a list of package names. Type for example packages = ["monai"].'
         )
     return Project(root, tuple(packages))
+
+
+parsed = cache(tomllib.loads)  # a check asks for the project many times
 
 
 def find(folder: Path) -> Project:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.machine.world import STRATEGIES
+
 # --- Kinds of values that config keys accept: a test, a description, an example to type. Free of torch ---
 
 MOST = 2**63 - 1  # what the libraries' integers hold
@@ -268,7 +270,7 @@ KEYS: dict[str, Kind] = {
     "model.dropout_fc": number(0, 0.5, below=1),
     "model.pretrained": FLAG,
     "model.checkpoint_path": TEXT.or_null(),
-    "strategy.name": TEXT,
+    "strategy.name": one_of(*STRATEGIES),
     "strategy.bucket_cap_mb": number(0, 25, above=True, high=1e6),
     "strategy.gradient_as_bucket_view": FLAG,
     "strategy.static_graph": FLAG,
@@ -308,6 +310,5 @@ OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
 NEEDED = {
     "task": ("monitor", "mode"),
     "data": ("batch_size",),
-    "strategy": ("name", "traits"),
+    "strategy": ("name",),
 }
-TRAITS = ("several_processes", "splits_batches", "shards", "precisions")

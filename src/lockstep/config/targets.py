@@ -4,15 +4,16 @@ import contextlib
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from lockstep import PACKAGE
-from lockstep.config import project
+from lockstep.config import project, source
 from lockstep.config.schema import KEYS
+from lockstep.config.source import takes_one as takes_one
 from lockstep.config.words import nearest, shown
+from lockstep.errors import UserError
 
 # --- What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch ---
 #
@@ -31,14 +32,16 @@ TRUSTED = (
     "optuna.pruners.",
 )
 SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
+LOADERS = "lightning.pytorch.core.datamodule.LightningDataModule"
+MODULE = "lightning.pytorch.core.module.LightningModule"
 # Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
 BASES: dict[str, tuple[str, ...]] = {
     "lockstep.tasks.task.Task": (),
     "lockstep.data.dataset.DataSet": (),
     "lockstep.data.dataset.Arrays": (),
     "lockstep.augment.operation.Operation": (),
-    "lightning.pytorch.core.module.LightningModule": (),
-    "lightning.pytorch.core.datamodule.LightningDataModule": (),
+    MODULE: (),
+    LOADERS: (),
     "lightning.pytorch.callbacks.callback.Callback": ("lightning.pytorch.callbacks.",),
     "lightning.pytorch.loggers.logger.Logger": ("lightning.pytorch.loggers.",),
     "lightning.pytorch.strategies.strategy.Strategy": ("lightning.pytorch.strategies.",),
@@ -89,47 +92,23 @@ def home(target: Any) -> str:
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def may_be(made: type, where: str, names: tuple[str, ...] | None) -> bool:
-    """Whether a class is of one of these kinds (None: of any), and `where` is a place that may define such a target."""
-    lineage = {home(base) for base in made.__mro__}
-    here = (f"{PACKAGE.name}.", *own())
-    return any(
-        base in lineage and where.startswith(modules if base == "builtins.object" else (*modules, *here))
+def admits(key: str, where: str, kinds: Iterable[str] | None) -> bool:
+    """Whether `key` takes what is defined at `where`: a class with these bases, or a function that returns such a class (None: it does
+    not say)."""
+    names, own_packages = wanted(key), own()
+    if where.startswith(UNPICKLING):
+        return False
+    if where.startswith(own_packages) and (names is None or kinds is None):
+        return True
+    here = (f"{PACKAGE.name}.", *own_packages)
+    return kinds is not None and any(
+        base in kinds and where.startswith(modules if base == "builtins.object" else (*modules, *here))
         for base, modules in BASES.items()
         if names is None or base.rpartition(".")[2] in names
     )
 
 
-def returned(function: Any) -> Any:
-    """The annotation of what a function returns; None without one, or if only a type checker understands it."""
-    function = getattr(function, "__func__", function)
-    try:
-        return typing.get_type_hints(function).get("return")
-    except Exception:  # another annotation of it, such as one under TYPE_CHECKING
-        return None
-
-
-def admitted(target: Any, key: str) -> bool:
-    """Whether a config may name `target` at `key`. Calls nothing."""
-    while isinstance(target, partial):
-        target = target.func
-    where, names = home(target), wanted(key)
-    if where.startswith(UNPICKLING) or not callable(target):
-        return False
-    if where.startswith(own()) and names is None:
-        return True
-    if isinstance(target, type):
-        return may_be(target, where, names)
-    made = returned(target)
-    if isinstance(made, type) and made is not Any:
-        return may_be(made, where, names)
-    return where.startswith(own())
-
-
-def refusal(target: Any, path: str, key: str) -> str | None:
-    """Why a config may not name `target`; None if it may."""
-    if admitted(target, key):
-        return None
+def refusal(path: str, key: str) -> str:
     bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (wanted(key) or ())]
     kinds = (
         " or ".join(f"{library}'s {name}" for library, *_, name in bases)
@@ -139,6 +118,54 @@ def refusal(target: Any, path: str, key: str) -> str | None:
         f"{key}._target_={path} may not be named here: {key} takes a subclass of {kinds}, or a function annotated to return one, "
         "of your own packages or of the library that it belongs to."
     )
+
+
+def named(path: str, key: str) -> None:
+    """Raises UserError if `key` may not name this path, as far as its source says: before anything is imported."""
+    if not path.startswith(trusted()):
+        allowed = ", ".join(prefix.removesuffix(".") for prefix in trusted())
+        raise UserError(
+            f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
+            "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
+        )
+    try:
+        found = source.find(path)
+    except LookupError as e:
+        raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
+    if found is None or (described := source.kinds(*found)) is None:
+        return
+    where, kinds, whole = described
+    if whole and not admits(key, where, kinds):
+        raise UserError(refusal(path, key))
+
+
+def target_of(path: str, key: str) -> Callable[..., Any]:
+    """The object that a `_target_` names. Raises UserError if it may not be named or does not exist.
+
+    Calls nothing, and imports only what a config may name, as importing a module runs it.
+    """
+    named(path, key)
+    try:
+        target: Any = locate(path)
+    except LookupError as e:
+        raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
+    function = target
+    while isinstance(function, partial):
+        function = function.func
+    made = function if isinstance(function, type) else returned(function)
+    kinds = [home(base) for base in made.__mro__] if isinstance(made, type) and made is not Any else None
+    if not callable(function) or not admits(key, home(function), kinds):
+        raise UserError(refusal(path, key))
+    return target
+
+
+def returned(function: Any) -> Any:
+    """The annotation of what a function returns; None without one, or if only a type checker understands it."""
+    function = getattr(function, "__func__", function)
+    try:
+        return typing.get_type_hints(function).get("return")
+    except Exception:  # another annotation of it, such as one under TYPE_CHECKING
+        return None
 
 
 def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -156,6 +183,18 @@ def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def is_shipped(node: Mapping[Any, Any]) -> bool:
     """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
     return str(node.get("_target_")).startswith(SHIPPED)
+
+
+def is_a(path: str, base: str) -> bool:
+    """Whether a path names a subclass of `base`: by its source, or, where that does not tell, imported."""
+    if not path.startswith(trusted()):
+        return False
+    with contextlib.suppress(LookupError):
+        described = (found := source.find(path)) and source.kinds(*found)
+        if described and (described[2] or base in (described[1] or ())):
+            return base in (described[1] or ())
+        return base in map(home, getattr(locate(path), "__mro__", ()))
+    return False
 
 
 # --- The arguments and their types of a class or function named by a config, including those of base classes ---
@@ -186,52 +225,32 @@ def locate(path: str) -> Any:
     return found
 
 
-def parameters(path: str) -> dict[str, inspect.Parameter] | None:
-    """The arguments of a target by name, with those that `**kwargs` passes on to base classes; None if unknown, or if there is no such target.
-
-    Inherited arguments are optional: the class may set them itself.
-    """
-    try:
-        target = locate(path)
-        bases = iter(constructors(target)[1:])
-        found = dict(inspect.signature(target).parameters)
-        while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
-            _, *inherited = inspect.signature(base).parameters.values()  # without `self`
-            own = {k: p for k, p in found.items() if k not in rest}
-            found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | own
-    except (LookupError, TypeError, ValueError):
-        return None
-    return found
-
-
-def takes_one(parameter: inspect.Parameter) -> bool:
-    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-
-
-def constructors(target: Any) -> list[Callable[..., Any]]:
-    """The `__init__` of a class and of its base classes, in the order in which `super()` finds them."""
-    classes = getattr(target, "__mro__", (object,))[:-1]
-    return [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
+def parameters(path: str, *, imported: bool = True) -> dict[str, inspect.Parameter] | None:
+    """The arguments of a target by name; None if they are not known. An annotation that is not known is empty."""
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        if (found := source.find(path)) and (arguments := source.arguments(*found)) is not None:
+            return arguments
+        return dict(inspect.signature(locate(path)).parameters) if imported else None
+    return None
 
 
 def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
     """The `offered` arguments that the signature of a target names."""
-    named = parameters(path)
-    return {name: value for name, value in offered.items() if named is not None and name in named}
+    names = parameters(path) or {}
+    return {name: value for name, value in offered.items() if name in names}
 
 
 def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
     """Whether the annotation of an argument accepts a value; an argument without annotation accepts any."""
-    if parameter.annotation is inspect.Parameter.empty or has_target(value):
+    annotation = parameter.annotation
+    if annotation is inspect.Parameter.empty or has_target(value):
         return
     if key in KEYS and is_shipped({"_target_": target}):
-        return  # config/checks.py has better words
+        return  # config/schema.py describes it better
     from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not wait for
 
     try:
-        annotation = hints(target).get(parameter.name, parameter.annotation)
-        config: Any = None if is_model(annotation) else {"arbitrary_types_allowed": True}
-        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)
+        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config={"arbitrary_types_allowed": True})
     except Exception:  # annotations that only a type checker understands
         return
     try:
@@ -246,26 +265,7 @@ def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any
         yield f"{key}={shown(value)} is not possible; it takes {name or str(annotation).replace('typing.', '')}."
 
 
-def is_model(annotation: Any) -> bool:
-    """Types with their own pydantic settings accept no others."""
-    known = hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
-    return isinstance(annotation, type) and known
-
-
 def has_target(value: Any) -> bool:
     if isinstance(value, Mapping):
         return "_target_" in value or any(map(has_target, value.values()))
     return isinstance(value, list) and any(map(has_target, value))
-
-
-def hints(target: str) -> dict[str, Any]:
-    """Annotations as types, also those written as strings; without those that only a type checker understands."""
-    found: Any = locate(target)
-    functions = constructors(found) if isinstance(found, type) else [found]
-    types: dict[str, Any] = {}
-    for function in reversed(functions):
-        for name, written in getattr(function, "__annotations__", {}).items():
-            alone: Any = SimpleNamespace(__annotations__={name: written})  # so an unreadable one hides no other
-            with contextlib.suppress(Exception):
-                types |= typing.get_type_hints(alone, getattr(function, "__globals__", {}))
-    return types

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.checkpoints.finding import Checkpoint
 from lockstep.checkpoints.weights import load_into, read
-from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
-from lockstep.config.targets import accepted, nodes, parameters
+from lockstep.config.instantiate import create, create_data, has_own_loaders
+from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.data import pixels, preprocess
 from lockstep.data.dataset import samples_of
 from lockstep.data.images import NEEDED, InputFiles, find_inputs

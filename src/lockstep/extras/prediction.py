@@ -11,7 +11,8 @@ from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
 from lockstep.config.identity import title
-from lockstep.config.instantiate import has_own_loaders, target_of
+from lockstep.config.instantiate import has_own_loaders
+from lockstep.config.targets import target_of
 from lockstep.data.datamodule import DataModule
 from lockstep.data.images import ImageFiles, Images, find_inputs
 from lockstep.errors import UserError

@@ -10,11 +10,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import outline, step_of
 from lockstep.config.batches import accumulated
-from lockstep.config.checks import without_effect
 from lockstep.config.compose import dotted, is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
-from lockstep.config.rules import batches_of, epochs_of
+from lockstep.config.rules import batches_of, epochs_of, without_effect
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import shown
 from lockstep.errors import UserError, raise_problems

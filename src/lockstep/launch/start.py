@@ -14,10 +14,11 @@ from omegaconf import DictConfig, open_dict
 from lockstep.config import project
 from lockstep.config.auto import decided, workers
 from lockstep.config.batches import first_report
-from lockstep.config.checks import check, missing_keys, problem_of, wrong_values
-from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
+from lockstep.config.checks import check, resolved, wrong_values
+from lockstep.config.components import about_problems, imported_problems
+from lockstep.config.compose import composed, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
-from lockstep.config.rules import about_problems, step_problems
+from lockstep.config.rules import step_problems
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import nearest, readable
 from lockstep.data.images import find_inputs
@@ -60,23 +61,13 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
     return data, train.count
 
 
-def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
-    """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for keys without a Kind."""
-    from lockstep.config.classes import component_problems, data_problems, operation_problems
-
-    # What has trained is right.
-    components = () if evaluating else component_problems(cfg, everything=beyond_schema(overrides))
-    operations = () if evaluating else operation_problems(cfg, world)
-    raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating), *operations])
-
-
 def checked(overrides: list[str]) -> tuple[DictConfig, World]:
     """The config of a training, with its processes, for scripts that train differently. Raises UserError: it is wrong."""
     project.make_importable()
     cfg = composed("train", overrides)
     raise_problems(check(cfg))
     world = world_of(cfg)
-    check_classes(cfg, world, overrides, evaluating=False)
+    raise_problems(imported_problems(cfg, world))
     return cfg, world
 
 
@@ -98,18 +89,13 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """
     project.make_importable()
     evaluating, predicting = job.name in EVALUATIONS, job.name == "predict"
-    raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
-    asked_for = [p for key, kind in PREDICT.items() for p in problem_of(cfg, key, key, kind)] if predicting else []
-    raise_problems([*wrong_values(cfg, FIRST), *asked_for])
-    cfg = cfg.copy()
-    for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
-        cfg[key] = cfg[key]
-    process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
-    again = not evaluating and (cfg.resume == "auto" or restarted())
+    raise_problems(wrong_values(cfg, (*FIRST, *(PREDICT if predicting else ()))))
     cfg = cfg if evaluating else without_replaced_defaults(cfg, overrides)
     fresh = not evaluating and not cfg.resume  # otherwise the run's own config is loaded first
-    if fresh:
-        raise_problems(check(cfg))
+    again = not evaluating and (cfg.resume == "auto" or restarted())
+    composed_cfg, (cfg, _, unresolved) = cfg, resolved(cfg)  # `${now:%S}` would be another value at each look
+    raise_problems(check(composed_cfg) if fresh else unresolved)
+    process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
     if not evaluating and rank_of() == 0:
         files.refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
     asked = cfg
@@ -121,7 +107,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     world = world_of(cfg)
     debug(cfg, world)
     try:
-        check_classes(cfg, world, overrides, evaluating=evaluating)
+        raise_problems(imported_problems(cfg, world, evaluating=evaluating))
         of_files = predicting and cfg.predict.part is None
         data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:

@@ -90,6 +90,33 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class StrategySpec:
+    """What launching and the rules of a config ask of a strategy."""
+
+    target: str
+    one_process: bool = False  # for all devices; otherwise one for each
+    splits_batches: bool = False  # among the GPUs of its process
+    is_sharded: bool = False  # parameters, gradients and the optimizer's state
+    precisions: tuple[str, ...] | None = None  # None: all
+
+
+STRATEGIES = {
+    "single": StrategySpec("lockstep.strategies.SingleDevice", one_process=True),
+    "dp": StrategySpec("lockstep.strategies.DataParallel", one_process=True, splits_batches=True),
+    "ddp": StrategySpec("lockstep.strategies.DDP"),
+    "fsdp": StrategySpec(
+        "lockstep.strategies.FSDP2",
+        is_sharded=True,
+        precisions=("32-true", "bf16-mixed", "bf16-true", "16-true"),
+    ),
+}
+
+
+def spec_of(cfg: DictConfig) -> StrategySpec:
+    return STRATEGIES[str(cfg.strategy.name)]
+
+
+@dataclass(frozen=True)
 class World:
     """The processes of a run and their devices."""
 
@@ -99,7 +126,7 @@ class World:
     strategy: str
     rank: int = 0
     external: str | None = None  # the launcher that started the processes, if not Lockstep: torchrun or slurm
-    one_process: bool = False  # a trait of the strategy
+    one_process: bool = False  # of its StrategySpec
 
     @property
     def size(self) -> int:
@@ -170,10 +197,10 @@ def device_count(devices: int | str | list[int], accelerator: str, *, one_device
 
 def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
     """The world that a config asks for; under torchrun and SLURM, the one that they started."""
-    strategy, traits = str(cfg.strategy.name), cfg.strategy.traits
-    one_process = not traits.several_processes
+    strategy, spec = str(cfg.strategy.name), spec_of(cfg)
+    one_process = spec.one_process
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
-    devices = device_count(cfg.trainer.devices, accelerator, one_device=one_process and not traits.splits_batches)
+    devices = device_count(cfg.trainer.devices, accelerator, one_device=one_process and not spec.splits_batches)
     nodes = int(cfg.trainer.num_nodes)
     external, rank = external_launcher(env), rank_of(env)
     if external == TORCHRUN:
