@@ -13,6 +13,8 @@ import pytest
 import thin_project
 from in_process import SMALL
 
+from lockstep.machine import process
+
 TASK = """import os, sys
 from pathlib import Path
 from lockstep.tasks import Classification
@@ -187,3 +189,16 @@ def test_a_locale_without_utf8_changes_nothing(command):
     done = command("train.py", "run=a", "debug=one_batch", *SMALL, env=ascii_only)
     assert done.code == 0, done
     assert "\u00b7" in done.out
+
+
+def test_no_line_is_lost_while_a_log_moves_to_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "FOLDER_S", 0.0001)
+    lines = [
+        f"line {number} {'x' * 2000}" for number in range(20_000)
+    ]  # long, so that lines are written while the log moves
+    with process.RankLog(tmp_path / "a", 0):
+        for line in lines:
+            process.log.copy(f"{line}\n")
+            if line.startswith("line 9000 "):
+                (tmp_path / "a").mkdir()
+    assert (tmp_path / "a/logs/rank-0.log").read_text().splitlines() == lines

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -196,6 +195,7 @@ class RankLog:
         self.alone = supervised and rank != (debug_rank or 0)
         self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self.over, self.keeper = threading.Event(), threading.Thread(target=self.keep, daemon=True)
+        self.moving = threading.Lock()  # held while the log moves: a line that is written then would be lost
 
     def __enter__(self) -> None:
         global log
@@ -207,8 +207,10 @@ class RankLog:
         self.keeper.start()
 
     def copy(self, text: str) -> None:
-        plain = BAR.sub("", ESCAPES.sub("", text))
-        with contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
+        plain = ESCAPES.sub("", text)
+        if "\u2501" in plain or "\u2578" in plain:  # the search takes the square of a line's length
+            plain = BAR.sub("", plain)
+        with self.moving, contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
             self.file.write(plain.encode(errors="replace"))
 
     def keep(self) -> None:
@@ -219,12 +221,14 @@ class RankLog:
             self.over.wait(FOLDER_S)
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
-            with self.path.open("ab", buffering=0) as file:
-                self.file.seek(0)
-                shutil.copyfileobj(self.file, file)
-                os.dup2(file.fileno(), self.file.fileno())
+            with self.path.open("ab", buffering=0) as file, self.moving:
+                # By position: native code writes through the same offset, as long as standard output is the temporary file.
+                printed = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0)
+                file.write(printed)
                 if self.alone:
                     os.dup2(file.fileno(), 1)
+                file.write(os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, len(printed)))
+                os.dup2(file.fileno(), self.file.fileno())
 
     def __exit__(self, *_: object) -> None:
         global log

@@ -1,7 +1,6 @@
 """How the micro-batches of a step become one update: averaged as they come, or as logical ranks with the same bits on any number of
 processes (`exact.shards`, docs/exact.md)."""
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -26,21 +25,21 @@ class StepArithmetic:
     masks_by_sample = True  # whether dropout masks belong to the samples (training/dropout.py)
     same_bits = False  # on any number of processes
 
-    @abstractmethod
     def seed_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, int]:
         """What the random numbers of a micro-batch depend on, besides the run's seed."""
+        raise NotImplementedError
 
-    @abstractmethod
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm of all gradients together, including other processes' shards."""
+        raise NotImplementedError
 
-    @abstractmethod
     def division(self, accumulate: int) -> str | None:
         """The key that divides each process's samples of a step into `accumulate` micro-batches, if one does."""
+        raise NotImplementedError
 
-    @abstractmethod
     def key_of(self, accumulate: int, world: int) -> str | None:
         """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""
+        raise NotImplementedError
 
     def before_forward(self, module: "TaskModule", batch_idx: int) -> None:
         """Of each micro-batch, like the next two."""
