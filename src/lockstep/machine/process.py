@@ -134,9 +134,7 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
 NOTEBOOK = "LOCKSTEP_NOTEBOOK"  # tells processes of a run that their output goes to a notebook
 FOLDER_S = 0.2  # between two checks whether a run has its folder
 ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\r")
-BAR = re.compile(
-    r"[^\n]*(?<![^ \n])[\u2501\u2578\u257a]{8,}[ \n].*", re.DOTALL
-)  # rich's progress bar, the last that it draws
+BAR = re.compile(r"(?<![^ \n])[\u2501\u2578\u257a]{8,}[ \n]")  # rich's progress bar, the last that it draws
 
 
 class Stream(io.TextIOWrapper):
@@ -208,8 +206,8 @@ class RankLog:
 
     def copy(self, text: str) -> None:
         plain = ESCAPES.sub("", text)
-        if "\u2501" in plain or "\u2578" in plain:  # the search takes the square of a line's length
-            plain = BAR.sub("", plain)
+        if bar := BAR.search(plain):
+            plain = plain[: plain.rfind("\n", 0, bar.start()) + 1]
         with self.moving, contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
             self.file.write(plain.encode(errors="replace"))
 
