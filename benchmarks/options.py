@@ -7,19 +7,21 @@ Machines are shared: read the ratios, which are taken within a round.
 """
 
 import argparse
+import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from parity import silenced
 from sections import write_section
 
-import lockstep
+from lockstep import ROOT
 from lockstep.reporting.recorder import versions
 
+TRAIN = ROOT / "train.py"
 COMMON = [
     "data.source=embedded", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "trainer.limit_val_batches=0",
     "trainer.enable_checkpointing=false", "trainer.log_every_n_steps=10",
@@ -72,22 +74,29 @@ def exact(recipe: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def measure(rows: dict[str, tuple[str, list[str]]], rounds: int, runs_dir: str) -> dict[str, list[dict[str, Any]]]:
+    """Reports of runs, each a process of its own, so that its peak of memory is its own."""
     reports: dict[str, list[dict[str, Any]]] = {name: [] for name in rows}
-    for _ in range(rounds):
-        for name, (_, options) in rows.items():
-            with silenced():
-                reports[name].append(lockstep.train([*COMMON, f"runs_dir={runs_dir}", *options]))
-            print(f"{name}: {reports[name][-1]['train/images_per_s']:,.0f} images/s", file=sys.stderr)
+    for number in range(rounds):
+        for place, (name, (_, options)) in enumerate(rows.items()):
+            run = f"{number}-{place}"
+            command = [sys.executable, str(TRAIN), *COMMON, f"runs_dir={runs_dir}", f"run={run}", *options]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            reports[name].append(json.loads(Path(runs_dir, run, "report.json").read_text()))
+            print(f"{name}: {rate(reports[name][-1]):,.0f} images/s", file=sys.stderr)
     return reports
+
+
+def rate(report: dict[str, Any]) -> float:
+    """Images per second of the whole training: with its first steps and the pauses between epochs."""
+    return float(report["train/steps"] * report["batch_size"] / (report["time/wait_s"] + report["time/steps_s"]))
 
 
 def table(rows: dict[str, tuple[str, list[str]]], reports: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
     yield "| what | images/s, median (least to most) | ratio | test accuracy | peak memory, GiB |"
     yield "| --- | --- | --- | --- | --- |"
     for name, (base, _) in rows.items():
-        speeds = [report["train/images_per_s"] for report in reports[name]]
-        pairs = zip(speeds, reports[base], strict=True)
-        ratio = statistics.median(speed / other["train/images_per_s"] for speed, other in pairs)
+        speeds, others = [rate(report) for report in reports[name]], [rate(report) for report in reports[base]]
+        ratio = statistics.median(speed / other for speed, other in zip(speeds, others, strict=True))
         accuracy = statistics.median(report["test/acc"] for report in reports[name])
         memory = statistics.median(report["peak_memory_bytes"] for report in reports[name]) / 2**30
         spread = f"{statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})"
