@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import multiprocessing
 import os
 import signal
 
@@ -13,6 +14,7 @@ from torch.utils.data import get_worker_info
 
 from lockstep import build
 from lockstep.data import loaders
+from lockstep.data.datamodule import DataModule
 from lockstep.data.loaders import FromWorkers, Indexed
 from lockstep.errors import LostProcess, TrainingFailed
 
@@ -31,6 +33,18 @@ def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
     with pytest.raises(LostProcess, match=words):
         train("run=a", "data.num_workers=2")
     assert report("a")["status"] == "failed"
+
+
+def test_the_workers_of_training_end_before_the_test(train, monkeypatch):
+    left, made = [], DataModule.test_dataloader
+
+    def looked(self):
+        left.append(multiprocessing.active_children())
+        return made(self)
+
+    monkeypatch.setattr(DataModule, "test_dataloader", looked)
+    train("run=a", "data.num_workers=1")
+    assert left == [[]]
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class DataModule(pl.LightningDataModule):
         self.augment, self.repeats, self.shards = augment, repeats, shards
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
+        self.with_workers: list[FromWorkers] = []
         self.position = LoaderPosition(lambda: 0)
         self.predicted = "test"  # the part that predict_dataloader has
         self.index_B: Indices | None = None  # of the batch that is being transferred, on the host
@@ -106,6 +107,7 @@ class DataModule(pl.LightningDataModule):
             persistent_workers=self.num_workers > 0 and self.persistent_workers is not False,
             pin_memory=on_gpu,
         )
+        self.with_workers.append(loaded)
         return ResumableLoader(loaded.batches, sampler, position)
 
     def train_dataloader(self) -> ResumableLoader:
@@ -195,6 +197,8 @@ class DataModule(pl.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """After training, validation and test. Raises DataChanged if the decoded data was changed meanwhile."""
+        while self.with_workers:
+            self.with_workers.pop().end()
         _ = self.dataset.fingerprint
 
     def state_dict(self) -> dict[str, Any]:

@@ -192,6 +192,10 @@ class FromWorkers:
                 batch = {name: as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in batch.items()}
             yield batch
 
+    def end(self) -> None:
+        """Ends the workers, which the DataLoader keeps from epoch to epoch. Lightning ends those of loaders that it knows."""
+        del self.loader
+
 
 # --- The loader that the Trainer gets ---
 
