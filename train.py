@@ -11,12 +11,11 @@ from lockstep import launch
 def train(cfg: DictConfig, world: launch.World) -> None:
     """The part of one process. By now the config is checked, the data is prepared and the run has a name."""
     from lockstep import build  # imports torch and Lightning (7 s), so only after the config is checked
-    from lockstep.reporting.recorder import Recorder
 
     build.process(cfg, world)
     build.seed(cfg)
     cfg = build.with_numbers(cfg)
-    with Recorder(cfg, world) as run:
+    with build.recorder(cfg, world) as run:
         data = build.data(cfg)
         module = build.module(cfg, data, weights=None if cfg.resume else cfg.init_from)
         trainer = build.trainer(cfg, world, data)

@@ -23,7 +23,7 @@ from torchvision.transforms.v2 import functional as F
 from lockstep import augment
 from lockstep.augment import Draws
 from lockstep.augment.mixing import beta
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 HEADING = "## Parity and cost"
 SIZES = (32, 224)

@@ -37,7 +37,7 @@ from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
 from lockstep.machine.world import cores, gpu_count
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 UPPER_BOUNDS = {"lockstep": "upper bound", "lockstep equal precision": "upper bound equal precision"}
 PLAIN, FP32 = "plain", "32-true"

@@ -342,7 +342,7 @@ def main() -> int:
     found = {kind: sum(count for key, count in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")}
     print(table(tally), ", ".join(f"{count} {kind}" for kind, count in found.items()))
     if args.out:
-        from lockstep.reporting.recorder import versions
+        from lockstep.run.report import versions
 
         told = {
             "arguments": f"--rounds {args.rounds} --seed {args.seed}",

@@ -27,7 +27,7 @@ from parity import silenced
 
 import lockstep
 from lockstep.machine.world import cores
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 STRONG, WEAK = "global batch 256", "64 per process"
 GIB, MIB = 2**30, 2**20

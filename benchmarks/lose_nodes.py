@@ -270,7 +270,7 @@ def main() -> int:
             )
     print(table)
     if args.out:
-        from lockstep.reporting.recorder import versions
+        from lockstep.run.report import versions
 
         arguments = f"--losses {args.losses} --per-run {args.per_run} --seed {args.seed}{' --exact' * args.exact}"
         limit = "bit by bit" if args.exact else f"to {LIMIT:g}"

@@ -22,7 +22,7 @@ from sections import write_section
 import lockstep
 from lockstep.data import Folder
 from lockstep.data.images import Files
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 SIZES = ((500, 375), (1600, 1200), (4000, 3000))
 SIZE = 224

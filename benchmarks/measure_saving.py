@@ -27,7 +27,7 @@ from lockstep.config.compose import compose_config
 from lockstep.config.identity import run_dir
 from lockstep.launch.local import received_job, run_processes
 from lockstep.machine.world import World, world_of
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 PARAMETERS = "MEASURE_PARAMETERS"  # of the environment of the processes
 COMMON = [

@@ -19,7 +19,7 @@ from typing import Any
 from sections import write_section
 
 from lockstep import ROOT
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 TRAIN = ROOT / "train.py"
 COMMON = [

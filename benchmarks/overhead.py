@@ -35,7 +35,7 @@ from lockstep.launch.start import start
 from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting import console
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 from lockstep.tasks import Classification
 from lockstep.training.module import TaskModule
 

@@ -121,7 +121,7 @@ def difference(reference: comparison.Run, other: comparison.Run) -> tuple[float,
 
     from lockstep.checkpoints.content import network_of, read
 
-    losses = [[float(row["train/loss"]) for row in run.rows if row["train/loss"]] for run in (reference, other)]
+    losses = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (reference, other)]
     weights: list[dict[str, Any]] = [
         network_of(read(r.folder / "checkpoints" / "last.ckpt")) for r in (reference, other)
     ]
@@ -226,7 +226,7 @@ def main() -> int:
             print(table([row]).splitlines()[-1], file=sys.stderr)
     print(table(rows))
     if args.out:
-        from lockstep.reporting.recorder import versions
+        from lockstep.run.report import versions
 
         write_section(args.out, HEADER.format(versions=versions()) + table(rows) + "\n")
     return 0 if good(rows) else 1

@@ -23,7 +23,7 @@ from refused_files import Case
 from refused_run import DIM, LATE, LEFT, SILENT, TRACEBACK, WELL, WORKS, WRONGLY, Outcome, tried
 
 from lockstep.machine.world import cores
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 MADE = ("a wrong value", "a key is", "a name is misspelt")  # families made from the schema's keys
 WITH_TORCH = "of these with torch"

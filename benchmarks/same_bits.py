@@ -22,7 +22,7 @@ from sections import write_section
 from torch import Tensor
 
 from lockstep.checkpoints.finding import leaves
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 COMMON = [

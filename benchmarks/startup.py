@@ -24,7 +24,7 @@ from sections import write_section
 
 from lockstep import ROOT
 from lockstep.machine.world import cores
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 
 POLL_S = 0.005
 TIME_LIMIT_S = 300

@@ -12,12 +12,12 @@ import math
 import sys
 
 from lockstep import train
-from lockstep.config.run_files import read_metrics
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.machine.world import rank_of
 from lockstep.reporting.render import chart, render
+from lockstep.run.folder import RunFolder
 
 SMOOTHING = 0.9  # of the loss, an exponential moving average
 EDGE = 0.1  # the first steps, whose average has few losses, and the last are no suggestion
@@ -88,7 +88,7 @@ def main() -> None:
     if rank_of() != 0:
         return
     folder = report.folder
-    losses = [row["train/loss"] for row in read_metrics(folder / "metrics.csv") if "train/loss" in row]
+    losses = [row["train/loss"] for row in RunFolder(folder).metrics() if "train/loss" in row]
     loss = smoothed(losses)
     rate = rates(args.low, args.high, args.steps)[: len(loss)]
     steepest, smallest = suggestion(rate, loss)

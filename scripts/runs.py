@@ -35,22 +35,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
-from lockstep.checkpoints.finding import checkpoints, run_folders
-from lockstep.config.compose import ABSENT, LOADER, PLACE, as_overrides, key_of, typed
+from lockstep.checkpoints.finding import checkpoints
+from lockstep.config.compose import ABSENT, PLACE, as_overrides, key_of, typed
 from lockstep.config.identity import title
 from lockstep.config.project import command
-from lockstep.config.run_files import load_config, read_report
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import nearest, number, readable, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import print_wide
-from lockstep.reporting.recorder import status
+from lockstep.run.folder import run_folders
+from lockstep.run.report import ListedRun
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
@@ -59,30 +58,19 @@ COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    name: str
-    folder: Path
-    report: dict[str, Any]
-
+class Run(ListedRun):
     @cached_property
-    def config(self) -> DictConfig:
-        """The content of a file; empty if it is missing or damaged."""
+    def saved(self) -> DictConfig:
+        """The config as OmegaConf has it; empty if the file is missing or damaged."""
         try:
-            return load_config(self.folder / "config.yaml")
+            return self.folder.config()
         except Exception:  # any error of YAML, OmegaConf or the disk: one damaged file must not hide the other runs
             return OmegaConf.create()
-
-    @cached_property
-    def values(self) -> Any:
-        """The same without OmegaConf, which takes 20 ms for a config where libyaml takes 2."""
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            return yaml.load((self.folder / "config.yaml").read_text(), LOADER)
-        return {}
 
     def get(self, key: str) -> Any:
         if key in self.report or key.partition(".")[0] not in (*GROUPS, *KEYS):
             return self.report.get(key, ABSENT)  # config.yaml is read when it is needed
-        value: Any = self.values
+        value: Any = self.config
         for part in key.split("."):
             value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
         if isinstance(value, dict):
@@ -91,7 +79,7 @@ class Run:
 
     def written_s(self) -> float:
         try:
-            return max(path.lstat().st_mtime for path in self.folder.rglob("*"))
+            return max(path.lstat().st_mtime for path in self.folder.path.rglob("*"))
         except FileNotFoundError:  # a file vanished meanwhile, so the run is active
             return time.time()
 
@@ -102,23 +90,13 @@ class Run:
         return self.written_s()
 
 
-def report_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"status": "damaged" if (folder / "report.json").is_file() else "no report"}
-    with suppress(UserError):
-        found |= read_report(folder)
-    return found
-
-
 def find_runs(runs_dir: Path) -> list[Run]:
     """All runs below a folder, the newest last. Raises UserError if the folder does not exist."""
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
-    found = []
-    for folder in run_folders(runs_dir):
-        name = folder.relative_to(runs_dir).as_posix()
-        report = report_of(folder)
-        found.append(Run(name, folder, report | {"run": name, "status": status(folder, report)}))
-    return sorted(found, key=lambda run: (run.began_s(), run.name))
+    return sorted(
+        (Run.read(folder, runs_dir) for folder in run_folders(runs_dir)), key=lambda run: (run.began_s(), run.name)
+    )
 
 
 def named(runs: list[Run], given: str, runs_dir: Path) -> list[Run]:
@@ -211,9 +189,10 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
 
 
 def show(run: Run) -> None:
-    files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
+    folder = run.folder.path
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     figures = [f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"]
-    changed = as_overrides(run.config) if run.config else ["unknown"]
+    changed = as_overrides(run.saved) if run.saved else ["unknown"]
     for heading, lines in ((f"{run.name}:", figures), ("config, besides the defaults:", changed), ("files:", files)):
         print(*map(readable, (heading, *lines)), sep="\n  ")
 
@@ -226,15 +205,15 @@ def has_failed(run: Run, stale_min: float) -> bool:
 
 def again(run: Run, runs_dir: Path) -> str:
     """The command that runs it again; see the rules at the top."""
-    name, begun, given = run.name, (run.folder / "config.yaml").exists(), run.report.get("overrides")
-    if (begun and not run.config) or (not begun and given is None):
+    name, begun, given = run.name, run.folder.has_config(), run.report.get("overrides")
+    if (begun and not run.saved) or (not begun and given is None):
         return f"# {name}: its files do not say how to run it again"
-    if begun and next(checkpoints(run.folder), None):
+    if begun and next(checkpoints(run.folder.path), None):
         words = ["resume=auto"]
     else:
-        words = shlex.split(given) if given else as_overrides(run.config) if begun else []
+        words = shlex.split(given) if given else as_overrides(run.saved) if begun else []
         before = run.report.get("resumed_from")
-        other = before and run.folder.resolve() not in Path(before).resolve().parents
+        other = before and run.folder.path.resolve() not in Path(before).resolve().parents
         start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []
         name += "-again" if begun and other else ""
         left_out = (*PLACE, "init_from") if other else PLACE  # what the other run started from
@@ -244,14 +223,11 @@ def again(run: Run, runs_dir: Path) -> str:
 
 
 def write_html(runs: list[Run], runs_dir: Path, out: Path) -> None:
-    from lockstep.reporting.runs_page import RunFiles, runs_page
+    from lockstep.reporting.runs_page import runs_page
 
     if not runs:
         raise UserError("no run meets the conditions. Leave out a --where.")
-    files = [
-        RunFiles(run.name, run.folder, run.report, run.values if isinstance(run.values, dict) else {}) for run in runs
-    ]
-    write_text(out, runs_page(files, runs_dir, out.resolve()))
+    write_text(out, runs_page(runs, runs_dir, out.resolve()))
     print(f"{len(runs)} runs: {out}")
 
 

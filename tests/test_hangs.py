@@ -100,7 +100,7 @@ def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, 
     assert done.code == 1, done
     assert "error: ended, because rank 1 failed" in done.err
     found = report(forked_command, "a")
-    assert (found["status"], found["error"]) == ("failed", "ended, because rank 1 failed")
+    assert (found["status"], found["error"]) == ("failed", "TrainingFailed: ended, because rank 1 failed")
 
 
 def wait_for(path: Path) -> None:

@@ -84,8 +84,8 @@ def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) 
     found = comparison.compare(whole, comparison.find(run, runs), exact=False, tolerance=1e-6)
     assert found["weights"] == []
     expected, rows = (comparison.series(comparison.find(name, runs))["train/loss"] for name in ("whole", run))
-    assert [step for step, _ in rows] == [str(step) for step in range(STOPPED + 1, STEPS + 1)]
-    assert [float(loss) for _, loss in rows] == pytest.approx([float(loss) for _, loss in expected[STOPPED:]], rel=2e-6)
+    assert [step for step, _ in rows] == list(range(STOPPED + 1, STEPS + 1))
+    assert [loss for _, loss in rows] == pytest.approx([loss for _, loss in expected[STOPPED:]], rel=2e-6)
     assert report["test/loss"] == pytest.approx(whole.report["test/loss"], rel=1e-5)
 
 

@@ -12,13 +12,14 @@ from lockstep import ROOT
 
 LOCKSTEP = SRC / "lockstep"
 
-# From the bottom up; a room imports from those before it. `data` and `models` know nothing of training. `checkpoints` comes before
+# From the bottom up; a room imports from those before it. `run` reads and writes the folder of a run. `data` and `models` know nothing of training. `checkpoints` comes before
 # `strategies`, which save and load them. `reporting` comes before the callbacks, which print. `build` joins all of these, and `launch`
 # runs the scripts that call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (
     "errors",
     "compat",
     "machine",
+    "run",
     "config",
     "models",
     "data",
@@ -217,13 +218,13 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_601,
-    engine_modules=125,
-    extras_lines=1_950,
+    engine_lines=12_593,
+    engine_modules=126,
+    extras_lines=1_961,
     extras_modules=19,
-    one_statement_functions=482,
+    one_statement_functions=481,
     functions_with_cfg=117,
-    files_with_cfg=22,
+    files_with_cfg=21,
     switches=42,
     branches_on_logical_ranks=27,
 )

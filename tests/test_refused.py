@@ -12,7 +12,7 @@ from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.content import DATA, LOOP, refuse_without_position
 from lockstep.checkpoints.finding import step_of
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.machine import files
+from lockstep.run.folder import RunFolder
 
 pytestmark = pytest.mark.xdist_group("refused")
 
@@ -122,7 +122,25 @@ def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_
     assert train("run=a", "resume=auto", "trainer.max_epochs=2")["status"] == "done"
     assert len(told) == 2
     assert all(problem.startswith("runs/a is in use: another process trains there now") for problem in told)
-    assert not files.is_taken(Path("runs/a"))
+    assert not RunFolder("runs/a").is_locked()
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, run_a, checkpoints):
+    """Without a checkpoint, resume=auto starts over, which removes the log and the config of before."""
+    if not checkpoints:
+        shutil.rmtree("runs/a/checkpoints")
+    before = contents("a")
+    with RunFolder("runs/a").locked(), pytest.raises(UserError, match="runs/a is in use"):
+        train("run=a", "resume=auto", "trainer.max_epochs=2")
+    assert {name: content for name, content in contents("a").items() if ".lock" not in name} == before
+
+
+def test_a_folder_in_the_place_of_the_log_is_refused(train):
+    Path("runs/a/metrics.csv").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is no regular file"):
+        train("run=a", "debug=one_batch")
+    assert [path.name for path in Path("runs/a").iterdir()] == ["metrics.csv"]
 
 
 DAMAGED = {
@@ -168,12 +186,12 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(train
 
 
 def test_a_run_whose_config_could_not_be_written_can_be_typed_again(train, monkeypatch):
-    def full(path: Path, text: str) -> None:
-        path.with_name("config.yaml.part").write_text("")
+    def full(folder: RunFolder, _: object) -> None:
+        folder.path.joinpath("config.yaml.part").write_text("")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("lockstep.reporting.recorder.write_text", full)
+        disk.setattr(RunFolder, "write_config", full)
         with pytest.raises(OSError, match="No space"):
             train("run=a", "debug=one_batch")
     assert train("run=a", "debug=one_batch")["status"] == "done"
@@ -205,11 +223,14 @@ def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys)
         assert (
             name == "checkpoints" or f"runs/a/{name} was removed while the run was going on" in capsys.readouterr().err
         )
+        if name == "metrics.csv":
+            assert [row["step"] for row in RunFolder("runs/a").metrics()][:2] == [6, 8]
         shutil.rmtree("runs")
     removed.append(".")
-    with pytest.raises(TrainingFailed, match="runs/a was removed while the run was going on"):
-        train("run=a", "trainer.log_every_n_steps=2")
-    assert not Path("runs/a").exists()
+    for noticed_by in ("trainer.log_every_n_steps=2", "checkpoint.every_n_steps=7"):
+        with pytest.raises(TrainingFailed, match="runs/a was removed while the run was going on"):
+            train("run=a", noticed_by)
+        assert not Path("runs/a").exists()
 
 
 def test_weights_that_do_not_fit_are_refused(train, run_a):

@@ -16,6 +16,7 @@ from lockstep.errors import Preempted
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals
 from lockstep.reporting.loggers import MetricsCsv
+from lockstep.run.folder import RunFolder
 from lockstep.training.module import TaskModule
 
 pytestmark = pytest.mark.xdist_group("resume")
@@ -163,7 +164,7 @@ def test_auto_passes_over_a_damaged_checkpoint(train, run_a):
 def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist):
     train("run=a", "optim=sgd", "optim.lr=0.01", "model.dropout_fc=0.1", "debug=one_batch")
     lockstep.train(["resume=a", "trainer.max_epochs=2"])
-    config = lockstep.checkpoints.resuming.load_config(Path("runs/a/config.yaml"))
+    config = RunFolder("runs/a").config()
     found = (config.optim.lr, config.model.dropout_fc, config.trainer.max_epochs, config.data.root)
     assert found == (0.01, 0.1, 2, str(mnist))
     assert config.resume is None
@@ -303,7 +304,7 @@ def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
     path = tmp_path / "metrics.csv"
     path.write_bytes(path.read_bytes()[: -len("1,11.5\r\n")])
     assert path.read_text().endswith("\n1")  # of 11
-    logger.cut(10)
+    RunFolder(tmp_path).cut(10)
     assert path.read_text().split() == ["step,loss", "9,9.5", "10,10.5"]
 
 

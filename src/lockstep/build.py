@@ -25,7 +25,7 @@ from lockstep.checkpoints.content import load_into, load_module_weights, network
 from lockstep.config import batches
 from lockstep.config.classes import optimizer_node
 from lockstep.config.custom_module import create_custom_module, uses_custom_module
-from lockstep.config.identity import title
+from lockstep.config.identity import run_dir, title
 from lockstep.config.instantiate import (
     ENGINE,
     ENGINE_DATA,
@@ -48,6 +48,8 @@ from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads, world_of
 from lockstep.models.network import network
 from lockstep.reporting import console
+from lockstep.reporting.recorder import Recorder
+from lockstep.run.folder import RunFolder
 from lockstep.tasks import Task
 from lockstep.training import oom, optim
 from lockstep.training.dry_run import DryRun
@@ -55,7 +57,7 @@ from lockstep.training.metrics import undivided_evaluation
 from lockstep.training.module import TaskModule
 from lockstep.training.workload import CustomModuleWorkload, workload
 
-__all__ = ["data", "dry_run", "evaluate", "fit", "module", "process", "seed", "trainer", "with_numbers"]
+__all__ = ["data", "dry_run", "evaluate", "fit", "module", "process", "recorder", "seed", "trainer", "with_numbers"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
 IN_DRY_RUN = (
     "This is the dry run: tensors have shapes but no numbers. Enter c to continue, or set debug_rank=0 to skip it."
@@ -84,6 +86,10 @@ def process(cfg: DictConfig, world: World) -> None:
 def seed(cfg: DictConfig) -> None:
     """The same seed on every rank, so networks start equal. callbacks/step_seed.py seeds what differs by rank."""
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
+
+
+def recorder(cfg: DictConfig, world: World) -> Recorder:
+    return Recorder(RunFolder(run_dir(cfg)), cfg, batches.first_report(cfg, world), world.rank)
 
 
 def data(cfg: DictConfig) -> pl.LightningDataModule:

@@ -23,13 +23,13 @@ from lockstep.config.custom_module import uses_custom_module
 from lockstep.config.identity import model_title, run_dir, title
 from lockstep.config.instantiate import create, has_own_loaders, to_plain
 from lockstep.config.rules import COUNTED
-from lockstep.config.run_files import read_report
 from lockstep.config.targets import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
+from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import Averaged, LogicalRanks, StepArithmetic
 from lockstep.training.workload import CustomModuleWorkload, TaskWorkload
@@ -113,7 +113,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         callbacks.Clock(),
         callbacks.FirstBatch(),
         *([] if custom else [callbacks.TaskCollectives()]),
-        CutAtResume(read_report(run_dir(cfg))),
+        CutAtResume(RunFolder(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(callbacks.Progress(cfg.checkpoint.monitor))

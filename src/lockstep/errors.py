@@ -1,12 +1,16 @@
-"""Lockstep's exceptions. UserError is for what a user can correct: exit code 2, no traceback."""
+"""Lockstep's exceptions, and how each ends a run. UserError is for what a user can correct: exit code 2, no traceback."""
 
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 
 class UserError(ValueError):
     """Says what was given, what is possible and what to type. `problems` holds one text per problem."""
+
+    status, exit_code = "refused", 2
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -16,14 +20,14 @@ class UserError(ValueError):
 class TrainingFailed(RuntimeError):
     """Training cannot continue, for a reason that needs no traceback."""
 
-    exit_code = 1
+    status, exit_code = "failed", 1
     alike = False  # whether all processes raise the same one, so that rank 0 alone reports it
 
 
 class Preempted(TrainingFailed):
     """The system warned that it will end the run; everything is saved."""
 
-    status = "preempted"  # in report.json
+    status = "preempted"
     alike = True
 
 
@@ -42,6 +46,13 @@ class Damaged(TrainingFailed):
     """A checkpoint that was saved is no longer complete."""
 
     alike = True
+
+
+class FolderRemoved(TrainingFailed):
+    """Somebody removed the folder of a run under it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} was removed while the run was going on. Start it again.")
 
 
 class DataChanged(TrainingFailed):
@@ -90,9 +101,30 @@ class RunFailed(RuntimeError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message, exit_code)  # both, so it can be pickled: a sweep's job may run in another process
         self.exit_code = exit_code
+        self.status = "refused" if exit_code == 2 else "failed"
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: str  # done, failed, refused, preempted, interrupted or pruned
+    exit_code: int
+    error: str | None = None
+    is_explained: bool = True  # the message says everything: no traceback
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """How a run ended. Decided here, from the exception, and nowhere else."""
+    if error is None:
+        return Outcome("done", 0)
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, UserError | TrainingFailed | RunFailed):
+        return Outcome(error.status, error.exit_code, message)
+    if isinstance(error, Exception):
+        return Outcome("failed", 1, message, is_explained=False)
+    return Outcome("interrupted", 130, message, is_explained=False)
 
 
 def raise_problems(problems: Iterable[str]) -> None:

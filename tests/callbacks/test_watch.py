@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from lockstep.callbacks import watch
 from lockstep.callbacks.watch import Sign, Watcher, hanging, where
 from lockstep.machine import process
+from lockstep.run.folder import RunFolder
 
 
 def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Sign:
@@ -77,7 +78,7 @@ def test_one_waits_if_it_stays_at_such_a_line(lines, expected, tmp_path, monkeyp
     now_s, left, waits = [1000.0], [*lines], []
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(watch, "where", lambda _: (left.pop(0), ""))
-    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, tmp_path)
+    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
 
     def wait(_: float) -> bool:
         waits.append(watcher.sign.waits)
@@ -99,7 +100,7 @@ def ended(monkeypatch):
 
 @pytest.fixture
 def watcher(tmp_path):
-    made = Watcher(HashStore().clone(), "watch/1", 0, 2, 60.0, tmp_path)
+    made = Watcher(HashStore().clone(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
     made.sign, made.answered_s = sign(5, 1, quiet_s=50.0), 10_000.0
     return made
 
@@ -117,7 +118,7 @@ def test_one_that_does_not_answer_is_named_when_its_last_beat_is_old(watcher, en
         "rank 1 of 2 hung (no answer, as from a stopped process) and the others waited for it: no batch"
     )
     assert "strategy.timeout_s=60" in words
-    assert str(watcher.folder / "train.log") in words
+    assert str(watcher.folder.log_file) in words
 
 
 def test_one_that_answers_and_gets_on_is_waited_for(watcher, ended):
@@ -155,7 +156,7 @@ def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, 
             all_said.set()
 
     monkeypatch.setattr(Watcher, "end", end)
-    both = [Watcher(store.clone(), "watch/1", rank, 2, 600.0, tmp_path) for rank in range(2)]
+    both = [Watcher(store.clone(), "watch/1", rank, 2, 600.0, RunFolder(tmp_path)) for rank in range(2)]
     for each in both:
         each.start()
     store.wait(["watch/1/0", "watch/1/1"], timedelta(seconds=60))
@@ -168,7 +169,7 @@ def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, 
 def test_stacks_go_to_the_log_once_and_only_when_a_batch_takes_long(tmp_path, monkeypatch, ended):
     now_s, looks = [1000.0], [*range(0, 200, 5)]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, tmp_path)
+    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
 
     def wait(_: float) -> bool:
         now_s[0] += 5

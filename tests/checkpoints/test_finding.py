@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoints import shards
-from lockstep.checkpoints.finding import checkpoints, find_run, is_checkpoint, run_folders, step_of
+from lockstep.checkpoints.finding import checkpoints, is_checkpoint, step_of
 from lockstep.checkpoints.shards import open_file
-from lockstep.errors import Damaged, UserError
+from lockstep.errors import Damaged
 from lockstep.machine import files
 
 CONTENT = {"epoch": 3, "global_step": 70_000, "state_dict": {"net.w": torch.arange(5000.0)}}
@@ -150,18 +150,3 @@ def test_a_checkpoint_takes_the_place_of_another_of_either_form(before, after, r
     assert path.is_dir() == (after == "shards")
     assert is_checkpoint(path)
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def test_only_folders_of_runs_are_runs(tmp_path):
-    """Not what W&B and an export leave, within a run or beside it."""
-    made = ["begun/config.yaml", "begun/checkpoints/last.ckpt", "begun/wandb/run-1/files/config.yaml", "begun/out/config.yaml",
-            "logged/config.yaml", "logged/metrics.csv", "sweep/0/config.yaml", "sweep/0/report.json",
-            "sweep/1/report.json", "exported/config.yaml", "exported/model.safetensors"]  # fmt: skip
-    for name in made:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    found = {path.relative_to(tmp_path).as_posix() for path in run_folders(tmp_path)}
-    assert found == {"begun", "logged", "sweep/0", "sweep/1"}
-    for name, there in (("begum", "begun"), ("~", "begun, logged, sweep/0")):  # sweep/1 never began
-        with pytest.raises(UserError, match=rf"Runs there: {there}\.$"):
-            find_run(str(tmp_path), name, "run")

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pictures import write_classes
 
 from lockstep.checkpoints.finding import checkpoint_of_report
-from lockstep.config.run_files import read_report
 from lockstep.data import Cifar10, Folder, Mnist, folder, published
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
+from lockstep.run.folder import RunFolder
 
 FEW = settings(
     max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -94,9 +94,9 @@ def test_a_report_of_any_bytes(tmp_path, content):
     except (ValueError, RecursionError):
         good = False
     if good:
-        assert read_report(run) == json.loads(content) or b"NaN" in content
+        assert RunFolder(run).report() == json.loads(content) or b"NaN" in content
     else:
-        for read in (read_report, lambda folder: sweeps.record(folder, [], failed=True)):
+        for read in (lambda folder: RunFolder(folder).report(), lambda folder: sweeps.record(folder, [], failed=True)):
             with pytest.raises(UserError, match=r"report\.json"):
                 read(run)
     with pytest.raises(UserError, match=r"report.json|no complete checkpoint"):

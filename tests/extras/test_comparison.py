@@ -16,8 +16,8 @@ def run(**figures: float) -> Run:
         "train/epochs": 1,
         **figures,
     }
-    columns = ["step", "train_loss", "train/images_per_s", *figures]
-    return Run(Path("a"), config={}, report=report, rows=[], columns=columns)
+    logged = {"step": 12, "train_loss": 0.5, "train/images_per_s": 90.0, **figures}
+    return Run(Path("a"), config={}, report=report, rows=[logged])
 
 
 def test_figures_of_a_module_are_compared():
@@ -32,10 +32,10 @@ def test_a_figure_of_one_run_alone_is_a_difference():
 def logged(*apart: float, precision: str = "32-true") -> list[Run]:
     """Two runs whose losses have these relative differences."""
     rows = [
-        [{"step": str(i), "train/loss": repr(2 + x)} for i, x in enumerate(column)]
+        [{"step": i, "train/loss": 2 + x} for i, x in enumerate(column)]
         for column in ([0] * len(apart), [2 * x for x in apart])
     ]
-    return [Run(Path("a"), {"trainer.precision": precision}, {}, own, ["step", "train/loss"]) for own in rows]
+    return [Run(Path("a"), {"trainer.precision": precision}, {}, own) for own in rows]
 
 
 @pytest.mark.parametrize(

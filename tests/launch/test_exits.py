@@ -40,8 +40,8 @@ def test_a_lost_process_is_named_by_its_address_without_a_traceback(error, said,
 
 def row(folder: Path) -> None:
     logger = MetricsCsv(run_dir=folder, run="a")
-    logger.columns = ["step", "loss"]
-    logger.path.symlink_to("/dev/full")
+    logger.log.columns = ["step", "loss"]
+    logger.log.path.symlink_to("/dev/full")
     logger.log_metrics({"loss": 1.0}, 1)
 
 

@@ -21,6 +21,7 @@ from lockstep.config.identity import identify
 from lockstep.errors import UserError
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
+from lockstep.run.folder import RunFolder
 
 NAMES = st.sampled_from(["train/loss", "val/acc", "val/loss", "lr", "a,b", 'c"d'])
 ROWS = st.lists(st.dictionaries(NAMES, st.floats(allow_nan=False), min_size=1), min_size=1, max_size=8)
@@ -79,7 +80,7 @@ def test_rows_that_a_resumed_run_writes_again_are_dropped(tmp_path, steps, anew)
         logger.log_metrics({"train/loss": 10.0 - step}, step=step)
     if anew:
         logger = MetricsCsv(run_dir=tmp_path, run="r")
-    logger.cut(steps)
+    RunFolder(tmp_path).cut(steps)
     kept = [{"step": step, "train/loss": 10.0 - step} for step in range(1, min(steps, 5) + 1)]
     assert read(tmp_path) == kept
     logger.log_metrics({"train/loss": 0.5, "lr": 0.25}, step=steps + 1)
@@ -91,12 +92,12 @@ def test_the_test_of_a_run_that_is_continued_is_dropped(tmp_path):
     rows = [{"epoch": 0, "train/loss": 1.0}, {"lr-SGD": 0.1}, {"epoch": 0, "val/acc": 0.5}]
     for row in [*rows, {"acc_of_test": 0.25, "val/acc": 0.5}]:
         logger.log_metrics(row, step=4)
-    logger.drop_tests({"status": "done", "acc_of_test": 0.25, "val/acc": 0.5})
+    RunFolder(tmp_path).drop_tests({"status": "done", "acc_of_test": 0.25, "val/acc": 0.5})
     assert read(tmp_path) == [{"step": 4, **row} for row in rows]
 
 
 def test_cutting_before_anything_was_logged_makes_no_file(tmp_path):
-    MetricsCsv(run_dir=tmp_path, run="r").cut(3)
+    RunFolder(tmp_path).cut(3)
     assert not list(tmp_path.iterdir())
 
 
@@ -120,7 +121,7 @@ def test_nothing_but_the_file_is_left(tmp_path):
     logger.log_hyperparams({"seed": 0})
     logger.log_metrics({"train/loss": 1.0}, step=0)
     logger.log_metrics({"val/acc": 1.0}, step=0)
-    logger.cut(0)
+    RunFolder(tmp_path).cut(0)
     logger.finalize("success")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
@@ -249,7 +250,7 @@ def test_a_resumed_run_keeps_the_id_of_a_logger_of_any_name(tmp_path):
     first = identify(cfg, None)
     assert len(first.logger.mine.id) == 8
     OmegaConf.save(first, tmp_path / "config.yaml")
-    assert resuming.same_identity(cfg, tmp_path / "config.yaml").logger.mine.id == first.logger.mine.id
+    assert resuming.same_identity(cfg, RunFolder(tmp_path)).logger.mine.id == first.logger.mine.id
 
 
 def test_without_a_network_a_key_does_not_stop_the_run(tmp_path, no_key, monkeypatch, caplog):

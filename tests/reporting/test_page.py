@@ -15,9 +15,9 @@ from your_own import Page
 import lockstep
 from lockstep import build
 from lockstep.callbacks import Clock, FirstBatch
-from lockstep.config.run_files import read_metrics
 from lockstep.machine.world import World
 from lockstep.reporting import page as pages
+from lockstep.run.folder import RunFolder
 from lockstep.tasks import Classification
 from lockstep.tasks.panel import Bars, Gallery, Matrix, Panel, Sample
 
@@ -149,7 +149,7 @@ def test_the_first_batch_is_shown_as_the_network_saw_it():
 
 
 def losses(run: str) -> list[float]:
-    return [row["train/loss"] for row in read_metrics(Path("runs", run, "metrics.csv")) if "train/loss" in row]
+    return [row["train/loss"] for row in RunFolder(Path("runs", run)).metrics() if "train/loss" in row]
 
 
 def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from lockstep.errors import UserError
 from lockstep.reporting import runs_page
-from lockstep.reporting.runs_page import RunFiles
+from lockstep.run.folder import RunFolder
+from lockstep.run.report import ListedRun
 
 ledger = importlib.import_module("runs")
 CONFIG = {
@@ -102,8 +103,9 @@ def test_a_hundred_runs_stay_small(tmp_path):
             for step in range(1, 501)
         ]
         (folder / "metrics.csv").write_text("\n".join([",".join(["step", *names]), *rows]) + "\n")
+        (folder / "config.yaml").write_text(f"optim: {{lr: {number}}}")
         report = {"status": "done", "monitor": "val/figure0", "monitor_mode": "max", "batch_size": 64 + number % 2}
-        runs.append(RunFiles(str(number), folder, report, {"optim": {"lr": number}}))
+        runs.append(ListedRun(str(number), RunFolder(folder), report))
     page = runs_page.runs_page(runs, tmp_path, tmp_path / "runs.html")
     assert page.count("<polyline") == 100 * runs_page.FIGURES * 2
     assert len(page) < 5e6

@@ -211,7 +211,7 @@ def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, c
     (tmp_path / "bit" / "metrics.csv").write_text("".join(lines[:3] + lines[4:]))
     code, out, _ = run_main(monkeypatch, capsys, compare_runs, runs / "a", tmp_path / "bit")
     assert code == 1
-    assert "train/loss: 6 rows | 5 rows; only in the first at steps ['3']" in out
+    assert "train/loss: 6 rows | 5 rows; only in the first at steps [3]" in out
 
 
 @pytest.mark.parametrize("cpus", ["8", None])

@@ -1,4 +1,4 @@
-"""Writes digests.csv (`exact.digests=true`), in which two runs are compared step by step."""
+"""Writes digests.csv (`exact.digests=true`), which shows where two runs part first (extras/comparison.py)."""
 
 import hashlib
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.reporting import digests
+from lockstep.run.folder import RunFolder
 from lockstep.training.steps import completes_step, steps_done
 
 
@@ -25,12 +25,8 @@ class Digests(Callback):
     """Digests of each step: losses of the logical ranks, summed gradients before clipping, weights and statistics after the step."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.log = RunFolder(folder).digests_log
         self.gradients: list[tuple[str, str]] = []
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            digests.begin(self.folder)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         named = pl_module.named_parameters()
@@ -46,9 +42,14 @@ class Digests(Callback):
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             step = str(steps_done(trainer))
-            whole = {digests.LOSS: losses, digests.GRADIENT: self.gradients, digests.WEIGHT: weights}
-            rows = [(step, what, name, value) for what, found in whole.items() for name, value in found]
-            digests.append(self.folder, rows)
+            parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
+            self.log.append(
+                *(
+                    {"step": step, "what": what, "name": name, "digest": value}
+                    for what, named in parts.items()
+                    for name, value in named
+                )
+            )
 
     @staticmethod
     def of_all_ranks(losses: dict[int, Tensor]) -> list[tuple[str, str]]:

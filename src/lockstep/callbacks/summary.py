@@ -17,7 +17,7 @@ from lockstep.config.identity import model_title, title
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.pictures import restored
-from lockstep.reporting.recorder import versions
+from lockstep.run.report import versions
 from lockstep.strategies.batch_norm import SYNCHRONISED
 from lockstep.tasks.panel import Content, Gallery, Sample
 from lockstep.training.panels import pictures

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 
-from lockstep.reporting.recorder import peak_bytes
+from lockstep.machine.hardware import peak_bytes
 from lockstep.training.steps import completes_step, has_row, steps_done
 
 # --- Where the time of training goes, as time/* in the report. Nothing is measured within a batch ---

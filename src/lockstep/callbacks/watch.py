@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -17,8 +16,8 @@ import lightning.pytorch as pl
 
 from lockstep.config.words import readable
 from lockstep.errors import TrainingFailed
-from lockstep.machine import files, process
-from lockstep.reporting.recorder import mark_ended
+from lockstep.machine import process
+from lockstep.run.folder import RunFolder
 
 QUIET, PATIENCE = 0.75, 0.1  # shares of strategy.timeout_s: without a batch, and without an answer; together below 1
 LOOK_S = 2.0  # seconds between two looks, at most
@@ -66,7 +65,7 @@ class Watcher:
     A request to a store whose process is stopped waits for ever (torch 2.13), therefore two.
     """
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, timeout_s: float, folder: Path) -> None:
+    def __init__(self, store: Any, name: str, rank: int, size: int, timeout_s: float, folder: RunFolder) -> None:
         self.store, self.name, self.rank, self.size, self.folder = store, name, rank, size, folder
         self.timeout_s, self.limit_s, self.patience_s = timeout_s, QUIET * timeout_s, PATIENCE * timeout_s
         self.look_s = min(LOOK_S, self.patience_s / 5)
@@ -118,7 +117,7 @@ class Watcher:
                 self.write_stacks(now_s - began_s)
                 seen = {}
             self.sign = Sign(self.sign.beat + 1, place, waits, now_s - began_s, own)
-            saving = any((self.folder / "checkpoints").glob("*.part")) if self.failed is not None else False
+            saving = any(self.folder.checkpoints.glob("*.part")) if self.failed is not None else False
             if self.failed is not None and now_s > (failed_s := min(failed_s, now_s + END_S)) + saving * SAVE_S:
                 self.end(f"ended, because rank {self.failed} failed", speaks=True)
             if self.sign.quiet_s > self.limit_s and not self.left:
@@ -145,11 +144,11 @@ class Watcher:
         how = "no answer, as from a stopped process" if silent else f"in {signs[found[0]].where}"
         return (
             f"{who} hung ({how}) and the others waited for it: no batch was finished for {self.sign.quiet_s:.0f} s, at "
-            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.folder / files.FILE}."
+            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.folder.log_file}."
         )
 
     def write_stacks(self, quiet_s: float) -> None:
-        with suppress(OSError), (self.folder / files.FILE).open("a", encoding="utf-8") as log:
+        with suppress(OSError), self.folder.log_file.open("a", encoding="utf-8") as log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             log.write(f"{stamp} WARNING [rank {self.rank}] no batch finished for {quiet_s:.0f} s; its threads:\n")
             log.flush()
@@ -161,7 +160,7 @@ class Watcher:
             time.sleep(END_S)  # the one that speaks comes first
         else:
             with suppress(Exception):
-                mark_ended(self.folder, TrainingFailed(words))
+                self.folder.record_end(TrainingFailed(words))
             prefix = f"[rank {self.rank}] " if self.rank else ""
             print(readable(f"error: {prefix}{words}"), file=sys.stderr, flush=True)
         os._exit(1)
@@ -180,7 +179,7 @@ class Watch(pl.Callback):
         if trainer.world_size == 1 or process.store is None:
             return
         watched += 1
-        place, folder = (trainer.global_rank, trainer.world_size), Path(trainer.default_root_dir)
+        place, folder = (trainer.global_rank, trainer.world_size), RunFolder(trainer.default_root_dir)
         self.watcher = Watcher(process.store.clone(), f"watch/{watched}", *place, self.timeout_s, folder)
         self.watcher.start()
 

@@ -1,7 +1,5 @@
-"""Finding runs and checkpoints on disk, and which checkpoints are complete. Free of torch."""
+"""Finding checkpoints on disk, and which of them are complete. Free of torch."""
 
-import difflib
-import os
 import pickletools
 import re
 import sys
@@ -10,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.run_files import read_report
 from lockstep.errors import UserError
 from lockstep.machine.world import rank_of
+from lockstep.run.folder import RunFolder, find_run
 
 # --- Trees of dicts, lists and tuples, as checkpoints are. Free of torch ---
 
@@ -37,7 +35,7 @@ def mapped(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> 
     return change(path, tree)
 
 
-# --- Finding runs and checkpoints on disk, and which checkpoints are complete. Free of torch ---
+# --- Finding checkpoints on disk, and which of them are complete. Free of torch ---
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 
@@ -95,44 +93,6 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
     yield from sorted(complete, key=lambda path: (step_of(path), path.name), reverse=True)
 
 
-def run_folders(runs_dir: Path) -> Iterator[Path]:
-    """The folders of all runs below `runs_dir`. A job that failed before it began has only a report.
-
-    W&B's folders and exported folders have a config.yaml too, but neither checkpoints/ nor metrics.csv.
-    """
-    for place, folders, files in os.walk(runs_dir):
-        if "report.json" in files or ("config.yaml" in files and ("checkpoints" in folders or "metrics.csv" in files)):
-            yield Path(place)
-
-
-def find_run(runs_dir: str, name: str, key: str) -> Path:
-    """The directory of run `name`. Raises UserError that names similar runs. `key` is the config key that named it."""
-    path = Path(runs_dir) / name
-    if (path / "config.yaml").is_file():
-        return path
-    raise UserError(
-        f"{key}={name}: neither a checkpoint nor a run ({path}/config.yaml is missing). {similar_runs(runs_dir, name)}"
-    )
-
-
-def run_with(file: str, given: str | Path, runs_dir: str | Path) -> Path:
-    """The folder of the run `given`, a name or a directory, that holds `file`. Raises UserError that names similar runs."""
-    for folder in (Path(given), Path(runs_dir) / given):
-        if (folder / file).is_file():
-            return folder
-    raise UserError(
-        f"{given} is not a run: neither {given}/{file} nor {runs_dir}/{given}/{file} exists. {similar_runs(str(runs_dir), str(given))}"
-    )
-
-
-def similar_runs(runs_dir: str, name: str) -> str:
-    """For messages: the runs of similar names, or else the last ones."""
-    begun = sorted(found for found in run_folders(Path(runs_dir)) if (found / "config.yaml").is_file())
-    names = [found.relative_to(runs_dir).as_posix() for found in begun]
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4) or names[-3:]
-    return f"Runs there: {', '.join(near)}." if near else f"There are no runs in {runs_dir}/."
-
-
 def checkpoint_if_any(run_dir: Path) -> Path | None:
     """The newest complete checkpoint; None if there is no checkpoint at all.
 
@@ -158,7 +118,7 @@ def newest_checkpoint(run_dir: Path, key: str) -> Path:
 
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
-    named = read_report(run_dir).get("checkpoint")
+    named = RunFolder(run_dir).report().get("checkpoint")
     path = run_dir / str(named) if named else None
     return path if path is not None and is_checkpoint(path) else newest_checkpoint(run_dir, "run")
 
@@ -181,8 +141,8 @@ def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
         UserError: there is none, or it is damaged.
     """
     path = Path(given)
-    if (path / "config.yaml").is_file():
+    if RunFolder(path).has_config():
         return checkpoint_of_report(path)
     if path.suffix == ".ckpt" or path.exists():
         return complete_checkpoint(path, key)
-    return checkpoint_of_report(find_run(runs_dir, given, key))
+    return checkpoint_of_report(find_run(given, runs_dir, key=key).path)

@@ -27,7 +27,7 @@ from lockstep.checkpoints import content, shards
 from lockstep.checkpoints.content import refused
 from lockstep.checkpoints.finding import leaves
 from lockstep.config.words import size
-from lockstep.errors import NotSaved, chain
+from lockstep.errors import FolderRemoved, NotSaved, chain
 from lockstep.machine import files
 from lockstep.machine.files import nearest
 
@@ -259,7 +259,7 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
     with files.replacing(path) as part:
         shards.write(checkpoint, part)
 
@@ -279,6 +279,8 @@ def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> No
     except Exception as e:
         with contextlib.suppress(OSError):
             files.remove(files.part_of(path))  # it takes disk space
+        if not path.parent.parent.is_dir():
+            raise FolderRemoved(path.parent.parent) from None
         full = getattr(os_error(e), "errno", None) in NO_SPACE
         raise NotSaved(
             f"the checkpoint {path} could not be saved: {reason(e)}.{missing(checkpoint, path.parent) if full else ''} The earlier ones are complete and still there. "

@@ -12,7 +12,6 @@ from lockstep.checkpoints.finding import (
     checkpoint_of_report,
     checkpoints,
     complete_checkpoint,
-    find_run,
     newest_checkpoint,
     step_of,
     tested_checkpoint,
@@ -23,11 +22,11 @@ from lockstep.config.compose import dotted, is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
 from lockstep.config.rules import batches_of, epochs_of
-from lockstep.config.run_files import load_config, read_report, refuse_damage
 from lockstep.config.schema import PREDICT
 from lockstep.config.words import shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
+from lockstep.run.folder import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
 
@@ -124,10 +123,6 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     return cfg
 
 
-def has_config(run_dir: Path) -> bool:
-    return (run_dir / "config.yaml").is_file()
-
-
 def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     """Resolves `resume` and `init_from` to checkpoint paths; a resumed run gets its own config back.
 
@@ -144,7 +139,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out.")
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = name_of_job(cfg)
-        again = cfg.run is not None and has_config(Path(cfg.runs_dir) / cfg.run)
+        again = cfg.run is not None and RunFolder(Path(cfg.runs_dir, cfg.run)).has_config()
         if again and not cfg.resume and not restarted() and world_of(cfg).external is None:
             cfg.run = None  # a second command in the same SLURM job
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
@@ -152,7 +147,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.resume:
         return resumed(cfg, overrides)
     # only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made
-    if world_of(cfg).rank == 0 and cfg.run and has_config(Path(cfg.runs_dir) / str(cfg.run)):
+    if world_of(cfg).rank == 0 and cfg.run and RunFolder(Path(cfg.runs_dir, str(cfg.run))).has_config():
         raise UserError(
             f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
         )
@@ -174,17 +169,17 @@ def resume_point(cfg: DictConfig) -> tuple[Path, Path | None]:
         run_dir = Path(cfg.runs_dir) / str(cfg.run)
         return run_dir, checkpoint_if_any(run_dir)
     given = Path(str(cfg.resume))
-    if has_config(given):
+    if RunFolder(given).has_config():
         return given, newest_checkpoint(given, "resume")
     if ".ckpt" in given.suffixes or given.is_file():
         checkpoint = complete_checkpoint(given, "resume")
         run_dir = checkpoint.resolve().parents[1]
-        if not has_config(run_dir):
+        if not RunFolder(run_dir).has_config():
             raise UserError(
                 f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights."
             )
         return run_dir, checkpoint
-    run_dir = find_run(cfg.runs_dir, str(cfg.resume), "resume")
+    run_dir = find_run(str(cfg.resume), cfg.runs_dir, key="resume").path
     return run_dir, newest_checkpoint(run_dir, "resume")
 
 
@@ -192,9 +187,9 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     run_dir, checkpoint = resume_point(cfg)
     if checkpoint is None:
         cfg.resume = None
-        return same_identity(from_weights(cfg), run_dir / "config.yaml")
-    refuse_damage(run_dir)
-    saved = load_config(run_dir / "config.yaml")
+        return same_identity(from_weights(cfg), RunFolder(run_dir))
+    RunFolder(run_dir).validate()
+    saved = RunFolder(run_dir).config()
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
     # With a recipe on the command line, that is the whole config again; otherwise keys that were not typed stay as they were.
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
@@ -210,12 +205,12 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     set_aside(result, own)
-    if world_of(result).rank == 0 and result.run != own_name and has_config(runs_dir / result.run):
+    if world_of(result).rank == 0 and result.run != own_name and RunFolder(runs_dir / result.run).has_config():
         raise UserError(
             f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
         )
     raise_problems(changes(result, saved))
-    return same_identity(result, run_dir / "config.yaml") if result.run == own_name else result
+    return same_identity(result, RunFolder(run_dir)) if result.run == own_name else result
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
@@ -232,11 +227,11 @@ def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
             OmegaConf.update(cfg, key, False if given is True else None, force_add=True)
 
 
-def same_identity(cfg: DictConfig, before: Path) -> DictConfig:
+def same_identity(cfg: DictConfig, before: RunFolder) -> DictConfig:
     """Keeps what was drawn when the run first began: its seed and its loggers' ids."""
-    if not before.is_file():
+    if not before.has_config():
         return cfg
-    saved = load_config(before)
+    saved = before.config()
     with open_dict(cfg):
         cfg.seed = saved.seed if cfg.seed is None else cfg.seed
         for name, logger in saved.logger.items():
@@ -265,12 +260,12 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         typed, more = command(job), " input=<folder>" if job == "predict" else ""
         raise UserError(f"Type {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
     if composed.run is not None:
-        run_dir = find_run(composed.runs_dir, str(composed.run), "run")
+        run_dir = find_run(str(composed.run), composed.runs_dir, key="run").path
         checkpoint = checkpoint_of_report(run_dir)
     else:
         checkpoint = complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint")
         run_dir = checkpoint.resolve().parents[1]
-    saved = load_config(run_dir / "config.yaml") if has_config(run_dir) else config_inside(checkpoint)
+    saved = RunFolder(run_dir).config() if RunFolder(run_dir).has_config() else config_inside(checkpoint)
     own = [o for o in overrides if key_of(o) not in (*EVAL_OWN, *(PREDICT if job == "predict" else ()))]
     if idle := [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]:
         raise UserError(
@@ -312,16 +307,16 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
     """
     if not cfg.resume:
         return None
-    folder = Path(cfg.resume).resolve().parents[1]
-    report, newest = read_report(folder), next(checkpoints(folder), None)
-    ended = report.get("status") == "done" and (folder / "report.html").is_file()  # which is written last
+    folder = RunFolder(Path(cfg.resume).resolve().parents[1])
+    report, newest = folder.report(), next(checkpoints(folder.path), None)
+    ended = report.get("status") == "done" and folder.page_file.is_file()  # which is written last
     if not ended or newest is None or step_of(Path(cfg.resume)) < step_of(newest):
         return None
     steps = int(report["train/steps"])
     per_epoch = batches_of(cfg, samples) // accumulated(cfg) if samples else None
     limits = list(longer(cfg, steps, per_epoch))
     reached = limits if per_epoch else []
-    if not reached and training(cfg) != training(load_config(folder / "config.yaml")):
+    if not reached and training(cfg) != training(folder.config()):
         return None
     early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]

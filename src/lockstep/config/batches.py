@@ -5,10 +5,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lockstep.config.identity import title
+from lockstep import ROOT, WHEEL
+from lockstep.config import project
+from lockstep.config.identity import model_title, title
 from lockstep.config.instantiate import has_own_loaders, mixing
 from lockstep.config.targets import is_shipped
 from lockstep.machine.world import World
+from lockstep.run.report import provenance
 
 # --- Whether batches divide among processes and accumulated micro-batches. Free of torch ---
 
@@ -120,3 +123,26 @@ def batches(cfg: DictConfig, world: World) -> dict[str, Any]:
     batch = int(cfg.data.batch_size)
     micro_batch = batch // (world.size * accumulate)  # per process
     return {"batch_size": batch, "accumulate_grad_batches": accumulate, "micro_batch": micro_batch}
+
+
+def first_report(cfg: DictConfig, world: World) -> dict[str, Any]:
+    """What report.json says from a run's first second."""
+    return {
+        "run": cfg.run,
+        "task": title(cfg.task),
+        "model": model_title(cfg),
+        "strategy": cfg.strategy.name,
+        "world_size": world.size,
+        "accelerator": world.accelerator,
+        "devices": world.devices,
+        "nodes": world.nodes,
+        "precision": str(cfg.trainer.precision),
+        **batches(cfg, world),
+        "seed": cfg.seed,
+        "monitor": cfg.checkpoint.monitor,
+        "monitor_mode": cfg.checkpoint.mode,
+        "data/name": title(cfg.data),
+        "resumed_from": cfg.resume,
+        "restarts": 0,
+        **provenance(project.current().root or (None if WHEEL else ROOT)),
+    }

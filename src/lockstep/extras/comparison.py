@@ -8,10 +8,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from lockstep.checkpoints.finding import leaves, run_with
+from lockstep.checkpoints.finding import leaves
 from lockstep.config.compose import dotted
-from lockstep.config.run_files import load_config, read_report, refuse_damage, whole_rows
-from lockstep.reporting.digests import parting
+from lockstep.run.folder import RunFolder, find_run
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
@@ -30,17 +29,18 @@ class Run:
     folder: Path
     config: dict[str, Any]
     report: dict[str, Any]
-    rows: list[dict[str, str]]
-    columns: list[str]
+    rows: list[dict[str, float]]
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(name for row in self.rows for name in row))
 
 
 def find(given: str, runs_dir: Path) -> Run:
     """The run in a folder, or the run of that name. Raises UserError: there is none, or it is damaged."""
-    folder = run_with("config.yaml", given, runs_dir)
-    refuse_damage(folder)
-    metrics = whole_rows(folder / "metrics.csv")
-    config = dotted(OmegaConf.to_container(load_config(folder / "config.yaml")))
-    return Run(folder, config, read_report(folder), list(metrics), list(metrics.fieldnames or []))
+    folder = find_run(given, runs_dir)
+    folder.validate()
+    return Run(folder.path, dotted(OmegaConf.to_container(folder.config())), folder.report(), folder.metrics())
 
 
 def relative(a: float, b: float) -> float:
@@ -56,10 +56,10 @@ def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {a.get(key, 'absent')} | {b.get(key, 'absent')}"
 
 
-def series(run: Run) -> dict[str, list[tuple[str, str]]]:
-    """The (step, value) pairs of each column, as written."""
+def series(run: Run) -> dict[str, list[tuple[int, float]]]:
+    """The (step, value) pairs of each column."""
     names = [name for name in run.columns if name != "step" and not name.endswith(MEASURED)]
-    return {name: [(row["step"], row[name]) for row in run.rows if row[name]] for name in names}
+    return {name: [(int(row["step"]), row[name]) for row in run.rows if name in row] for name in names}
 
 
 def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
@@ -69,10 +69,10 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
         one, other = ours.get(name, []), theirs.get(name, [])
         steps = [step for step, _ in one], [step for step, _ in other]
         if steps[0] != steps[1]:
-            only = [sorted(set(x) - set(y), key=int)[:5] for x, y in (steps, steps[::-1])]
+            only = [sorted(set(x) - set(y))[:5] for x, y in (steps, steps[::-1])]
             yield f"{name}: {len(one)} rows | {len(other)} rows; only in the first at steps {only[0]}, only in the second at {only[1]}"
             continue
-        pairs = [(step, float(x), float(y)) for (step, x), (_, y) in zip(one, other, strict=True)]
+        pairs = [(step, x, y) for (step, x), (_, y) in zip(one, other, strict=True)]
         differing = [(step, x, y) for step, x, y in pairs if relative(x, y) > tolerance]
         if differing:
             step, x, y = differing[0]
@@ -83,7 +83,7 @@ def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
 def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and how that is seen."""
     ours, theirs = (dict(series(run).get(LOSS, [])) for run in (a, b))
-    rows = [(step, relative(float(x), float(theirs[step]))) for step, x in ours.items() if step in theirs]
+    rows = [(step, relative(x, theirs[step])) for step, x in ours.items() if step in theirs]
     if any(str(run.config.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
         return False, "in trainer.precision=32-true, rounding could be told from a real difference"
     if len(rows) < FEWEST_ROWS:
@@ -148,6 +148,21 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
                 yield f"{part}: {key}: {a[key]} | {b[key]}"
 
 
+def first_different_digest(a: Run, b: Run) -> str | None:
+    """Step, logical rank and tensor; None if all are equal, or a run has no digests (`exact.digests`)."""
+    ours, theirs = (
+        {(row["step"], row["what"], row["name"]): row["digest"] for row in RunFolder(run.folder).digests_log.rows()}
+        for run in (a, b)
+    )
+    different = [key for key, digest in ours.items() if theirs.get(key, digest) != digest]
+    if not different:
+        return None
+    step, what, _ = different[0]
+    names = [key[2] for key in different if key[:2] == (step, what)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"the runs part at step {step}, in the {what} {', '.join(names[:3])}{more}"
+
+
 def checkpoints(run: Run) -> dict[str, Path]:
     """last.ckpt, and the checkpoint that was tested."""
     found = {"last": run.folder / "checkpoints" / "last.ckpt"}
@@ -182,7 +197,7 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
         if exact and ours[name].name != theirs[name].name:
             found["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
         found["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
-    if exact and (line := parting(a.folder, b.folder)):
+    if exact and (line := first_different_digest(a, b)):
         found["weights"].insert(0, line)
     return found
 

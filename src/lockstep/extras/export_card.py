@@ -11,10 +11,10 @@ from torch import nn
 from lockstep.checkpoints.content import DATA
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
 from lockstep.config.identity import model_title, title
-from lockstep.config.run_files import read_report
 from lockstep.config.words import shown
-from lockstep.reporting.recorder import evaluated, versions
 from lockstep.reporting.render import ENVIRONMENT
+from lockstep.run.folder import RunFolder
+from lockstep.run.report import tested, versions
 from lockstep.tasks import Task
 
 OUTPUTS = {
@@ -31,7 +31,7 @@ def card(
     """`found`: by file, the largest difference of its outputs from the trained network's, on so many `images`."""
     cfg = OmegaConf.create(dict(content["config"]))
     assert isinstance(cfg, DictConfig)
-    report = tested(path)
+    report = report_of(path)
     about, names = task.about, list(task.about[task.names])
     values = {
         "model": model_title(cfg),
@@ -46,7 +46,7 @@ def card(
         "data": content[DATA],
         "kind": task.names,
         "names": names,
-        "metrics": {name: report[name] for name in evaluated(report) if name != "test/count"},
+        "metrics": {name: report[name] for name in tested(report) if name != "test/count"},
         "count": report.get("test/count", 0),
         "unit": report.get("unit", "samples"),
         "differences": found,
@@ -66,10 +66,10 @@ def packages(part: Path) -> list[str]:
     return ["torch", "safetensors", "Pillow", *([library] if library in ("timm", "torchvision") else [])]
 
 
-def tested(path: Path) -> dict[str, Any]:
+def report_of(path: Path) -> dict[str, Any]:
     """The report of the checkpoint's run; empty if the run tested a different checkpoint."""
     run = path.resolve().parents[1]
-    report = read_report(run)
+    report = RunFolder(run).report()
     return report if report.get("checkpoint") and (run / report["checkpoint"]).resolve() == path.resolve() else {}
 
 

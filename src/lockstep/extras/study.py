@@ -26,11 +26,11 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
-from lockstep.config.run_files import read_report
 from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.extras import study_files
 from lockstep.extras.pruning import STORAGE, trial_id
+from lockstep.run.folder import RunFolder
 
 COSTS = ("peak_memory_bytes", "parameters", "wall_s")
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]
@@ -201,7 +201,7 @@ class StudySweeper(SweeperSteps):
 
     def record(self, trial: Trial, done: bool) -> None:
         """Tells the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
-        report = {"status": "failed"} | read_report(self.folder / str(trial.number))
+        report = {"status": "failed"} | RunFolder(self.folder / str(trial.number)).report()
         values: list[Any] = [report.get(name) for name in self.objectives]
         if "train/steps" in report:
             trial.set_user_attr("steps", report["train/steps"])

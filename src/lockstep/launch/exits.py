@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from lockstep.config.words import readable
-from lockstep.errors import RunFailed, TrainingFailed, UserError
+from lockstep.errors import RunFailed, TrainingFailed, UserError, outcome_of
 from lockstep.machine import process
 
-INTERRUPTED = 130
+INTERRUPTED = outcome_of(KeyboardInterrupt()).exit_code
 LOOK_S = 1.0  # seconds between two looks for torchrun's agent
 SPOKEN_S = 5.0  # for rank 0 to say what is wrong: torchrun ends all processes as soon as one has ended
 # Of gloo and nccl where another process has ended. The traceback is in train.log.
@@ -91,7 +91,7 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             print(readable("\n".join(f"error: {problem}" for problem in e.problems)), file=sys.stderr)
         elif "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(SPOKEN_S)
-        return 2
+        return e.exit_code
     except TrainingFailed as e:
         if rank == 0 or not e.alike:
             print(readable(f"error: {prefix}{e}"), file=sys.stderr)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,6 @@ from lockstep.config import project
 from lockstep.config.batches import accumulations, batches, unit
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
-from lockstep.config.run_files import read_report
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError
 from lockstep.launch.exits import INTERRUPTED, LOOK_S
 from lockstep.launch.jobs import EVALUATIONS, Run
@@ -32,6 +30,7 @@ from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.process import NOTEBOOK, in_notebook
 from lockstep.machine.world import World, cores
+from lockstep.run.folder import RunFolder
 
 # --- The processes of a run on this machine, one per device. All end when one fails or when their parent dies ---
 #
@@ -216,13 +215,6 @@ def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
 VMSTAT = Path("/proc/vmstat")
 
 
-def begin_anew(cfg: DictConfig) -> None:
-    """Removes the files of a run that died before its first checkpoint."""
-    for left in ("config.yaml", "metrics.csv"):
-        (run_dir(cfg) / left).unlink(missing_ok=True)
-    shutil.rmtree(run_dir(cfg) / "tensorboard", ignore_errors=True)
-
-
 def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, world: World) -> None:
     """Runs with as few micro-batches per step as memory allows. Each attempt continues from the previous one's last checkpoint.
 
@@ -230,7 +222,7 @@ def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, wor
         OutOfMemory: a smaller micro-batch does not help, or does not exist.
     """
     cfg, batch = cfg.copy(), cfg.data.batch_size
-    had = read_report(run_dir(cfg)).get("micro_batch") or batch  # of a resumed run
+    had = RunFolder(run_dir(cfg)).report().get("micro_batch") or batch  # of a resumed run
     fits = (k for k in accumulations(batch, world.size, unit(cfg)[0]) if batch // (world.size * k) <= had)
     cfg.trainer.accumulate_grad_batches = next(fits)
     while True:
@@ -244,7 +236,7 @@ def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, wor
         newest = checkpoint_if_any(run_dir(cfg))
         cfg.resume = str(newest) if newest else cfg.resume
         if not cfg.resume:
-            begin_anew(cfg)
+            RunFolder(run_dir(cfg)).discard()
         now = batches(cfg, world)
         words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
         print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, open_dict
 from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided, workers
+from lockstep.config.batches import first_report
 from lockstep.config.checks import check, missing_keys, problem_of, wrong_values
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
@@ -27,8 +29,9 @@ from lockstep.launch.jobs import EVALUATIONS, Job
 from lockstep.machine import files, process
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, rank_of, world_of
-from lockstep.reporting.recorder import Recorder, mark_ended
+from lockstep.reporting.recorder import Recorder
 from lockstep.reporting.runs_page import Report
+from lockstep.run.folder import PATIENCE_S, RunFolder
 
 FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
 SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
@@ -124,7 +127,9 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
         if not evaluating and project.of_users_code(e):
-            Recorder(identify(cfg, None), world).__exit__(type(e), e, e.__traceback__)
+            cfg = identify(cfg, None)
+            recorder = Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
+            recorder.__exit__(type(e), e, e.__traceback__)
         raise
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
@@ -133,14 +138,16 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     if not evaluating and (told := resuming.already_finished(cfg, samples)):
         if world.rank == 0:
             print(readable(told))
-        return Report(Path(cfg.resume).resolve().parents[1])
-    if not evaluating and world.rank == 0:
-        files.refuse_if_taken(run_dir(cfg), RESTART_S if restarted() else 0.0)
-    if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
-        local.begin_anew(cfg)
-    execute(job, cfg, world)
+        return Report(RunFolder(Path(cfg.resume).resolve().parents[1]))
     if not evaluating:
-        return Report(run_dir(cfg))
+        folder = RunFolder(run_dir(cfg))
+        patience_s = RESTART_S if restarted() else PATIENCE_S
+        with folder.locked(patience_s) if world.rank == 0 else nullcontext():  # before any file is changed
+            if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
+                folder.discard()
+            execute(job, cfg, world)
+        return Report(folder)
+    execute(job, cfg, world)
     path = evaluation_file(cfg, job.name)
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
     return result
@@ -180,7 +187,7 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
                 in_processes(cfg, world)
         except BaseException as e:
             if world.rank == 0:
-                mark_ended(run_dir(cfg), e)
+                RunFolder(run_dir(cfg)).record_end(e)
             process.requeue(world.rank)
             raise
 

@@ -16,12 +16,12 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lockstep.config import project
 from lockstep.config.identity import run_dir
-from lockstep.config.run_files import read_report
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
-from lockstep.machine.files import write_csv, write_json
+from lockstep.machine.files import write_csv
 from lockstep.machine.world import accelerator_of, cores, visible_gpus, world_of
-from lockstep.reporting.recorder import evaluated, mark_ended, status
+from lockstep.run.folder import RunFolder
+from lockstep.run.report import tested
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 
@@ -42,10 +42,10 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Status, test figures, the monitored figure, speed and time."""
-    tested = [key for row in rows for key in evaluated(row) if not key.endswith("/count")]
+    of_test = [key for row in rows for key in tested(row) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
-    return list(dict.fromkeys([*FIRST, *sorted(tested), *monitored, LAST[0], *rates, LAST[1]]))
+    return list(dict.fromkeys([*FIRST, *sorted(of_test), *monitored, LAST[0], *rates, LAST[1]]))
 
 
 def typed(overrides: list[str]) -> list[str]:
@@ -55,12 +55,11 @@ def typed(overrides: list[str]) -> list[str]:
 
 def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
     """Adds a job's overrides to its report; a job that failed before it had one gets one."""
-    path = folder / "report.json"
     folder.mkdir(parents=True, exist_ok=True)
-    report = {"status": "failed"} | read_report(folder)
+    report = {"status": "failed"} | RunFolder(folder).report()
     if failed and report["status"] in ("done", "running"):
         return  # the report belongs to another run, which kept its directory
-    write_json(path, report | {"overrides": shlex.join(typed(overrides))})
+    RunFolder(folder).write_report(report | {"overrides": shlex.join(typed(overrides))})
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -91,8 +90,7 @@ class SweepTable(Callback):
         )
         rows = []
         for folder in (path.parent for path in reports):
-            report = {"run": f"{sweep_dir.name}/{folder.name}", **read_report(folder)}
-            rows.append(report | {"status": status(folder, report)})
+            rows.append({"run": f"{sweep_dir.name}/{folder.name}", **RunFolder(folder).report()})
         last[:] = rows
         if not rows:
             return
@@ -170,9 +168,9 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: di
         finally:
             running.remove(process)
     if code:
-        mark_ended(folder, RunFailed(f"its process ended with exit code {code}"))
+        RunFolder(folder).record_end(RunFailed(f"its process ended with exit code {code}"))
     record(folder, overrides, failed=bool(code))
-    report = read_report(folder)
+    report = RunFolder(folder).report()
     print(f"{cfg.run} {report.get('status')}\n", end="", flush=True)
     if not code:
         done.status, done.return_value = JobStatus.COMPLETED, report

@@ -5,11 +5,16 @@ import mmap
 import os
 import platform
 import re
+import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.machine import process
+
+if TYPE_CHECKING:
+    import torch
 
 BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # Intel and AMD; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
@@ -153,3 +158,16 @@ def keep_freed_memory() -> None:
         if not libc.mallopt(M_MMAP_THRESHOLD, NEVER):
             libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)
         libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+
+
+def peak_bytes(device: "torch.device") -> int | None:
+    """The most memory that this process has had so far: of its GPU if it has one, else of the host."""
+    import torch
+
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

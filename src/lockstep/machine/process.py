@@ -212,8 +212,8 @@ class RankLog:
             self.file.write(plain.encode(errors="replace"))
 
     def keep(self) -> None:
-        """Moves the log to the run's folder as soon as there is one."""
-        while not self.folder.is_dir():
+        """Moves the log to the run's folder as soon as the run has begun; until then the folder holds at most the lock."""
+        while not (self.folder / "checkpoints").is_dir():
             if self.over.is_set():
                 return
             self.over.wait(FOLDER_S)

@@ -4,13 +4,12 @@ Any logger of Lightning's works. One with a method `on_run_end(end: RunEnd)` is 
 logger's own thread (background.py).
 """
 
-import csv
 import logging
 import netrc
 import os
 import shlex
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from lockstep.compat.lightning import without_anonymous
 from lockstep.config.compose import dotted
 from lockstep.config.project import of_users_code
-from lockstep.config.run_files import whole_rows
-from lockstep.errors import TrainingFailed, UserError
-from lockstep.machine import files
-from lockstep.reporting import background, digests
+from lockstep.errors import UserError
+from lockstep.reporting import background
+from lockstep.run.folder import RunFolder
 from lockstep.tasks.panel import Content, Matrix, Share, Table
 from lockstep.training.steps import steps_done
 
@@ -141,8 +139,7 @@ class MetricsCsv(Logger):
 
     def __init__(self, *, run_dir: Path, run: str) -> None:
         super().__init__()
-        self.path = run_dir / "metrics.csv"
-        self.columns: list[str] = []
+        self.log = RunFolder(run_dir).metrics_log
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,73 +147,31 @@ class MetricsCsv(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        row: dict[str, Any] = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        if not self.path.exists():
-            self.begin_anew()
-        elif not self.columns:
-            self.columns = self.rows()[0]
-        new = [name for name in row if name not in self.columns]
-        if new:  # rewrites the file and replaces it
-            old = self.rows()[1]
-            self.columns = [*self.columns, *new]
-            files.write_csv(self.path, self.columns, old)
-        with files.naming(self.path), self.path.open("a", newline="") as file:
-            csv.DictWriter(file, self.columns).writerow(row)
-
-    def begin_anew(self) -> None:
-        if not self.path.parent.is_dir():
-            raise TrainingFailed(f"{self.path.parent} was removed while the run was going on. Start it again.")
-        if self.columns:
-            log.warning("%s was removed while the run was going on: its earlier rows are lost", self.path)
-        self.columns = []
-
-    def rows(self) -> tuple[list[str], list[dict[str, str]]]:
-        reader = whole_rows(self.path)
-        return list(reader.fieldnames or []), list(reader)
-
-    def keep(self, is_kept: Callable[[dict[str, str]], bool]) -> None:
-        if self.path.exists():
-            self.columns, rows = self.rows()
-            files.write_csv(self.path, self.columns, [row for row in rows if is_kept(row)])
-
-    @rank_zero_only
-    def cut(self, steps: int) -> None:
-        """Drops the rows after step `steps`, which a resumed run will write again."""
-        self.keep(lambda row: int(row["step"]) <= steps)
-
-    @rank_zero_only
-    def drop_tests(self, report: Mapping[str, Any]) -> None:
-        """Drops the rows that hold figures of the report and nothing else: a resumed run will test again."""
-        self.keep(lambda row: any(value and name != "step" and name not in report for name, value in row.items()))
+        self.log.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
 
 class CutAtResume(pl.Callback):
-    """Cuts logs at the checkpoint's step, so no row is written twice. W&B keeps what it has been sent.
+    """Cuts logs at the checkpoint's step, so no row is written twice. W&B keeps what it has been sent."""
 
-    `report` is that of the run before it was resumed.
-    """
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, self.earlier = folder, folder.report()  # of the run before it was resumed
 
-    def __init__(self, report: Mapping[str, Any]) -> None:
-        self.report = report
-
+    @rank_zero_only
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Also with nothing left to train."""
-        for logger in trainer.loggers if self.report else ():
-            if isinstance(logger, MetricsCsv):
-                logger.drop_tests(self.report)
+        """Also with nothing left to train: a resumed run will test again."""
+        if self.earlier:
+            self.folder.drop_tests(self.earlier)
 
+    @rank_zero_only
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.on_fit_end(trainer, pl_module)
-        steps = steps_done(trainer)
-        for logger in trainer.loggers if steps else ():
-            if isinstance(logger, MetricsCsv):
-                logger.cut(steps)
-                if trainer.is_global_zero:
-                    digests.cut(logger.path.parent, steps)
-            if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
-                writer = logger.experiment
-                writer.close()  # it opens a new file that first purges older records from this step on
-                writer.purge_step = steps + 1
+        if steps := steps_done(trainer):
+            self.folder.cut(steps)
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    writer = logger.experiment
+                    writer.close()  # it opens a new file that first purges older records from this step on
+                    writer.purge_step = steps + 1
 
 
 # --- TensorBoard: it cannot show the page, which is beside its folder, and gets the tables as texts ---

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.compose import typed
 from lockstep.config.project import command
-from lockstep.config.run_files import read_metrics
 from lockstep.config.words import number, size
 from lockstep.machine.files import write_json, write_text
 from lockstep.reporting.console import lines_of, metrics_table, say, speed, warnings_in
 from lockstep.reporting.panels import write_panels
-from lockstep.reporting.recorder import evaluated
 from lockstep.reporting.render import chart, coloured, render
+from lockstep.run.folder import RunFolder
+from lockstep.run.report import tested
 from lockstep.tasks.panel import Content, Gallery
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def headline_of(module: "pl.LightningModule | None", report: dict[str, Any]) -> 
     task = task_of(module)
     if task is not None and "test/count" in report:
         return task.headline(report)
-    names = [*evaluated(report), *(name for name in report if name == report.get("monitor"))]
+    names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
     found = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
     return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
 
@@ -165,7 +165,7 @@ def write_page(
 ) -> None:
     """Writes report.html and panels.json of a run that is done or has failed."""
     write_panels(info.folder, panels)
-    metrics, log_lines = read_metrics(info.folder / "metrics.csv"), lines_of(info.folder / "train.log")
+    metrics, log_lines = RunFolder(info.folder).metrics(), lines_of(info.folder / "train.log")
     unit, failed = report.get("unit", "samples"), report["status"] != "done"
     values: dict[str, Any] = {
         "info": info,

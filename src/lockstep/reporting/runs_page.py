@@ -9,13 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lockstep.checkpoints.finding import run_with
 from lockstep.config.compose import PLACE, dotted
-from lockstep.config.run_files import read_metrics, read_report
 from lockstep.config.words import number, seconds, shown
 from lockstep.errors import UserError
-from lockstep.reporting.recorder import evaluated, status
 from lockstep.reporting.render import chart, coloured, render
+from lockstep.run.folder import RunFolder, find_run
+from lockstep.run.report import ListedRun, tested
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,15 +38,14 @@ class Curve(NamedTuple):
 class Report(dict[str, Any]):
     """report.json as a dict; empty without one. A notebook shows the page."""
 
-    def __init__(self, folder: Path) -> None:
-        found = read_report(folder)
-        super().__init__(found | {"status": status(folder, found)} if found else {})
-        self.folder = folder
+    def __init__(self, run: RunFolder) -> None:
+        super().__init__(run.report())
+        self.run, self.folder = run, run.path
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """The columns of metrics.csv by name."""
-        rows = read_metrics(self.folder / "metrics.csv")
+        rows = self.run.metrics()
         names = dict.fromkeys(name for row in rows for name in row if name != "step")
         pairs = {name: [(int(row["step"]), row[name]) for row in rows if name in row] for name in names}
         return {name: Curve(*map(list, zip(*found, strict=True))) for name, found in pairs.items()}
@@ -65,11 +63,11 @@ class Report(dict[str, Any]):
             import pandas as pd
         except ImportError:
             raise UserError("frame() needs pandas: pip install pandas. `curves` has the same as lists.") from None
-        return pd.DataFrame(read_metrics(self.folder / "metrics.csv"))
+        return pd.DataFrame(self.run.metrics())
 
     def _repr_html_(self) -> str:
         """A table of the main figures, which viewers without frames show as well; then the page."""
-        names = ("run", "status", "error", *evaluated(self), str(self.get("monitor")), "train/steps", "wall_s")
+        names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
         rows = {name: number(self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
         page = self.folder / "report.html"
@@ -78,7 +76,7 @@ class Report(dict[str, Any]):
 
 def load_report(run: str | Path, runs_dir: str = "runs") -> Report:
     """Raises UserError: there is no such run."""
-    return Report(run_with("report.json", run, runs_dir))
+    return Report(find_run(run, runs_dir, needs="report.json"))
 
 
 # --- The page of many runs: overlaid curves, and a table of figures and of the settings that differ. Free of torch ---
@@ -87,26 +85,6 @@ FIGURES, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay bel
 NO_FIGURE = ("step", "epoch")
 # Decided by Lockstep, not by a person.
 DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision", "trainer.log_every_n_steps")
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """What a page needs of a run: its report and the content of its config.yaml."""
-
-    name: str
-    folder: Path
-    report: dict[str, Any]
-    config: dict[str, Any]
-
-    @property
-    def batch(self) -> int:
-        return int(self.report.get("batch_size") or 1)
-
-    def metrics(self) -> list[dict[str, float]]:
-        try:
-            return read_metrics(self.folder / "metrics.csv")
-        except UserError:  # one damaged file must not hide the other runs
-            return []
 
 
 @dataclass(frozen=True)
@@ -123,7 +101,7 @@ def cell(value: Any, form: Callable[[Any], str] = shown) -> Cell | str:
     return "" if value is None else shown(value)
 
 
-def differing(runs: Sequence[RunFiles]) -> list[str]:
+def differing(runs: Sequence[ListedRun]) -> list[str]:
     """The keys of the configs that do not have one value."""
     configs = [{key: shown(value) for key, value in dotted(run.config).items()} for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
@@ -131,13 +109,13 @@ def differing(runs: Sequence[RunFiles]) -> list[str]:
     return [k for k in keys if not k.startswith(ignored) and len({config.get(k) for config in configs}) > 1]
 
 
-def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str], unit: str) -> list[dict[str, Any]]:
+def curve_charts(runs: Sequence[ListedRun], monitors: Sequence[str], unit: str) -> list[dict[str, Any]]:
     """A chart for each figure, the monitored ones first; a second one over samples seen if the runs' batches differ."""
     rows = {run.name: run.metrics() for run in runs}
     names = dict.fromkeys(name for each in rows.values() for row in each for name in row)
     curves = [n for n in names if n not in NO_FIGURE and not n.endswith("/count") and not n.startswith("test/")]
     chosen = sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:FIGURES]
-    batches = {run.batch for run in runs if rows[run.name]}
+    batches = {run.batch_size for run in runs if rows[run.name]}
     per = next(iter(batches)) if len(batches) == 1 else None
     charts = []
     for name in chosen:
@@ -147,13 +125,13 @@ def curve_charts(runs: Sequence[RunFiles], monitors: Sequence[str], unit: str) -
             continue  # the table has these numbers
         svgs = [("" if per else " in-x", chart("step", by_step, per_x=per, per_x_label=f"{unit} seen", many=POINTS))]
         if not per:
-            by_sample = {r.name: [(x * r.batch, y) for x, y in by_step[r.name]] for r in runs if r.name in by_step}
+            by_sample = {r.name: [(x * r.batch_size, y) for x, y in by_step[r.name]] for r in runs if r.name in by_step}
             svgs.append((" in-per", chart(f"{unit} seen", by_sample, many=POINTS)))
         charts.append({"name": name, "svgs": svgs, "keys": coloured(by_step)})
     return charts
 
 
-def best_of(runs: Sequence[RunFiles], monitor: str) -> dict[str, str]:
+def best_of(runs: Sequence[ListedRun], monitor: str) -> dict[str, str]:
     """The best monitored validation figure, as `name`, `value` and `run`."""
     scored = [(run.report[monitor], run) for run in runs if isinstance(run.report.get(monitor), int | float)]
     modes = {run.report.get("monitor_mode") for _, run in scored if run.report.get("monitor") == monitor}
@@ -167,14 +145,14 @@ def whole(value: float) -> str:
     return f"{value:,.0f}" if value else ""
 
 
-def runs_page(runs: Sequence[RunFiles], folder: Path, out: Path) -> str:
+def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
     """HTML. Links to the runs' own pages are relative to `out`."""
     monitors = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
     common = [name for name, _ in Counter(monitors).most_common()]
     unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
     charts, settings = curve_charts(runs, common, unit), differing(runs)
-    tested = dict.fromkeys(name for run in runs for name in evaluated(run.report) if not name.endswith("/count"))
-    figures = dict.fromkeys(name for name in (*common, *tested) if any(name in run.report for run in runs))
+    of_test = dict.fromkeys(name for run in runs for name in tested(run.report) if not name.endswith("/count"))
+    figures = dict.fromkeys(name for name in (*common, *of_test) if any(name in run.report for run in runs))
     short = {key: key.rpartition(".")[2] for key in settings[:SETTINGS]}
     names = Counter(short.values())
     configs = [dotted(run.config) for run in runs]
@@ -188,7 +166,7 @@ def runs_page(runs: Sequence[RunFiles], folder: Path, out: Path) -> str:
         (f"{unit}/s", "", [cell(run.report.get(f"train/{unit}_per_s"), whole) for run in runs]),
         ("time", "", [cell(run.report.get("wall_s"), seconds) for run in runs]),
     ]
-    pages = [run.folder / "report.html" for run in runs]
+    pages = [run.folder.page_file for run in runs]
     links = [Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else "" for page in pages]
     counts = Counter(str(run.report["status"]) for run in runs)
     values = {

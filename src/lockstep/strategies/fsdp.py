@@ -190,7 +190,8 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         with self.all_or_none():
             if self.is_global_zero:
                 shutil.rmtree(part, ignore_errors=True)
-                part.mkdir(parents=True)
+                part.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
+                part.mkdir()
         with self.all_or_none():
             shards.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
         with self.all_or_none():

@@ -1,0 +1,247 @@
+"""`runs/<name>`: the only reader and writer of a run's config, report, metrics and lock. Free of torch.
+
+What a person may have damaged raises UserError, which names the file.
+"""
+
+import csv
+import difflib
+import errno
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from lockstep.errors import FolderRemoved, UserError, outcome_of, raise_problems
+from lockstep.machine import files
+
+PARTS = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")  # every config has these
+PATIENCE_S = 1.0  # another process may have looked at the lock just then
+log = logging.getLogger("lockstep")
+
+
+class CsvLog:
+    """A CSV file that a run appends to; a new name is a new column. A last row that a kill cut off is no row."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: list[str] = []  # of the file, once it was read or written
+
+    def rows(self) -> list[dict[str, str]]:
+        """No rows without a file."""
+        if self.path.exists() and not self.path.is_file():  # a device may have no end
+            raise OSError(errno.EINVAL, "it is no regular file", str(self.path))
+        text = self.path.read_text() if self.path.exists() else ""
+        reader = csv.DictReader(line for line in text.splitlines(keepends=True) if line.endswith("\n"))
+        self.columns = list(reader.fieldnames or ())
+        return list(reader)
+
+    def append(self, *rows: Mapping[str, Any]) -> None:
+        if self.columns and not self.path.exists():
+            log.warning("%s was removed while the run was going on: its earlier rows are lost", self.path)
+        names = dict.fromkeys(name for row in rows for name in row)
+        try:
+            if not names.keys() <= set(self.columns):
+                earlier = self.rows()
+                self.columns += [name for name in names if name not in self.columns]
+                if self.path.exists():
+                    files.write_csv(self.path, self.columns, earlier)
+            with files.naming(self.path), self.path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, self.columns)
+                if not file.tell():
+                    writer.writeheader()
+                writer.writerows(rows)
+        except FileNotFoundError:
+            raise FolderRemoved(self.path.parent) from None
+
+    def keep(self, is_kept: Callable[[dict[str, str]], bool]) -> None:
+        if self.path.exists():
+            rows = self.rows()
+            files.write_csv(self.path, self.columns, (row for row in rows if is_kept(row)))
+
+
+class RunFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_file, self.report_file = self.path / "config.yaml", self.path / "report.json"
+        self.log_file, self.page_file = self.path / "train.log", self.path / "report.html"
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics_log = CsvLog(self.path / "metrics.csv")
+        self.digests_log = CsvLog(self.path / "digests.csv")  # of each step's losses, gradients and weights
+        self.lock_file = self.path / ".lock"
+
+    # --- What later commands read ---
+
+    def is_empty(self) -> bool:
+        """Whether nothing but the lock is there."""
+        return not self.path.exists() or {file.name for file in self.path.iterdir()} <= {self.lock_file.name}
+
+    def has_config(self) -> bool:
+        """Whether the run has begun."""
+        return self.config_file.is_file()
+
+    def config(self) -> DictConfig:
+        try:
+            config = OmegaConf.load(self.config_file)
+            if isinstance(config, DictConfig) and all(part in config for part in PARTS):
+                return config
+            why = "it is not the whole config of a run"
+        except (YAMLError, OmegaConfBaseException, OSError, ValueError) as e:
+            why = str(e).split("\n")[0]
+        raise UserError(
+            f"{self.config_file} is damaged: {why}. Put the file back, or set run=<another name> to start over."
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Empty without one. A run that is `running` on this machine although no process holds its lock has `died`."""
+        try:
+            text = self.report_file.read_text(encoding="utf-8") if self.report_file.exists() else "{}"
+            report = json.loads(text)
+            why = "" if isinstance(report, dict) else "it is not a report"
+        except (OSError, ValueError, RecursionError) as e:
+            why = str(e)
+        if why:
+            raise UserError(f"{self.report_file} is damaged: {why}. Remove the file: the run continues without it.")
+        is_here = report.get("status") == "running" and report.get("host") == socket.gethostname()
+        return report | {"status": "died"} if is_here and not self.is_locked() else report
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The rows of metrics.csv, without empty cells; no rows without a file."""
+        try:
+            rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
+            if all(row.get("step", 0.5).is_integer() for row in rows):
+                return rows
+            why = "a row has no step"
+        except (OSError, ValueError, TypeError, AttributeError, csv.Error) as e:  # such as a row with too many cells
+            why = str(e)
+        raise UserError(
+            f"{self.metrics_log.path} is damaged: {why}. Repair it, or move it away: the run continues without its earlier rows."
+        )
+
+    def validate(self) -> None:
+        """Raises one UserError for all that is wrong with the files that continuing a run reads."""
+        problems: list[str] = []
+        for read in (self.config, self.report, self.metrics):
+            try:
+                read()
+            except UserError as e:
+                problems.extend(e.problems)
+        raise_problems(problems)
+
+    # --- What the run writes ---
+
+    def write_config(self, config: DictConfig) -> None:
+        """Without `resume`: the config says what the run is, not how this start of it began."""
+        saved = OmegaConf.create({**{key: value for key, value in config.items() if key != "resume"}, "resume": None})
+        files.write_text(self.config_file, OmegaConf.to_yaml(saved, resolve=True))
+
+    def write_report(self, report: Mapping[str, Any]) -> None:
+        files.write_json(self.report_file, dict(report))
+
+    def record_end(self, error: BaseException) -> None:
+        """Writes how a run ended whose own processes could not. At Ctrl-C, one may fail because another is gone already."""
+        outcome, report = outcome_of(error), self.report()
+        open_ends = {"interrupted": ("running", "died", "failed"), "refused": ()}.get(
+            outcome.status, ("running", "died")
+        )
+        if report.get("status") in open_ends:
+            self.write_report(report | {"status": outcome.status, "error": outcome.error})
+
+    def cut(self, steps: int) -> None:
+        """Drops the rows after `steps` steps, which a resumed run will write again."""
+        for log in (self.metrics_log, self.digests_log):
+            log.keep(lambda row: int(row["step"]) <= steps)
+
+    def drop_tests(self, report: Mapping[str, Any]) -> None:
+        """Drops the rows of metrics.csv that hold metrics of the report and nothing else."""
+        names = {"step", *report}
+        self.metrics_log.keep(lambda row: any(value and name not in names for name, value in row.items()))
+
+    def discard(self) -> None:
+        """Removes what a run wrote that died before its first checkpoint."""
+        for file in (self.config_file, self.metrics_log.path):
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+
+    # --- One process at a time ---
+
+    def is_locked(self) -> bool:
+        """Whether a process holds the lock. The kernel releases it when the process ends, in whatever way."""
+        from filelock import FileLock, Timeout
+
+        try:
+            if self.lock_file.exists():
+                FileLock(self.lock_file, timeout=0, fallback_to_soft=False).acquire().lock.release()
+        except OSError as e:  # it is held, or another user's; or the file system has no locks
+            return isinstance(e, Timeout | PermissionError)
+        return False
+
+    @contextmanager
+    def locked(self, patience_s: float = PATIENCE_S) -> Iterator[None]:
+        """Makes the folder and holds its lock within the block; a folder that is empty then is removed again.
+
+        Raises:
+            UserError: after `patience_s` seconds another process still has the lock.
+        """
+        from filelock import FileLock, Timeout
+
+        new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.lock_file, timeout=patience_s, fallback_to_soft=False)  # a soft lock would outlive a kill
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(
+                f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command "
+                "again with resume=auto. Or set another run=<name>."
+            ) from None
+        except OSError:  # the file system has no locks
+            pass
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows keeps a file that is open
+                self.lock_file.unlink(missing_ok=True)
+            lock.release()
+            for folder in new:
+                with suppress(OSError):  # it is in use
+                    folder.rmdir()
+
+
+# --- Finding runs ---
+
+
+def run_folders(runs_dir: str | Path) -> Iterator[RunFolder]:
+    """All runs below `runs_dir`. A job that failed before it began has only a report.
+
+    W&B's folders and exported folders have a config.yaml too, but neither checkpoints/ nor metrics.csv.
+    """
+    for place, folders, names in os.walk(runs_dir):
+        if "report.json" in names or ("config.yaml" in names and ("checkpoints" in folders or "metrics.csv" in names)):
+            yield RunFolder(place)
+
+
+def find_run(given: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml", key: str = "") -> RunFolder:
+    """The run `given`, which has the file `needs`: a name, or a directory if no config key named it.
+
+    Raises:
+        UserError: there is none; names similar runs, or else the last ones.
+    """
+    by_name, by_path = Path(runs_dir, given) / needs, Path(given) / needs
+    for file in (by_name,) if key else (by_name, by_path):
+        if file.is_file():
+            return RunFolder(file.parent)
+    names = sorted(run.path.relative_to(runs_dir).as_posix() for run in run_folders(runs_dir) if run.has_config())
+    similar = difflib.get_close_matches(str(given), names, n=3, cutoff=0.4) or names[-3:]
+    there = f"Runs there: {', '.join(similar)}." if names else f"There are no runs in {runs_dir}/."
+    if key:
+        raise UserError(f"{key}={given}: neither a checkpoint nor a run ({by_name} is missing). {there}")
+    raise UserError(f"{given} is not a run: neither {by_path} nor {by_name} exists. {there}")

@@ -1,0 +1,103 @@
+"""What the report of a run says: where the run comes from, what was tested; and runs as lists show them. Free of torch."""
+
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+from lockstep.errors import UserError
+from lockstep.run.folder import RunFolder
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
+PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
+SEPARATOR = " | "  # of names in `evaluated`: values of report.json are neither lists nor dicts
+
+
+def git_sha(root: Path | None) -> str | None:
+    """The commit of a checkout, with `-dirty` if files were changed since; None without git."""
+    if root is None:
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+@cache  # asked at every checkpoint; reading the packages' metadata takes 30 ms
+def versions() -> str:
+    installed = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed.append(f"{package} {version(package)}")
+    return ", ".join(installed)
+
+
+def provenance(root: Path | None) -> dict[str, Any]:
+    """When and where a run starts, and from which code. `root`: the checkout of the project."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"started": started, "host": socket.gethostname(), "git_sha": git_sha(root), "versions": versions()}
+
+
+def with_tested(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a test, and their names."""
+    return {**metrics, "evaluated": SEPARATOR.join(metrics)}
+
+
+def tested(report: Mapping[str, Any]) -> list[str]:
+    """The names of the test metrics, which a LightningModule may call as it likes."""
+    return [name for name in str(report.get("evaluated", "")).split(SEPARATOR) if name in report]
+
+
+def best_row(rows: Iterable[Mapping[str, float]], monitor: str | None, mode: str) -> dict[str, float]:
+    """The validation metrics of the tested checkpoint: of the best by `monitor`, or of the last one without it."""
+    sign = 1 if mode == "max" else -1
+    validated = [r for r in rows if (monitor in r if monitor else any(name.startswith("val/") for name in r))]
+    by = (lambda r: (sign * r[monitor], -r.get("val/loss", 0), r["step"])) if monitor else (lambda r: r["step"])
+    best = max(validated, key=by, default={})
+    return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
+
+
+@dataclass(frozen=True, eq=False)
+class ListedRun:
+    """A run of a list, in which a damaged file must not hide the other runs."""
+
+    name: str
+    folder: RunFolder
+    report: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: RunFolder, runs_dir: Path) -> Self:
+        name = folder.path.relative_to(runs_dir).as_posix()
+        report: dict[str, Any] = {"status": "damaged" if folder.report_file.is_file() else "no report"}
+        with suppress(UserError):
+            report |= folder.report()
+        return cls(name, folder, report | {"run": name})
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Read without OmegaConf, which takes 20 ms for a config where libyaml takes 2."""
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            config = yaml.load(self.folder.config_file.read_text(), LOADER)
+            return config if isinstance(config, dict) else {}
+        return {}
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.report.get("batch_size") or 1)
+
+    def metrics(self) -> list[dict[str, float]]:
+        try:
+            return self.folder.metrics()
+        except UserError:
+            return []

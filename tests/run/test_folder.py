@@ -1,0 +1,126 @@
+"""The folder of a run: one process at a time, files that somebody damaged, and what is a run."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import filelock
+import pytest
+
+from lockstep.errors import FolderRemoved, RunFailed, UserError
+from lockstep.run.folder import CsvLog, RunFolder, find_run, run_folders
+
+HOLDER = """
+import os, sys
+from lockstep.run.folder import RunFolder
+with RunFolder(sys.argv[1]).locked():
+    if os.fork() == 0:
+        print("held", flush=True)  # by the fork, which has given up its copy by now
+    sys.stdin.read()  # in both: the fork, like a worker of a dataloader, may outlive its parent
+"""
+
+
+def test_a_lock_lives_as_long_as_its_process_and_not_as_its_forks(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "a")
+    assert not folder.is_locked()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder.path)], stdin=-1, stdout=-1) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        assert folder.is_locked()
+        folder.write_report({"status": "running", "host": socket.gethostname()})
+        assert folder.report()["status"] == "running"
+        with pytest.raises(UserError, match="another process trains there now"), folder.locked(0):
+            pass
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait(60)
+        assert not folder.is_locked()
+        holder.stdin.close()  # only now the fork ends
+    assert folder.report()["status"] == "died"
+    folder.record_end(RunFailed("its process ended with exit code -9"))
+    assert folder.report()["status"] == "failed"
+    folder.write_report({"status": "running", "host": "another"})
+    assert folder.report()["status"] == "running"
+    with folder.locked():
+        assert folder.is_locked(), "in the same process too"
+    assert not folder.is_locked()
+    assert [file.name for file in folder.path.iterdir()] == ["report.json"]
+
+
+def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "sweep" / "0")
+    with folder.locked():
+        assert folder.is_empty()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_systems_without_locks_work_without(tmp_path, monkeypatch):
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(filelock.FileLock, "_acquire", unsupported)
+    folder = RunFolder(tmp_path / "a")
+    with folder.locked():
+        folder.lock_file.touch()
+        assert not folder.is_locked()
+
+
+def test_a_log_that_was_removed_begins_with_its_header_again(tmp_path, caplog):
+    log = CsvLog(tmp_path / "run" / "metrics.csv")
+    log.path.parent.mkdir()
+    log.append({"step": 1, "loss": 0.5})
+    log.path.unlink()
+    log.append({"step": 2, "loss": 0.25})
+    assert log.path.read_text().split() == ["step,loss", "2,0.25"]
+    assert "was removed while the run was going on" in caplog.text
+    log.path.unlink()
+    log.path.parent.rmdir()
+    with pytest.raises(FolderRemoved, match="run was removed while"):
+        log.append({"step": 3, "loss": 0.125})
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "report.json", "metrics.csv"])
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError) as error:
+        RunFolder(tmp_path).validate()
+    assert any(f"{tmp_path / name} is damaged" in problem for problem in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("before", "error", "after"),
+    [
+        ("running", RunFailed("gone"), "failed"),
+        ("running", KeyboardInterrupt(), "interrupted"),
+        ("failed", KeyboardInterrupt(), "interrupted"),  # at Ctrl-C one process may fail because another is gone
+        ("preempted", KeyboardInterrupt(), "preempted"),
+        ("done", RunFailed("gone"), "done"),
+        ("running", UserError("wrong"), "running"),
+    ],
+)
+def test_the_end_that_a_run_wrote_itself_stays(tmp_path, before, error, after):
+    folder = RunFolder(tmp_path)
+    folder.write_report({"status": before})
+    folder.record_end(error)
+    assert json.loads(folder.report_file.read_text())["status"] == after
+
+
+def test_only_folders_of_runs_are_runs(tmp_path):
+    """Not what W&B and an export leave, within a run or beside it."""
+    made = ["begun/config.yaml", "begun/checkpoints/last.ckpt", "begun/wandb/run-1/files/config.yaml", "begun/out/config.yaml",
+            "logged/config.yaml", "logged/metrics.csv", "sweep/0/config.yaml", "sweep/0/report.json",
+            "sweep/1/report.json", "exported/config.yaml", "exported/model.safetensors"]  # fmt: skip
+    for name in made:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert {run.path.relative_to(tmp_path).as_posix() for run in run_folders(tmp_path)} == {
+        "begun",
+        "logged",
+        "sweep/0",
+        "sweep/1",
+    }
+    for name, there in (("begum", "begun"), ("~", "begun, logged, sweep/0")):  # sweep/1 never began
+        with pytest.raises(UserError, match=rf"Runs there: {there}\.$"):
+            find_run(name, tmp_path, key="run")
+    assert find_run(tmp_path / "begun", "elsewhere").path == find_run("begun", tmp_path).path == tmp_path / "begun"
