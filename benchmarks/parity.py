@@ -119,12 +119,10 @@ def train(name: str, overrides: list[str]) -> None:
 def difference(reference: comparison.Run, other: comparison.Run) -> tuple[float, float, float]:
     import torch
 
-    from lockstep.checkpoints.content import network_of, read
+    from lockstep.checkpoints.weights import read
 
     losses = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (reference, other)]
-    weights: list[dict[str, Any]] = [
-        network_of(read(r.folder / "checkpoints" / "last.ckpt")) for r in (reference, other)
-    ]
+    weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").weights for r in (reference, other)]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
         raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")
     floating = [key for key, value in weights[0].items() if value.is_floating_point()]

@@ -11,7 +11,7 @@ settings that differ. `show` prints what differs from the defaults, as overrides
 
 A run has `died` if its report says `running` but no process on this machine has it: SIGKILL, or power lost. `failed` prints a
 shell command for each run that failed, died, was interrupted, or is `running` on another machine but wrote nothing for
---stale-min minutes. As in checkpoints/resuming.py,
+--stale-min minutes. As in launch/resuming.py,
 - with a complete checkpoint, `run=<name> resume=auto` continues with the run's own config and needs nothing else;
 - without one, resume=auto starts over with what is typed: the job's overrides, if its sweep saved them in the report, or
   else what in config.yaml is not a default;

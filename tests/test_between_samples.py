@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lockstep
-from lockstep.checkpoints.content import read
+from lockstep.checkpoints.weights import read
 from lockstep.errors import RunFailed, UserError
 from lockstep.training.metrics import whole_batch
 
@@ -110,7 +110,7 @@ def alone(options) -> dict[tuple[str, ...], str]:
 
 
 def weights(run: str) -> torch.Tensor:
-    state = read(Path("runs", run, "checkpoints/last.ckpt"))["state_dict"]
+    state = read(Path("runs", run, "checkpoints/last.ckpt")).state_dict
     return torch.cat([value.double().flatten() for value in state.values()])
 
 

@@ -9,8 +9,8 @@ import pytest
 from in_process import SMALL
 
 import lockstep
-from lockstep.checkpoints.content import read
 from lockstep.checkpoints.finding import leaves
+from lockstep.checkpoints.weights import read
 from lockstep.extras import comparison
 
 SETUPS = {
@@ -123,7 +123,7 @@ def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(wor
 def test_checkpoints_have_the_same_keys_whatever_made_them(stopped):
     def keys(name: str) -> set[tuple]:
         """Without the states of callbacks, and without the config, whose strategy has keys of its own."""
-        return {path for path, _ in leaves(read(stopped(name))) if path[0] not in ("callbacks", "config")}
+        return {path for path, _ in leaves(read(stopped(name)).values) if path[0] not in ("callbacks", "config")}
 
     for name in RING:
         assert keys(name) ^ keys("single") == set(), name

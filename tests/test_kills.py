@@ -162,9 +162,9 @@ def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, 
 def test_the_run_that_is_compared_has_what_it_is_about(moments):
     moments("single", 0)
     report = json.loads(Path("runs/whole-single-0/report.json").read_text())
-    checkpoint = lockstep.checkpoints.content.read(Path("runs/whole-single-0/checkpoints/last.ckpt"))
+    checkpoint = lockstep.checkpoints.weights.read(Path("runs/whole-single-0/checkpoints/last.ckpt"))
     assert 12 < report["train/steps"] < 24
-    assert "current_model_state" in checkpoint
-    assert any("EarlyStopping" in name for name in checkpoint["callbacks"])
+    assert checkpoint.raw_state_dict
+    assert any("EarlyStopping" in name for name in checkpoint.values["callbacks"])
     log = json.dumps(comparison.series(comparison.find("whole-single-0", Path("runs"))))
     assert log.count("val/acc") == 1

@@ -1,6 +1,8 @@
 """What a run refuses, found when it is about to begin or later: told in one message, and nothing is changed."""
 
+import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ from in_process import report
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
-from lockstep.checkpoints.content import DATA, LOOP, refuse_without_position
-from lockstep.checkpoints.finding import step_of
+from lockstep.checkpoints import sharded
+from lockstep.checkpoints.finding import DATA, LOOP, outline, step_of
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.launch.exits import exit_code
 from lockstep.run.folder import RunFolder
 
 pytestmark = pytest.mark.xdist_group("refused")
@@ -46,7 +49,6 @@ PARTS = (
     "epoch",
     "window",
     "network",
-    "config",
 )
 
 
@@ -59,15 +61,55 @@ def test_a_checkpoint_that_does_not_say_where_training_stopped_is_not_resumed(tr
         left = {key: value for key, value in whole["loops"]["fit_loop"].items() if key != part}
         cases[f"loops.fit_loop.{part}"] = whole | {"loops": {"fit_loop": left}}
     assert len(cases) == len(PARTS) + 1 + len(LOOP)
-    refuse_without_position(Path("runs/a/checkpoints/last.ckpt"), ("window", "network", DATA))
-    for part, content in [*cases.items(), ("state_dict", [whole])]:
+    outline(Path("runs/a/checkpoints/last.ckpt")).require_position("window", "network", DATA)
+    for part, content in cases.items():
         torch.save(content, path)
-        with pytest.raises(UserError, match=rf"has no .*{part.strip()}.*Type init_from={path} run="):
-            refuse_without_position(path, ("window", "network", DATA))
+        with pytest.raises(UserError, match=rf"has no .*{part.strip()}.*Pass init_from={path} run="):
+            outline(path).require_position("window", "network", DATA)
     torch.save(cases["DataModule"], path)
     with pytest.raises(UserError, match="has no DataModule"):
         train(f"resume={path}", "run=b", "trainer.max_epochs=2")
     assert not Path("runs/b").exists()
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("harmed",)
+
+
+def test_a_file_that_is_no_checkpoint_of_lockstep_is_rejected_in_one_message(train, run_a):
+    folder = Path("runs/a/checkpoints")
+    whole = torch.load(folder / "last.ckpt", weights_only=True)
+    other = {
+        "a list": [whole],
+        "bare weights": whole["state_dict"],
+        "of another project": {"state_dict": whole["state_dict"], "config": {"lr": 0.1}},
+        "without weights": {key: value for key, value in whole.items() if key != "state_dict"},
+        "of another type": whole | {"callbacks": [1]},
+        "hostile": whole | {"callbacks": {"x": Evil()}},
+        "hostile torch": whole | {"callbacks": {"x": torch.nn.Linear(1, 1)}},
+    }
+    paths = {what: folder / f"{what}.ckpt" for what in [*other, "zip"]}
+    for what, content in other.items():
+        torch.save(content, paths[what])
+    with zipfile.ZipFile(paths["zip"], "w") as archive:
+        archive.writestr("photo.png", b"1")
+    for rank in range(2):
+        sharded.save(whole, {}, folder, rank, 2)
+    paths |= {"shard": folder / "shard-00000-of-00002.pt", "rest": folder / "rest.pt"}
+    before = contents("a")
+    for what, path in paths.items():
+        told = "a part of a sharded checkpoint" if what in ("shard", "rest") else "is not a checkpoint of Lockstep: it"
+        for call, *more in ((train, "resume="), (train, "run=b", "init_from="), (evaluate, "checkpoint=")):
+            with pytest.raises(UserError, match=told) as error:
+                call(*more[:-1], f"{more[-1]}{path}")
+            assert "weights_only" not in str(error.value), what
+            assert exit_code(lambda: call(*more[:-1], f"{more[-1]}{path}")) == 2  # noqa: B023
+    assert (contents("a"), Path("runs/b").exists(), Path("harmed").exists()) == (before, False, False)
+
+
+def evaluate(*overrides: str) -> None:
+    lockstep.evaluate([*overrides, "trainer.accelerator=cpu"])
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):
@@ -99,7 +141,7 @@ def test_what_would_repeat_samples_or_be_ignored_cannot_be_changed_in_a_resumed_
 
 def test_a_directory_is_never_taken_twice(train, run_a):
     before = contents("a")
-    with pytest.raises(UserError, match=r"runs/a exists. Type resume=auto"):
+    with pytest.raises(UserError, match=r"runs/a exists. Pass resume=auto"):
         train("run=a", "debug=one_batch")
     assert contents("a") == before
 

@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep.checkpoints.finding import is_checkpoint
-from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.errors import UserError
 from lockstep.extras import study_files
 from lockstep.extras.export import export
@@ -95,27 +94,6 @@ def changed(path: str, change) -> None:
     content = torch.load(path, weights_only=True)
     change(content)
     torch.save(content, path)
-
-
-@pytest.mark.parametrize("name", ["/x/..", "../..", ".", "/x/last.ckpt", "config.yaml"])
-def test_a_checkpoint_names_no_file_to_remove_but_a_checkpoint(name, run_a):
-    def point(content: dict) -> None:
-        for state in content["callbacks"].values():
-            if "best_k_models" in state:
-                state |= {"best_k_models": {name: -1.0}, "kth_best_model_path": name, "best_model_path": name}
-
-    for path in ("best-step-12.ckpt", "last.ckpt"):
-        changed(f"runs/a/checkpoints/{path}", point)
-    callback = LastCheckpoint(Path("runs/a/checkpoints/last.ckpt"), None, OmegaConf.load("runs/a/config.yaml").resume)
-    content = torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)
-    for resumed, place in (
-        (Path("runs/a/checkpoints/last.ckpt").resolve(), str(Path("runs/a/checkpoints").resolve())),
-        (None, ""),
-    ):
-        callback.resumed = resumed
-        callback.on_load_checkpoint(None, None, content)
-        (state,) = [state for state in content["callbacks"].values() if "best_k_models" in state]
-        assert (state["best_k_models"], state["kth_best_model_path"], state["dirpath"]) == ({}, "", place)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(run_a):

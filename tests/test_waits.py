@@ -10,7 +10,7 @@ from fake_gpu import DEVICE, fake_gpu
 from in_process import options
 from torch import nn
 
-from lockstep.callbacks import FirstBatch
+from lockstep.callbacks.summary import FirstBatch
 from lockstep.config.compose import compose_config
 from lockstep.machine.world import World
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Task

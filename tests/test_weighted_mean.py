@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep import build
-from lockstep.checkpoints.content import read
+from lockstep.checkpoints.weights import read
 from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
@@ -107,7 +107,7 @@ def vector(state: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("setup", [pytest.param(name, marks=[pytest.mark.slow] * (name != "fsdp")) for name in SETUPS])
 def test_samples_weigh_alike_under_every_strategy(setup, options, plain, forked):
     report = lockstep.train([f"run={setup}", *SETUPS[setup], *options])
-    state = read(Path("runs", setup, "checkpoints/last.ckpt"))["state_dict"]
+    state = read(Path("runs", setup, "checkpoints/last.ckpt")).state_dict
     assert list(state) == list(plain.weights)
     difference = vector(state) - vector(plain.weights)
     assert float(difference.norm() / vector(plain.weights).norm()) < 1e-6

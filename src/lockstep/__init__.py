@@ -69,8 +69,8 @@ def load_model(what: str | Path) -> "nn.Module":
     Raises:
         UserError: there is no such checkpoint, or it is damaged.
     """
-    from lockstep.checkpoints.content import load_network
     from lockstep.checkpoints.finding import tested_checkpoint
+    from lockstep.checkpoints.weights import load_network
     from lockstep.machine import process
 
     with process.restored():

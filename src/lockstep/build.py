@@ -21,7 +21,7 @@ from lockstep import strategies
 from lockstep.augment import Augmentation
 from lockstep.build_trainer import arithmetic, evaluator, trainer
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import load_into, load_module_weights, network_of, plain, read
+from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config import batches
 from lockstep.config.classes import optimizer_node
 from lockstep.config.custom_module import create_custom_module, uses_custom_module
@@ -162,7 +162,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     offered = plain({**data.dataset.network_arguments(), **goal.network_arguments()}, "network_arguments()")
     net = network(to_plain(cfg.model), offered, with_weights=weights is None)
     if weights:
-        load_into(net.state_dict(), network_of(read(Path(weights))), weights)
+        load_into(net.state_dict(), read(Path(weights)).weights, weights)
     made = TaskModule(
         net,
         goal,
@@ -185,8 +185,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
 
 def load_module(path: Path) -> pl.LightningModule:
     """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError if they do not fit."""
-    content = read(path)
-    made = create_custom_module(OmegaConf.create(content["config"]))
+    made = create_custom_module(OmegaConf.create(read(path).config))
     load_module_weights(made, path)
     return made.eval()
 
@@ -286,7 +285,7 @@ def evaluate(
     if panels is not None:
         work.collect_panels(panels, compiled=bool(cfg.compile))
     figures = figures_of(cfg, world, data, subject, run)
-    raw = read(Path(tested)).get("current_model_state") if isinstance(tested, str) else None
+    raw = read(Path(tested)).raw_state_dict if isinstance(tested, str) else None
     if raw is not None:  # the run averaged its weights: training goes on with these
         subject = module(cfg, data, weights=str(tested))
         load_into(subject.state_dict(), raw, tested)

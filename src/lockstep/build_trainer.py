@@ -1,5 +1,6 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import callbacks
+from lockstep.callbacks import guards, step_seed, stopping, summary, timing
+from lockstep.callbacks.custom_module import CustomModule
+from lockstep.callbacks.digests import Digests
+from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.checkpoints import saving
-from lockstep.checkpoints.content import DATA, refuse_without_position
+from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
 from lockstep.config.auto import SPARSEST, log_interval
@@ -79,17 +83,27 @@ def arithmetic(cfg: DictConfig) -> StepArithmetic:
 
 
 def custom_module_callbacks(cfg: DictConfig) -> list[pl.Callback]:
-    """First in the list, to say first what is wrong."""
+    """First in the list, to report first what is wrong."""
     if not uses_custom_module(cfg):
         return []
     return [
-        callbacks.CustomModule(
+        CustomModule(
             seed=cfg.seed,
             own_loaders=has_own_loaders(cfg),
             synchronise=synchronise if cfg.trainer.sync_batchnorm else None,
             log_interval=log_interval if cfg.trainer.log_every_n_steps == "auto" else None,
         )
     ]
+
+
+def monitor_guard(cfg: DictConfig, save: Callable[[pl.Trainer], None] | None) -> pl.Callback:
+    validated = {"checkpoint.monitor": cfg.checkpoint.monitor} if save and cfg.checkpoint.monitor else {}
+    later: dict[str, str] = {}
+    for name, node in cfg.callbacks.items():
+        if node.get("monitor") is not None:
+            monitors = validated if node.get("check_on_train_epoch_end") is False else later
+            monitors[f"callbacks.{name}.monitor"] = node.monitor
+    return guards.MonitorGuard(validated, later, save)
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -101,24 +115,32 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     custom, own_loaders, steps = uses_custom_module(cfg), has_own_loaders(cfg), arithmetic(cfg)
     if cfg.resume:
         kind = CustomModuleWorkload if custom else TaskWorkload
-        refuse_without_position(Path(cfg.resume), (*kind.position, *(() if own_loaders else (DATA,))))
+        outline(Path(cfg.resume)).require_position(*kind.position, *(() if own_loaders else (DATA,)))
+    config, data_info = to_plain(cfg), facts(data)
+    shared = {
+        "is the run": cfg.run,
+        "computes in precision": cfg.trainer.precision,
+        "starts from": cfg.resume or cfg.init_from or "new weights",
+        "has data with SHA-256": data_info["data/sha256"],
+    }
     own: list[pl.Callback] = [
-        callbacks.StepSeed(
+        step_seed.StepSeed(
             cfg.seed,
             steps,
             masks_by_row=steps.masks_by_sample and not cfg.compile and not own_loaders,
             own_loaders=own_loaders,
         ),
-        callbacks.Plan(cfg, data, facts(data)),
-        callbacks.Clock(),
-        callbacks.FirstBatch(),
-        *([] if custom else [callbacks.TaskCollectives()]),
+        summary.RankAgreement(shared),
+        summary.RunSummary(data, data_info, model_title(cfg), title(cfg.data), config),
+        timing.Clock(),
+        summary.FirstBatch(),
+        *([] if custom else [guards.CollectivesGuard()]),
         CutAtResume(RunFolder(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
-        own.append(callbacks.Progress(cfg.checkpoint.monitor))
+        own.append(summary.Progress(cfg.checkpoint.monitor))
     if cfg.exact.digests:
-        own.append(callbacks.Digests(run_dir(cfg)))
+        own.append(Digests(run_dir(cfg)))
     save = None
     if cfg.trainer.enable_checkpointing:
         folder = run_dir(cfg) / "checkpoints"
@@ -127,19 +149,19 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
             own.append(saving.ModelCheckpoint(dirpath=folder, **named))
         own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
         save = last.save_and_wait
-    own.append(callbacks.Preemption(save))
+    own.append(stopping.Preemption(save))
     if cfg.trainer.max_time:
-        own.append(callbacks.Timer(to_plain(cfg.trainer)["max_time"]))
+        own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
-    position = saving.Position(to_plain(cfg))  # before those that log when a batch begins
-    every = [*custom_module_callbacks(cfg), callbacks.Monitored(cfg, save), position, *chosen, *own]
+    position = saving.Position(config)  # before those that log when a batch begins
+    every = [*custom_module_callbacks(cfg), monitor_guard(cfg, save), position, *chosen, *own]
     return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 
 def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
     """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
-    shown = [callbacks.PassProgress()] if cfg.trainer.enable_progress_bar else []
-    own = [*custom_module_callbacks(cfg), callbacks.Preemption(None), *shown, *more]
+    shown = [summary.Progress()] if cfg.trainer.enable_progress_bar else []
+    own = [*custom_module_callbacks(cfg), stopping.Preemption(None), *shown, *more]
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
@@ -169,7 +191,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     if "timeout_s" in node and process.debug_rank is not None:
         node = OmegaConf.merge(node, {"timeout_s": process.DEBUG_TIMEOUT_S})
     elif timeout_s := node.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
-        given["callbacks"] = [callbacks.Watch(timeout_s), *given["callbacks"]]
+        given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
     given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py

@@ -45,12 +45,12 @@ def assert_same_result(project: Project) -> None:
     """One process and two reach the same weights to rounding, and count every test sample once."""
     import torch
 
-    from lockstep.checkpoints.content import read
+    from lockstep.checkpoints.weights import read
 
     reports = [project.single, lockstep.train(project.command("pair", *TWO))]
     assert [report["train/steps"] for report in reports] == [STEPS, STEPS]
     assert reports[0]["test/count"] == reports[1]["test/count"] == reports[0]["data/test"]
-    states = [read(project.runs_dir / r["run"] / "checkpoints" / "last.ckpt")["state_dict"] for r in reports]
+    states = [read(project.runs_dir / r["run"] / "checkpoints" / "last.ckpt").state_dict for r in reports]
     one, two = (torch.cat([t.double().flatten() for t in state.values()]) for state in states)
     difference = float((two - one).norm() / one.norm())
     assert difference < TOLERANCE, f"the weights differ by {difference:.1e} of their norm"

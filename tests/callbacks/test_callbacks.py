@@ -1,21 +1,22 @@
 """What callbacks say and compute, in short real runs."""
 
 import itertools
+import random
 import time
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 import lockstep
-from lockstep.callbacks import EMA, Plan, Throughput, Timer
-from lockstep.callbacks import summary as plan_module
+from lockstep.callbacks import EMA, Throughput, summary
 from lockstep.callbacks.ema import tensors as ema_tensors
-from lockstep.callbacks.step_seed import seed_generators, step_seed
-from lockstep.config.compose import compose_config
+from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
+from lockstep.callbacks.stopping import Timer
+from lockstep.callbacks.summary import RankAgreement
 from lockstep.errors import TrainingFailed
 
 
@@ -164,6 +165,17 @@ def test_the_first_step_is_over_when_the_gpu_is_done_with_it(monkeypatch):
     assert waits == [None] and throughput.first_step_s > 0
 
 
+def test_what_a_step_draws_depends_on_its_seed_alone():
+    def draw(seed: int) -> tuple[float, float, float]:
+        seed_generators(seed, "cpu")
+        seed_host(seed)
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    first = draw(2**63 - 1)
+    assert draw(7) != first
+    assert draw(2**63 - 1) == first
+
+
 def test_seeding_draws_what_torch_draws():
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -171,29 +183,26 @@ def test_seeding_draws_what_torch_draws():
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("own", ["32-true", "bf16-mixed"])
-def test_processes_that_would_compute_differently_end_and_say_so(own):
+def test_processes_that_would_compute_differently_end_and_say_so():
     trainer = SimpleNamespace(global_rank=1, strategy=SimpleNamespace(broadcast=lambda _: "bf16-mixed"))
-    plan = Plan(OmegaConf.create({}), None, {})
-    if own == "bf16-mixed":
-        plan.agree(trainer, "computes in precision", own)
-        return
-    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed: type it"):
-        plan.agree(trainer, "computes in precision", own, "type it")
+    RankAgreement({"computes in precision": "bf16-mixed"}).setup(trainer, None, "fit")
+    with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed"):
+        RankAgreement({"computes in precision": "32-true"}).setup(trainer, None, "fit")
 
 
 @pytest.mark.parametrize(("compiled", "device"), [(True, "cpu"), (True, "cuda"), (False, "cpu")])
 def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monkeypatch):
-    said = []
-    monkeypatch.setattr(plan_module, "say", said.append)
-    cfg = compose_config("train", ["run=a", f"compile={str(compiled).lower()}"])
+    lines = []
+    monkeypatch.setattr(summary, "say", lines.append)
     trainer = MagicMock(
         world_size=1, accumulate_grad_batches=1, global_step=0, estimated_stepping_batches=1, precision="32-true"
     )
-    trainer.strategy.broadcast = lambda value: value
     trainer.strategy.root_device.type = device
-    Plan(cfg, None, {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}).on_train_start(
-        trainer, Weights()
+    info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}
+    config = {"run": "a", "strategy": {"name": "single"}, "compile": compiled}
+    summary.RunSummary(None, info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
+    assert any("2.5 images/s" in line for line in lines) is (compiled and device == "cpu")
+    assert lines[0] == (
+        "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "
+        f"single, 1 process on {device} · each process has its own batches · 32-true · 1 steps"
     )
-    assert any("2.5 images/s" in line for line in said) is (compiled and device == "cpu")
-    assert said[0].startswith("a: basic_net")

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,11 @@ from lockstep.checkpoints.saving import ModelCheckpoint
 
 @pytest.fixture
 def trainer(monkeypatch):
-    """A trainer with so many `steps` done, which notes the files that are `there`."""
-    there = set()
-    strategy = SimpleNamespace(reduce_boolean_decision=bool, remove_checkpoint=there.remove)
+    """A trainer with so many `steps` done."""
+    strategy = SimpleNamespace(reduce_boolean_decision=bool, remove_checkpoint=Path.unlink)
     made = SimpleNamespace(strategy=strategy, loggers=[], is_global_zero=True, sanity_checking=False)
-    made.save_checkpoint = lambda path, **_: there.add(path)
-    made.there, made.steps, made.global_step = there, 0, 0
+    made.save_checkpoint = lambda path, **_: path.touch()
+    made.steps, made.global_step = 0, 0
     made.state = SimpleNamespace(fn="fit")
     monkeypatch.setattr(saving, "steps_done", lambda trainer: trainer.steps)
     return made
@@ -49,20 +49,16 @@ def test_the_kept_checkpoints_are_the_first_of_a_sorted_list_also_across_resumes
         worst = -math.inf if math.isnan(score) else sign * score
         seen.append((worst, -math.inf if math.isnan(loss) else -loss, step))
         expected = [each[2] for each in sorted(seen, reverse=True)][: None if top == -1 else top]
-        assert names(trainer.there) == names(state["best_k_models"]) == sorted(expected)
-        assert names([state["best_model_path"]]) == expected[:1]
+        assert names(tmp_path.iterdir()) == names(callback.best_k_models) == sorted(expected)
+        assert names([callback.best_model_path]) == expected[:1]
 
 
-def test_a_state_of_lightnings_own_callback_is_continued(trainer, tmp_path):
-    old = made(tmp_path, "max", 1)
-    state = super(ModelCheckpoint, old).state_dict() | {
-        "best_k_models": {f"{tmp_path}/best-step-1.ckpt": torch.tensor(0.5)},
-        "best_model_path": f"{tmp_path}/best-step-1.ckpt",
-    }
-    trainer.there.add(f"{tmp_path}/best-step-1.ckpt")
+@pytest.mark.parametrize("name", ["/x/..", "../..", ".", "/x/last.ckpt", "config.yaml", "../best-step-1.ckpt"])
+def test_a_checkpoint_names_no_file_to_remove_but_a_best_checkpoint_of_this_run(name, tmp_path):
+    (tmp_path / "best-step-2.ckpt").touch()
+    (tmp_path / "last.ckpt").touch()
     callback = made(tmp_path, "max", 1)
-    assert callback.state_key.startswith("ModelCheckpoint{")
-    callback.load_state_dict(state)
-    trainer.steps, trainer.callback_metrics = 2, {"val/acc": torch.tensor(0.5)}
-    callback.on_validation_end(trainer, None)
-    assert names(trainer.there) == [2]
+    callback.load_state_dict(
+        {"kept": {name: (1.0, 1.0), "best-step-3.ckpt": (1.0, 1.0), "best-step-2.ckpt": (0.5, 1.0)}}
+    )
+    assert list(callback.best_k_models) == [callback.best_model_path] == [str(tmp_path / "best-step-2.ckpt")]

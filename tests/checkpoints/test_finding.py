@@ -9,27 +9,27 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoints import shards
+from lockstep.checkpoints import sharded
 from lockstep.checkpoints.finding import checkpoints, is_checkpoint, step_of
-from lockstep.checkpoints.shards import open_file
-from lockstep.errors import Damaged
+from lockstep.checkpoints.sharded import open_file
+from lockstep.errors import UserError
 from lockstep.machine import files
 
 CONTENT = {"epoch": 3, "global_step": 70_000, "state_dict": {"net.w": torch.arange(5000.0)}}
 
 
-def sharded(folder: Path, world: int) -> Path:
+def sharded_folder(folder: Path, world: int) -> Path:
     """As `world` processes leave it; without any, since no tensor is sharded here."""
     folder.mkdir(parents=True)
     for rank in range(world):
-        shards.save(CONTENT, {}, folder, rank, world)
+        sharded.save(CONTENT, {}, folder, rank, world)
     return folder
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("file") / "whole.ckpt"
-    shards.write(CONTENT, path)
+    sharded.write(CONTENT, path)
     return path.read_bytes()
 
 
@@ -62,13 +62,13 @@ def test_a_flipped_bit_in_a_tensor_is_seen(data, file, tmp_path):
 
 def test_no_flipped_bit_of_the_table_of_contents_gives_other_values(tmp_path):
     path, small = tmp_path / "flipped.ckpt", {"global_step": 7, "w": torch.arange(6.0)}
-    shards.write(small, path)
+    sharded.write(small, path)
     whole, seen = path.read_bytes(), set()
     for place in range(whole.index(b"PK\1\2"), len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
         try:
             outcome = "skipped" if not is_checkpoint(path) else "right" if same(open_file(path), small) else "wrong"
-        except Damaged as e:
+        except UserError as e:
             outcome = "named" if str(path) in str(e) else "wrong"
         seen.add(outcome)
     assert seen == {"skipped", "right", "named"}
@@ -84,14 +84,15 @@ def test_what_is_something_else_is_no_checkpoint(tmp_path):
         (tmp_path / name).write_bytes(content)
         assert not is_checkpoint(tmp_path / name)
     (tmp_path / "folder.ckpt").mkdir()
+    (tmp_path / "folder.ckpt" / "shard-x-of-y.pt").touch()
     assert not is_checkpoint(tmp_path / "folder.ckpt")
 
 
 @pytest.mark.parametrize("world", [1, 2, 11])
 def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
-    folder = sharded(tmp_path / "a.ckpt", world)
+    folder = sharded_folder(tmp_path / "a.ckpt", world)
     assert is_checkpoint(folder)
-    assert torch.equal(shards.load(folder)["state_dict"]["net.w"], CONTENT["state_dict"]["net.w"])
+    assert torch.equal(sharded.load(folder)["state_dict"]["net.w"], CONTENT["state_dict"]["net.w"])
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
@@ -104,15 +105,15 @@ def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
 
 @pytest.mark.parametrize("step", [0, 7, 255, 256, 70_000, 2**31 + 5])
 def test_the_steps_of_a_checkpoint_are_read_without_loading_it(step, tmp_path):
-    shards.write(CONTENT | {"global_step": step}, tmp_path / "a.ckpt")
+    sharded.write(CONTENT | {"global_step": step}, tmp_path / "a.ckpt")
     assert step_of(tmp_path / "a.ckpt") == step
-    shards.write({"state_dict": {}}, tmp_path / "b.ckpt")
+    sharded.write({"state_dict": {}}, tmp_path / "b.ckpt")
     assert step_of(tmp_path / "b.ckpt") == -1
 
 
 def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, capsys):
     for name, step in (("last.ckpt", 500), ("best-step-40.ckpt", 40), ("best-step-700.ckpt", 700), ("mine.ckpt", 9000)):
-        shards.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
+        sharded.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
     os.utime(run / "checkpoints" / "best-step-700.ckpt", (1, 1))  # times of files say nothing
     (run / "checkpoints" / "last.ckpt.part").write_bytes(file)
     names = [path.name for path in checkpoints(run)]
@@ -126,8 +127,8 @@ def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, c
 
 def test_shards_that_were_being_replaced_are_found(run, capsys):
     folder = run / "checkpoints"
-    sharded(folder / "last.ckpt.old", 2)
-    sharded(folder / "last.ckpt.part", 2)
+    sharded_folder(folder / "last.ckpt.old", 2)
+    sharded_folder(folder / "last.ckpt.part", 2)
     assert [path.name for path in checkpoints(run)] == ["last.ckpt.old"]
     files.take_place(folder / "last.ckpt.part", folder / "last.ckpt")
     assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"]
@@ -144,7 +145,7 @@ def test_a_checkpoint_takes_the_place_of_another_of_either_form(before, after, r
         if what == "file":
             where.write_bytes(file)
         if what == "shards":
-            sharded(where, 2)
+            sharded_folder(where, 2)
     files.take_place(part, path)
     assert sorted(p.name for p in folder.iterdir()) == ["last.ckpt"]
     assert path.is_dir() == (after == "shards")

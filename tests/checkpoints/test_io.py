@@ -10,7 +10,7 @@ import forked
 import pytest
 import torch
 
-from lockstep.checkpoints import finding, shards
+from lockstep.checkpoints import finding, sharded
 from lockstep.checkpoints import io as checkpoint_io
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import NotSaved
@@ -26,7 +26,7 @@ def content(step: int, value: float) -> dict:
 
 def value_of(path: Path) -> float:
     """The one value that the weights of a checkpoint have."""
-    (value,) = shards.open_file(path)["state_dict"]["w"].unique()
+    (value,) = sharded.open_file(path)["state_dict"]["w"].unique()
     return float(value)
 
 
@@ -35,7 +35,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.open, self.done = threading.Event(), threading.Event(), []
-        for module, name in ((shards, "write"), (files, "take_place"), (files, "remove")):
+        for module, name in ((sharded, "write"), (files, "take_place"), (files, "remove")):
             monkeypatch.setattr(module, name, self.noted(name, getattr(module, name)))
 
     def noted(self, name, original):
@@ -110,7 +110,7 @@ def test_copies_from_a_gpu_are_pinned_and_the_writer_waits_for_them(tmp_path, mo
             assert threading.current_thread() is not threading.main_thread()
             done.append("copied")
 
-    copy, write, empty = torch.Tensor.copy_, shards.write, torch.empty_like
+    copy, write, empty = torch.Tensor.copy_, sharded.write, torch.empty_like
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False)
@@ -119,7 +119,7 @@ def test_copies_from_a_gpu_are_pinned_and_the_writer_waits_for_them(tmp_path, mo
         torch, "empty_like", lambda t, *, device, pin_memory: empty(t, device=device) if pin_memory else 0
     )
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: (begun.append(k["non_blocking"]), copy(*a, **k))[1])
-    monkeypatch.setattr(shards, "write", lambda what, path: (done.append("written"), write(what, path)))
+    monkeypatch.setattr(sharded, "write", lambda what, path: (done.append("written"), write(what, path)))
     io, weights = AtomicCheckpointIO(background=True), {"a": torch.ones(3), "b": torch.zeros(3)}
     for name in ("best", "last"):
         io.save_checkpoint({"global_step": 1, "state_dict": weights}, tmp_path / f"{name}.ckpt")
@@ -168,7 +168,7 @@ def test_checkpoints_of_one_step_share_their_memory_and_the_next_step_takes_it_w
     tmp_path, monkeypatch
 ):
     snapshots, second, order = [], threading.Event(), []
-    original, write = checkpoint_io.snapshot, shards.write
+    original, write = checkpoint_io.snapshot, sharded.write
 
     def snapshot(*args, **kwargs):
         copied = original(*args, **kwargs)
@@ -185,7 +185,7 @@ def test_checkpoints_of_one_step_share_their_memory_and_the_next_step_takes_it_w
         order.append("written")
 
     monkeypatch.setattr(checkpoint_io, "snapshot", snapshot)
-    monkeypatch.setattr(shards, "write", slow_write)
+    monkeypatch.setattr(sharded, "write", slow_write)
     io = AtomicCheckpointIO(background=True)
     for step, name in ((1, "best"), (1, "last"), (2, "last")):
         io.save_checkpoint(content(step, float(step)), tmp_path / f"{name}.ckpt")
@@ -250,7 +250,7 @@ def save_and_be_killed(place: str) -> None:
         path.write_bytes((folder / "last.ckpt").read_bytes()[: 2 * WEIGHTS])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    shards.write = half
+    sharded.write = half
     io.save_checkpoint(content(2, 2.0), folder / "best-step-2.ckpt")
     io.remove_checkpoint(folder / "best-step-1.ckpt")
     io.save_checkpoint(content(2, 2.0), folder / "last.ckpt")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from in_process import report
 
-from lockstep.checkpoints import io, shards
+from lockstep.checkpoints import io, sharded
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import NotSaved, UserError
 
@@ -75,7 +75,7 @@ def test_what_is_missing_is_said_when_the_disk_is_full(tmp_path, free, monkeypat
     io = AtomicCheckpointIO(background=False)
     io.save_checkpoint({"w": torch.zeros(2**18)}, tmp_path / "last.ckpt")
     free(2**18)
-    monkeypatch.setattr(shards, "write", full)
+    monkeypatch.setattr(sharded, "write", full)
     with pytest.raises(NotSaved, match=r"No space left .*needs 1 MiB, and 256 KiB are free: 768 KiB are missing\. The"):
         io.save_checkpoint({"w": torch.ones(2**18)}, tmp_path / "last.ckpt")
-    assert not shards.open_file(tmp_path / "last.ckpt")["w"].any()
+    assert not sharded.open_file(tmp_path / "last.ckpt")["w"].any()

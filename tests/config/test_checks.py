@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 from shipped_data import shipped
 
 from lockstep import CONFIGS
-from lockstep.checkpoints import resuming
 from lockstep.config import rules
 from lockstep.config.checks import OWNED, check, wrong_values
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, tried_alone
@@ -19,6 +18,7 @@ from lockstep.config.instantiate import ENGINE, SPECIAL
 from lockstep.config.schema import CLOSED, KEYS
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
+from lockstep.launch import resuming
 from lockstep.machine import world
 
 GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")

@@ -4,12 +4,12 @@ import pytest
 from omegaconf import OmegaConf
 from test_checks import problems
 
-from lockstep.checkpoints.resuming import set_aside
 from lockstep.config.checks import check
 from lockstep.config.compose import beyond_schema, compose_config, fixed_keys
 from lockstep.config.rules import step_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES
 from lockstep.launch.cli import refused_options
+from lockstep.launch.resuming import set_aside
 
 BROKEN = {
     "optim=null": "optim=null: Config group",

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import OmegaConf
 
-from lockstep.checkpoints import resuming
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
 from lockstep.errors import UserError
+from lockstep.launch import resuming
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
 from lockstep.run.folder import RunFolder

@@ -14,7 +14,8 @@ from your_own import Page
 
 import lockstep
 from lockstep import build
-from lockstep.callbacks import Clock, FirstBatch
+from lockstep.callbacks.summary import samples_of
+from lockstep.callbacks.timing import Clock
 from lockstep.machine.world import World
 from lockstep.reporting import page as pages
 from lockstep.run.folder import RunFolder
@@ -134,17 +135,16 @@ def test_a_panel_of_the_users_is_shown(tmp_path, mnist, cache, monkeypatch):
 
 
 def test_the_first_batch_is_shown_as_the_network_saw_it():
-    first = FirstBatch()
     batch = {"input": torch.zeros(3, 1, 4, 4), "target": torch.tensor([1, 0, 1]), "index": torch.tensor([7, 8, 9])}
-    samples = first.taken(batch, {"mean": [0.5], "std": [0.25], "classes": ["cat", "dog"]})
+    samples = samples_of(batch, {"mean": [0.5], "std": [0.25], "classes": ["cat", "dog"]})
     assert [(sample.index, sample.facts) for sample in samples] == [
         (7, {"target": "dog"}),
         (8, {"target": "cat"}),
         (9, {"target": "dog"}),
     ]
     assert (samples[0].image_CHW == 128).all()
-    assert first.taken({"input": torch.zeros(3, 5)}, {}) == first.taken(None, {}) == first.taken([], {}) == []
-    pairs = first.taken([torch.rand(2, 3, 4, 4), torch.rand(2)], {})
+    assert samples_of({"input": torch.zeros(3, 5)}, {}) == samples_of(None, {}) == samples_of([], {}) == []
+    pairs = samples_of([torch.rand(2, 3, 4, 4), torch.rand(2)], {})
     assert [sample.facts for sample in pairs] == [{}, {}]
 
 

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import ROOT
-from lockstep.checkpoints import resuming, shards
+from lockstep.checkpoints import sharded
+from lockstep.checkpoints.finding import LOOP
 from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
-from lockstep.launch import sweeps
+from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 
 ledger = importlib.import_module("runs")  # an import statement is sorted by whether there is a folder runs/
@@ -285,7 +286,16 @@ def test_a_folder_without_runs_is_no_error(tmp_path, call):
 
 def checkpoint(folder: Path, *, whole: bool = True) -> None:
     path = folder / "checkpoints" / "last.ckpt"
-    shards.write({"global_step": 3, "state_dict": {}}, path)
+    config = {group: {} for group in ("task", "data", "strategy", "trainer")}
+    position = {
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        "callbacks": {"a": 0},
+        "epoch": 0,
+        "accumulate_grad_batches": 1,
+    }
+    content = {"global_step": 3, "state_dict": {}, "config": config, "loops": {"fit_loop": dict.fromkeys(LOOP, 0)}}
+    sharded.write(content | position, path)
     if not whole:
         path.write_bytes(path.read_bytes()[:-30])
 
@@ -303,7 +313,7 @@ def commands(call, *args: str) -> dict[str, list[str]]:
 
 
 def started(overrides: list[str]) -> DictConfig:
-    """The config with which train.py would begin: what checkpoints/resuming.py makes of the command."""
+    """The config with which train.py would begin: what launch/resuming.py makes of the command."""
     cfg = resuming.for_training(compose_config("train", overrides), overrides)
     OmegaConf.resolve(cfg)
     return cfg
@@ -389,7 +399,7 @@ def test_the_overrides_of_a_report_are_preferred(runs, call):
 
 
 def test_a_run_that_was_to_go_on_from_another_gets_a_new_name(runs, call):
-    """checkpoints/resuming.py refuses resume=<other> in a folder that is taken."""
+    """launch/resuming.py refuses resume=<other> in a folder that is taken."""
     checkpoint(runs / "old")
     other = "runs/old/checkpoints/last.ckpt"
     typed = ["optim.lr=1e-2", "trainer.max_epochs=9", "init_from=what/old/began/from.ckpt"]

@@ -138,7 +138,8 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
 @pytest.mark.parametrize("task", ["Classification", "LanguageModel"])
 def test_what_does_not_take_images_is_not_exported(task, tmp_path):
     about = {"classes": ["a", "b"], "vocabulary": ["a"]}
-    content = {"config": {"task": {"_target_": f"lockstep.tasks.{task}"}}, "DataModule": {"about": about}}
+    config = {"task": {"_target_": f"lockstep.tasks.{task}"}, "data": {}, "strategy": {}, "trainer": {}}
+    content = {"state_dict": {}, "config": config, "DataModule": {"about": about}}
     torch.save(content, tmp_path / "a.ckpt")
     with pytest.raises(
         UserError, match=rf"was trained on lockstep.tasks.{task}, .*; only networks that take images can be exported"

@@ -1,8 +1,9 @@
-"""Hooks around a user's LightningModule: seeding, checkpoint contents."""
+"""Hooks around a user's LightningModule: batch norms, seeds of its own dataloaders, what checkpoints keep."""
 
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
-from lockstep.checkpoints.content import refused
+from lockstep.checkpoints.weights import refused
 from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.errors import UserError
 from lockstep.training.steps import total_steps
@@ -18,30 +19,23 @@ from lockstep.training.steps import total_steps
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 
 
+@dataclass(eq=False, kw_only=True)
 class CustomModule(Callback):
-    """Used in training and in evaluation.
+    """Used in training and in evaluation."""
 
-    Args:
-        synchronise: called with the module and the type of its device; replaces batch norms by synchronised ones.
-        log_interval: the optimizer steps from one row of the log to the next in a run of so many; None if the config sets it.
-    """
-
-    def __init__(
-        self,
-        *,
-        seed: int,
-        own_loaders: bool,
-        synchronise: Callable[[nn.Module, str], object] | None,
-        log_interval: Callable[[float], int] | None,
-    ) -> None:
-        self.seed, self.own_loaders, self.synchronise, self.log_interval = seed, own_loaders, synchronise, log_interval
-        self.begun = False
-        self.due: dict[int, float] = {}  # figures that a scheduler has not seen yet, by its index
-        self.told: set[str] = set()
+    seed: int
+    own_loaders: bool
+    # called with the module and the type of its device; replaces batch norms by synchronised ones
+    synchronise: Callable[[nn.Module, str], object] | None
+    # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
+    log_interval: Callable[[float], int] | None
+    begun: bool = False
+    due: dict[int, float] = field(default_factory=dict)  # metrics that a scheduler has not seen yet, by its index
+    warned: set[str] = field(default_factory=set)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The network is left as the module made it, except its batch norms."""
-        if trainer.is_global_zero:  # here the module decides how its figures are reduced, so show this warning
+        if trainer.is_global_zero:  # here the module decides how its metrics are reduced, so show this warning
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if not self.own_loaders:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
@@ -51,15 +45,16 @@ class CustomModule(Callback):
         for split in () if self.own_loaders else (data.val_split, data.test_split):
             if split.count < trainer.world_size:
                 raise UserError(
-                    f"{split.count} samples of an evaluation cannot be shared by {trainer.world_size} processes. Type trainer.devices={split.count}, or evaluate more samples."
+                    f"{split.count} samples of an evaluation cannot be divided among {trainer.world_size} processes. Set "
+                    f"trainer.devices={split.count}, or evaluate more samples."
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.begun = False
         if self.log_interval:
             trainer.log_every_n_steps = self.log_interval(total_steps(trainer))  # type: ignore[attr-defined]
-        for index, figure in self.due.items():
-            pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, figure)
+        for index, metric in self.due.items():
+            pl_module.lr_scheduler_step(trainer.lr_scheduler_configs[index].scheduler, metric)
         self.due = {}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,8 +76,8 @@ class CustomModule(Callback):
             values = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else dict(values)
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
             dropped = sorted(values.keys() - checkpoint[key].keys())
-            if dropped and key not in self.told:
-                self.told.add(key)
+            if dropped and key not in self.warned:
+                self.warned.add(key)
                 logging.getLogger("lockstep").warning(
                     "checkpoints omit %s from %s: only plain values are saved. Pass them to load_from_checkpoint as arguments.",
                     ", ".join(dropped),
@@ -96,7 +91,7 @@ class CustomModule(Callback):
 
 
 def due_at_epoch_end(trainer: Trainer, loop: dict[str, Any]) -> dict[int, float]:
-    """Figures that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
+    """Metrics that each ReduceLROnPlateau still needs: Lightning steps it after the checkpoint at an epoch's end, so a resumed
     run would skip that step."""
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]["started"]
     current = batches["current"]

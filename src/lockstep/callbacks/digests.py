@@ -29,8 +29,7 @@ class Digests(Callback):
         self.gradients: list[tuple[str, str]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        named = pl_module.named_parameters()
-        self.gradients = [(name, digest(p.grad)) for name, p in named if p.grad is not None]
+        self.gradients = [(n, digest(p.grad)) for n, p in pl_module.named_parameters() if p.grad is not None]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -1,57 +1,134 @@
-"""What ends a run before its last step: a time limit, a metric that no longer improves, a loss that is no number, a monitor that nothing logs, a loss that communicates."""
+"""What ends a run early, in all processes at the same step: a warning by the system, a time limit, a metric that no longer improves."""
 
-import math
+import itertools
+import os
+import signal
 import time
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
-from omegaconf import DictConfig
-from torch import Tensor
 
-from lockstep.checkpoints.finding import checkpoints, step_of
-from lockstep.compat.torch import CollectiveCounter
-from lockstep.config.words import nearest
-from lockstep.errors import LossNotFinite, TrainingFailed, UserError
-from lockstep.training.steps import completes_step, has_row, steps_done
-from lockstep.training.workload import workload
+from lockstep.errors import Interrupted, Preempted
+from lockstep.machine import process
+from lockstep.machine.world import TORCHRUN, external_launcher
+from lockstep.training.steps import completes_step, steps_done
 
-# --- Ends a run at trainer.max_time ---
-
-LOOK_S = 1.0  # seconds between the questions to rank 0
+LOOK_S = 1.0  # seconds between two questions to all processes
 
 
-class Timer(pl.callbacks.Timer):
+class Pace:
+    """When to ask all processes again: after about LOOK_S seconds, in steps. Rank 0's answer counts."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.at_s = step, time.monotonic()
+
+    def next_step(self, step: int, within_s: float = LOOK_S) -> int:
+        began_s, self.at_s = self.at_s, time.monotonic()
+        step_s = (self.at_s - began_s) / max(1, step - self.step)
+        self.step = step
+        return step + max(1, round(within_s / max(1e-6, step_s)))
+
+
+# --- A warning by the system that it will end the run ---
+
+looks = itertools.count()  # of this process; all processes look at the same steps
+KEPT = 100  # answers in the store; no process is so far behind
+WARNED, AGAIN = "preemption/warned", "type the command again with resume=auto"
+
+
+@dataclass(eq=False)
+class Preemption(Callback):
+    """Saves the last checkpoint at the next step and ends the run, in all processes at the same step.
+
+    Once a second they ask their common store: a warned process leaves a word there, and rank 0 says for all whether to end and at
+    which step to ask again. Other steps only compare numbers. It needs no collective, and no process group besides nccl's.
+    """
+
+    save: Callable[[Trainer], None] | None
+    next_look: int = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. A process of a launcher gets
+        # each Ctrl-C from the terminal and from its parent.
+        alone = trainer.world_size == 1 and not process.supervised
+        process.install(interrupt=process.on_interrupt if alone else process.on_signal)
+        self.next_look, self.pace = steps_done(trainer) + 1, Pace(steps_done(trainer))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx % trainer.accumulate_grad_batches or not self.warned(trainer):
+            return
+        if self.save:
+            self.save(trainer)
+        by = process.received[0].name if process.received else process.store.get(WARNED).decode()
+        ended = f"ended by {by} after {steps_done(trainer)} steps"
+        if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
+            raise Preempted(
+                f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "
+                f"with resume=auto they continue. If torchrun itself was ended, {AGAIN}."
+            )
+        raise self.kind()(f"{ended}; {AGAIN} to continue." if self.save else f"{ended}.")
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        process.install()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        """Everything is saved already, so processes need not agree."""
+        if process.received:
+            raise self.kind()(f"ended by {process.received[0].name} during the test; {AGAIN}.")
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        if process.received:
+            by = process.received[0].name
+            raise self.kind()(f"ended by {by} during the prediction; nothing was written. Run it again.")
+
+    def kind(self) -> type[Preempted]:
+        return Interrupted if process.received[:1] == [signal.SIGINT] else Preempted
+
+    def warned(self, trainer: Trainer) -> bool:
+        """Whether any process was warned; the answer is the same in all of them."""
+        if trainer.world_size == 1:
+            return bool(process.received)
+        if steps_done(trainer) < self.next_look:
+            return False
+        store, look = process.store, next(looks)
+        if process.received:
+            store.set(WARNED, f"{process.received[0].name} to rank {trainer.global_rank}")
+        if trainer.global_rank == 0:
+            store.set(f"preemption/{look}", f"{self.pace.next_step(steps_done(trainer))} {int(store.check([WARNED]))}")
+            store.delete_key(f"preemption/{look - KEPT}")
+        self.next_look, warned = map(int, store.get(f"preemption/{look}").split())
+        return bool(warned)
+
+
+# --- trainer.max_time ---
+
+
+class Timer(callbacks.Timer):
     """Lightning's asks rank 0 after each micro-batch, by a broadcast that each GPU waits for; this one about once a second."""
 
-    looked_at = (0, 0.0)  # steps, seconds
-    next_look = 0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self.looked_at, self.next_look = (steps_done(trainer), time.monotonic()), 0
+        self.pace, self.next_look = Pace(steps_done(trainer)), 0
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step, now_s = steps_done(trainer), time.monotonic()
+        step = steps_done(trainer)
         if not completes_step(trainer, batch_idx) or step < self.next_look:
             return
-        since, began_s = self.looked_at
-        self.looked_at = step, now_s
-        left_s, step_s = self.time_remaining(), (now_s - began_s) / max(1, step - since)
-        look = round(max(0.0, min(LOOK_S, left_s or 0.0)) / max(step_s, 1e-6))
-        over, self.next_look = trainer.strategy.broadcast(((left_s or 0.0) <= 0, step + max(1, look)))
+        left_s = max(0.0, self.time_remaining() or 0.0)
+        again = self.pace.next_step(step, min(LOOK_S, left_s))
+        over, self.next_look = trainer.strategy.broadcast((left_s == 0, again))
         if over:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)  # once more, for its message
 
 
-# --- Lightning's early stopping, made exact for resumed runs ---
+# --- A metric that no longer improves ---
 
 
 class EarlyStopping(callbacks.EarlyStopping):
@@ -67,170 +144,5 @@ class EarlyStopping(callbacks.EarlyStopping):
         again = (EarlyStoppingReason.NOT_STOPPED.value, EarlyStoppingReason.PATIENCE_EXHAUSTED.value)
         self.stopped = state_dict["stopping_reason"] not in again
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
-
-
-# --- Stops a run whose loss is no longer a number ---
-
-KEPT, SHOWN = 1000, 16  # losses since the last log row; samples in the message
-
-
-class FiniteLoss(Callback):
-    """Checks the loss whenever it is logged, and at the end, so it adds no synchronisation to the other steps.
-
-    All processes decide alike: one that ended alone would leave the others waiting in their next all-reduce.
-    """
-
-    def __init__(self) -> None:
-        self.seen: deque[tuple[int, Tensor, Any]] = deque(maxlen=KEPT)  # step, loss, indices of the samples
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None  # manual optimization may return anything
-        complete = completes_step(trainer, batch_idx)
-        if isinstance(loss, Tensor):
-            indices = batch.get("index") if isinstance(batch, dict) else None
-            self.seen.append((steps_done(trainer) + (not complete), loss.detach(), indices))
-        if complete and has_row(trainer, steps_done(trainer)):
-            self.look(trainer)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.look(trainer)
-
-    def look(self, trainer: Trainer) -> None:
-        bad = bool(self.seen) and not math.isfinite(self.seen[-1][1].item())  # SYNC: once every log_every_n_steps
-        if trainer.strategy.reduce_boolean_decision(bad, all=False):
-            raise LossNotFinite(self.words(trainer))
-        self.seen.clear()
-
-    def first(self) -> tuple[int, float, list[int]] | None:
-        """The step, the loss and the samples of this process's first batch whose loss is no number."""
-        for step, loss, indices in self.seen:
-            if not math.isfinite(value := loss.item()):
-                found = indices.flatten().tolist() if isinstance(indices, Tensor) else []
-                return step, value, [index for index in found if index >= 0]  # without fillers
-        return None
-
-    def words(self, trainer: Trainer) -> str:
-        """Every process must call it."""
-        everyone: list[Any] = [self.first()] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(everyone, everyone[trainer.global_rank])
-        step, rank = min((found[0], rank) for rank, found in enumerate(everyone) if found)
-        _, loss, samples = everyone[rank]
-        of = f" on rank {rank}" if trainer.world_size > 1 else ""
-        more = ", ..." if len(samples) > SHOWN else ""
-        batch = f", in a batch of the training samples {', '.join(map(str, samples[:SHOWN]))}{more}" if samples else ""
-        good = next((path for path in checkpoints(Path(trainer.default_root_dir)) if step_of(path) < step), None)
-        start = f" The last checkpoint before it is {good}: init_from={good} starts a new run from it." if good else ""
-        return (
-            f"the loss is {loss} at step {step} (epoch {trainer.current_epoch}){of}{batch}. Try a lower optim.lr, "
-            f"trainer.gradient_clip_val=1.0, or trainer.detect_anomaly=true to find the operation that produces it.{start}"
-        )
-
-
-# --- Stops a run that watches a figure which nothing logs. config/rules.py refuses what is known before the run ---
-
-
-class Monitored(Callback):
-    """Fails after the first validation, or at the end of training for callbacks that may look later; saves a checkpoint first.
-
-    A training that ends before its first validation logs no figure of one, and passes.
-    """
-
-    def __init__(self, cfg: DictConfig, save: Callable[[Trainer], None] | None) -> None:
-        self.save, self.validated = save, False
-        self.early = {"checkpoint.monitor": cfg.checkpoint.monitor} if save and cfg.checkpoint.monitor else {}
-        self.late: dict[str, str] = {}
-        for name, node in cfg.callbacks.items():
-            if node.get("monitor") is not None:
-                validates = node.get("check_on_train_epoch_end") is False
-                (self.early if validates else self.late)[f"callbacks.{name}.monitor"] = node.monitor
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self.validated = True
-            self.refuse(trainer, self.early)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.validated:
-            self.refuse(trainer, self.late)
-
-    def refuse(self, trainer: Trainer, watched: dict[str, str]) -> None:
-        found = sorted(trainer.callback_metrics)
-        for key, monitor in watched.items():
-            if monitor in found:
-                continue
-            if self.save:
-                self.save(trainer)
-            goes_on = " resume=auto to continue" if self.save else ""
-            name = workload(trainer.lightning_module, trainer.datamodule).title  # type: ignore[attr-defined]
-            keeps = key == "checkpoint.monitor"
-            last = ", or checkpoint.monitor=null to keep the last checkpoint only" if keeps else ""
-            raise TrainingFailed(
-                f"{key}={monitor} is not logged by {name}, which logs {', '.join(found) or 'nothing'}{nearest(monitor, found)}. "
-                f"Type {key}=<one of them>{goes_on}{last}."
-            )
-
-
-# --- Refuses a task that communicates on its own where each micro-batch has a loss of its own: the result would depend on how a batch ---
-#
-# is divided, which nothing else tells.
-
-
-class TaskCollectives(Callback):
-    """Watches the first micro-batch of a process. One process alone is not watched: tasks communicate if there are several."""
-
-    def __init__(self) -> None:
-        self.counter, self.division = CollectiveCounter(), ""
-        # The task's own attributes named `loss` and `outputs`, to put back; None: it is not watched.
-        self.own: dict[str, Any] | None = None
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        module: Any = pl_module
-        self.division = module.arithmetic.division(trainer.accumulate_grad_batches)
-        if trainer.world_size > 1 and self.division:
-            task = module.task
-            watched = {"loss": self.watched_loss(task.loss), "outputs": self.watched_outputs(task.outputs)}
-            self.own = {name: vars(task)[name] for name in watched if name in vars(task)}
-            vars(task).update(watched)  # not setattr, which refuses the name of a submodule
-
-    def watched_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with self.counter:
-                return loss(*args)
-
-        return call
-
-    def watched_outputs(self, outputs: Callable[..., Any]) -> Callable[..., Any]:
-        """Without what the network does: a sharded one is gathered, and its batch norm may be synchronised."""
-
-        def call(net: Callable[..., Any], batch: Any) -> Any:
-            def unwatched(*args: Any, **kwargs: Any) -> Any:
-                self.counter.__exit__(None, None, None)
-                try:
-                    return net(*args, **kwargs)
-                finally:
-                    self.counter.__enter__()
-
-            with self.counter:
-                return outputs(unwatched, batch)
-
-        return call
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if self.own is None:
-            return
-        task: Any = pl_module.task
-        del vars(task)["loss"], vars(task)["outputs"]
-        vars(task).update(self.own)
-        self.own = None
-        if not self.counter.count:
-            return
-        raise UserError(
-            f"{type(task).__name__} communicates between processes in its loss or outputs, and {self.division} divides each process's samples: "
-            "the result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "
-            f"communicating; then leave {self.division} out."
-        )
+        trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from lockstep.machine.hardware import peak_bytes
 from lockstep.training.steps import completes_step, has_row, steps_done
 
-# --- Where the time of training goes, as time/* in the report. Nothing is measured within a batch ---
+# --- Where the time of training goes, as time/* in the report ---
 
 
 class Clock(Callback):
@@ -38,15 +38,12 @@ class Clock(Callback):
         if self.trainer is None:
             return {}
         waited, saved = waited_s(self.trainer), getattr(self.trainer.strategy.checkpoint_io, "stalled_s", 0.0)
-        waited = 0.0 if math.isnan(waited) else waited
-        parts = {"wait": waited, "validation": self.validated_s, "saving": saved}
+        parts = {"wait": 0.0 if math.isnan(waited) else waited, "validation": self.validated_s, "saving": saved}
         parts["steps"] = max(0.0, self.trained_s - sum(parts.values()))
         return {f"time/{name}_s": seconds for name, seconds in parts.items()}
 
 
-# --- Training speed in samples per second over all processes, the share of time spent waiting for data (both without validation), and ---
-#
-# the first process's memory.
+# --- Training speed over all processes and the fraction of time spent waiting for data, both without validation; memory ---
 
 
 def waited_s(trainer: Trainer) -> float:
@@ -119,7 +116,7 @@ class Throughput(Callback):
         self.close(trainer)
 
     def report_figures(self) -> dict[str, float | None]:
-        """Figures of the whole run, for its report."""
+        """Of the whole run."""
         windows = self.windows[1:] or self.windows or [(0, 0, 0)]
         samples, seconds, waited = (sum(column) for column in zip(*windows, strict=True))
         return {

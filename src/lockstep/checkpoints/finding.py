@@ -1,10 +1,13 @@
-"""Finding checkpoints on disk, and which of them are complete. Free of torch."""
+"""Checkpoints on disk: where they are, which are complete, and what one holds. Free of torch."""
 
-import pickletools
+import codecs
+import pickle
 import re
 import sys
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,12 @@ from lockstep.errors import UserError
 from lockstep.machine.world import rank_of
 from lockstep.run.folder import RunFolder, find_run
 
-# --- Trees of dicts, lists and tuples, as checkpoints are. Free of torch ---
+BEST = re.compile(r"best-step-(\d+)\.ckpt")
+SHARD = re.compile(r"shard-\d+-of-\d+\.pt")
+REST = "rest.pt"  # beside the shards: everything else
+DATA = "DataModule"  # Lightning's key for the datamodule's state
+
+# --- Trees of dicts, lists and tuples, as checkpoints are ---
 
 Place = tuple[Any, ...]  # the keys and indices that lead to a leaf
 
@@ -35,9 +43,139 @@ def mapped(tree: Any, change: Callable[[Place, Any], Any], path: Place = ()) -> 
     return change(path, tree)
 
 
-# --- Finding checkpoints on disk, and which of them are complete. Free of torch ---
+# --- What a checkpoint holds ---
 
-BEST = re.compile(r"best-step-(\d+)\.ckpt")
+# The parts from which a run continues, and their types. A custom module has `plateau` where a task has `window` and `network`.
+POSITION = {
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), list),
+    **dict.fromkeys(("callbacks", "loops"), dict),
+    **dict.fromkeys(("epoch", "global_step", "accumulate_grad_batches"), int),
+}
+OTHERS = ("state_dict", "config", DATA, "window", "network", "plateau", "current_model_state")
+PARTS = POSITION | dict.fromkeys(OTHERS, dict)
+LOOP = (
+    "state_dict",
+    "epoch_progress",
+    "epoch_loop.state_dict",
+    "epoch_loop.batch_progress",
+    "epoch_loop.automatic_optimization.optim_progress",
+)
+GROUPS = ("task", "data", "strategy", "trainer")  # of every config
+
+
+def is_config(config: dict[str, Any]) -> bool:
+    plain = all(isinstance(leaf, bool | int | float | str | None) for _, leaf in leaves(config))
+    return plain and all(isinstance(config.get(group), dict) for group in GROUPS)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of Lockstep. `parse` makes it, and alone judges what is something else."""
+
+    path: Path
+    values: dict[str, Any]  # everything, as Lightning's hooks get it
+    config: dict[str, Any]  # of the run that saved it, resolved
+    state_dict: dict[str, Any]  # the weights under the module's keys; if the run averaged its weights, the average
+    raw_state_dict: dict[str, Any] | None  # then the weights with which training continues
+    network: dict[str, Any] | None  # the network's arguments; None if a custom module makes its own network
+    metadata: dict[str, Any]  # what the data said of itself: classes, normalisation, ...
+
+    @classmethod
+    def parse(cls, path: Path, values: Any) -> "Checkpoint":
+        """Raises UserError: `values`, the content of `path`, is something else than a checkpoint of Lockstep."""
+        why = ""
+        if not isinstance(values, dict):
+            why = f"it holds a {type(values).__name__}"
+        elif missing := [name for name in ("config", "state_dict") if name not in values]:
+            why = f"it has no {' and no '.join(missing)}"
+        elif wrong := [name for name, kind in PARTS.items() if not isinstance(values.get(name, kind()), kind)]:
+            why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
+        elif not is_config(values["config"]):
+            why = "its config is not the config of a run"
+        if why:
+            raise UserError(
+                f"{path} is not a checkpoint of Lockstep: {why}. Pass a run, or a .ckpt file from its checkpoints folder. A timm model "
+                "loads weights from elsewhere with model.checkpoint_path=<file>."
+            )
+        raw, network = values.get("current_model_state"), values.get("network")
+        metadata = values.get(DATA, {}).get("about", {})
+        return cls(path, values, values["config"], values["state_dict"], raw, network, metadata)
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The weights under the network's own keys."""
+        return {key.removeprefix("net."): value for key, value in self.state_dict.items() if key.startswith("net.")}
+
+    def require_position(self, *more: str) -> None:
+        """Raises UserError for a checkpoint without the parts from which training continues; `more` are those of this kind of run."""
+        loop = self.values.get("loops", {}).get("fit_loop")
+        missing = [name for name in (*POSITION, *more) if name not in self.values]
+        missing += [] if self.values.get("callbacks", True) else ["callbacks"]
+        if "loops" in self.values:
+            missing += [f"loops.fit_loop.{name}" for name in LOOP if not isinstance(loop, dict) or name not in loop]
+        if missing:
+            raise UserError(
+                f"{self.path} does not say where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} "
+                "run=<another name> to start a new run from its weights."
+            )
+
+
+KNOWN = ("torch", "collections", "builtins", codecs.encode.__module__)  # what tensors and plain values need
+
+
+class StandIn:
+    """An inert object in place of each tensor or other object that a pickle names."""
+
+    def __new__(cls, *_: Any, **__: Any) -> "StandIn":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class Outline(pickle.Unpickler):
+    """Reads a pickle without its objects: nothing that it names is imported or called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] not in KNOWN:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, and has to hold only tensors and plain values")
+        return {"OrderedDict": OrderedDict, "Counter": Counter}.get(name, StandIn)
+
+    def persistent_load(self, _: Any) -> Any:
+        return StandIn()
+
+
+def unpickled(path: Path) -> Any:
+    """The values of a file of torch.save, with stand-ins for its tensors. Raises UserError: it is none."""
+    file = path / REST if path.is_dir() else path
+    try:
+        with zipfile.ZipFile(file) as archive:
+            name = next((name for name in archive.namelist() if name.endswith("data.pkl")), None)
+            if name is None:
+                raise pickle.UnpicklingError("it is an archive that torch.save did not write")
+            with archive.open(name) as pickled:
+                return Outline(pickled).load()
+    except Exception as e:  # bytes that are no pickle may raise anything
+        raise UserError(f"{path} is not a checkpoint of Lockstep: {' '.join(str(e).split())}.") from None
+
+
+def outline(path: Path) -> Checkpoint:
+    """What a complete checkpoint holds, without its tensors. Raises UserError: it is something else, or a part of one."""
+    if path.name == REST or SHARD.fullmatch(path.name):
+        raise UserError(f"{path} is a part of a sharded checkpoint. Pass its folder, {path.parent}.")
+    return Checkpoint.parse(path, unpickled(path))
+
+
+def step_of(path: Path) -> int:
+    """The optimizer steps done in a complete checkpoint; -1 if it does not say."""
+    try:
+        step = unpickled(path)["global_step"]
+    except (UserError, LookupError, TypeError):
+        return -1
+    return step if isinstance(step, int) else -1
+
+
+# --- Which checkpoints are complete ---
 
 
 def is_complete_file(path: Path) -> bool:
@@ -47,37 +185,30 @@ def is_complete_file(path: Path) -> bool:
             return False
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()  # torch.save compresses nothing
-            plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-            return plain and sum(e.file_size for e in entries) <= path.stat().st_size and archive.testzip() is None
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            return stored and sum(e.file_size for e in entries) <= path.stat().st_size and archive.testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError):  # RuntimeError: it seems to be encrypted
         return False
 
 
+def shard_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("shard-*.pt") if SHARD.fullmatch(path.name))
+
+
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a complete checkpoint: a file, or a folder with all its shards (see shards.py)."""
+    """Whether `path` is complete: a file, or a folder with all its shards (sharded.py)."""
     if not path.is_dir():
         return is_complete_file(path)
-    shards = sorted(path.glob("shard-*-of-*.pt"))
-    world = int(shards[0].stem.rpartition("-")[2]) if shards else -1
-    return len(shards) == world and all(map(is_complete_file, [path / "rest.pt", *shards]))
-
-
-def step_of(path: Path) -> int:
-    """The optimizer steps done in a complete checkpoint, read from its pickle without loading it; -1 if it does not say."""
-    file = path / "rest.pt" if path.is_dir() else path
-    with zipfile.ZipFile(file) as archive:
-        pickle = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        operations = pickletools.genops(archive.read(pickle))
-        values = (arg for op, arg, _ in operations if "PUT" not in op.name and arg is not None)
-        return next((int(next(values, -1)) for value in values if value == "global_step"), -1)
+    shards = shard_files(path)
+    counts = {int(shard.stem.rpartition("-")[2]) for shard in shards}
+    return counts == {len(shards)} and all(map(is_complete_file, [path / REST, *shards]))
 
 
 def found_in(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, complete or not."""
     folder = run_dir / "checkpoints"
     last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renamings leaves only `.old`
-    found = [next((path for path in last if path.exists()), last[0])]
-    return [path for path in [*found, *folder.glob("best-step-*.ckpt")] if path.exists()]
+    return [*[path for path in last if path.exists()][:1], *folder.glob("best-step-*.ckpt")]
 
 
 def checkpoints(run_dir: Path) -> Iterator[Path]:
@@ -85,12 +216,14 @@ def checkpoints(run_dir: Path) -> Iterator[Path]:
 
     The newest is the one with the most steps: file times change when a folder is copied.
     """
-    found = found_in(run_dir)
-    complete = [path for path in found if is_checkpoint(path)]
-    if rank_of() == 0:
-        for path in sorted(set(found) - set(complete)):
+    complete = {path: is_checkpoint(path) for path in sorted(found_in(run_dir))}
+    for path in complete if rank_of() == 0 else ():
+        if not complete[path]:
             print(f"WARNING: {path} is incomplete and is skipped.", file=sys.stderr)
-    yield from sorted(complete, key=lambda path: (step_of(path), path.name), reverse=True)
+    yield from sorted(filter(complete.get, complete), key=lambda path: (step_of(path), path.name), reverse=True)
+
+
+# --- Finding what a key names ---
 
 
 def checkpoint_if_any(run_dir: Path) -> Path | None:
@@ -103,30 +236,28 @@ def checkpoint_if_any(run_dir: Path) -> Path | None:
     if newest is None and found:
         raise UserError(
             f"no checkpoint in {run_dir}/checkpoints is complete; damaged, or something else: "
-            f"{', '.join(sorted(path.name for path in found))}. Bring them back from a copy, or type run=<another name> to start over."
+            f"{', '.join(sorted(path.name for path in found))}. Restore them from a copy, or pass run=<another name> to start over."
         )
     return newest
 
 
-def newest_checkpoint(run_dir: Path, key: str) -> Path:
-    for path in checkpoints(run_dir):
+def newest_checkpoint(run_dir: Path) -> Path:
+    """Raises UserError: the run has none, or all are damaged."""
+    if path := checkpoint_if_any(run_dir):
         return path
-    raise UserError(
-        f"{key}={run_dir.name}: {run_dir}/checkpoints holds no complete checkpoint. Type run=<another name> to start over."
-    )
+    raise UserError(f"{run_dir}/checkpoints holds no checkpoint. Pass run=<another name> to start over.")
 
 
 def checkpoint_of_report(run_dir: Path) -> Path:
     """The checkpoint that the run tested, or its newest one if it did not get that far."""
     named = RunFolder(run_dir).report().get("checkpoint")
-    path = run_dir / str(named) if named else None
-    return path if path is not None and is_checkpoint(path) else newest_checkpoint(run_dir, "run")
+    return path if named and is_checkpoint(path := run_dir / str(named)) else newest_checkpoint(run_dir)
 
 
 def complete_checkpoint(path: Path, key: str) -> Path:
     """`path`, if it is a complete checkpoint. Raises UserError otherwise."""
     if not path.exists():
-        raise UserError(f"{key}={path} does not exist. Type the path of a .ckpt file, or run=<name>.")
+        raise UserError(f"{key}={path} does not exist. Pass the path of a .ckpt file, or run=<name>.")
     if not is_checkpoint(path):
         raise UserError(
             f"{key}={path} is not a complete checkpoint: it is cut off, damaged, or something else. Try another file of that folder."
@@ -134,15 +265,39 @@ def complete_checkpoint(path: Path, key: str) -> Path:
     return path
 
 
-def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
-    """The checkpoint `given`, or the one that the run `given`, a name or a directory, tested. `key` is for messages.
+def located(given: str, key: str, runs_dir: str, choose: Callable[[Path], Path]) -> tuple[Path, Path]:
+    """The folder of a run and its checkpoint: `given` itself, or the one that `choose` takes of the run `given`, a name or a directory.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is none, or it is damaged. `key` is for the message.
     """
     path = Path(given)
-    if RunFolder(path).has_config():
-        return checkpoint_of_report(path)
-    if path.suffix == ".ckpt" or path.exists():
-        return complete_checkpoint(path, key)
-    return checkpoint_of_report(find_run(given, runs_dir, key=key).path)
+    if not RunFolder(path).has_config() and (path.is_file() or ".ckpt" in path.suffixes or (path / REST).exists()):
+        checkpoint = complete_checkpoint(path, key)
+        return checkpoint.resolve().parents[1], checkpoint
+    run_dir = path if RunFolder(path).has_config() else find_run(given, runs_dir, key=key).path
+    return run_dir, choose(run_dir)
+
+
+def tested_checkpoint(given: str, key: str, runs_dir: str = "runs") -> Path:
+    """The checkpoint `given`, or the one that the run `given` tested."""
+    return located(given, key, runs_dir, checkpoint_of_report)[1]
+
+
+def resume_point(resume: str, run: str | None, runs_dir: str) -> tuple[Path, Checkpoint | None]:
+    """The directory of the run to resume, and where in the training it continues; resume=auto may find no checkpoint yet."""
+    if resume == "auto" and not run:
+        raise UserError("resume=auto continues the run in runs/<run>. Pass run=<name> as well.")
+    if resume == "auto":
+        run_dir, path = Path(runs_dir) / str(run), checkpoint_if_any(Path(runs_dir) / str(run))
+    else:
+        run_dir, path = located(resume, "resume", runs_dir, newest_checkpoint)
+    if path is None:
+        return run_dir, None
+    if not RunFolder(run_dir).has_config():
+        raise UserError(
+            f"resume={resume} lies outside of a run directory. Pass init_from={resume} to start a new run from its weights."
+        )
+    checkpoint = outline(path)
+    checkpoint.require_position()
+    return run_dir, checkpoint

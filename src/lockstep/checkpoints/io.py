@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lockstep.checkpoints import content, shards
-from lockstep.checkpoints.content import refused
+from lockstep.checkpoints import sharded
 from lockstep.checkpoints.finding import leaves
+from lockstep.checkpoints.weights import refused
 from lockstep.config.words import size
 from lockstep.errors import FolderRemoved, NotSaved, chain
 from lockstep.machine import files
@@ -43,24 +43,20 @@ def tensor_bytes(tree: Any) -> int:
 
 
 def on_meta(parameter: Tensor) -> nn.Parameter:
-    made = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-    made.grad = torch.empty_like(made)
-    return made
+    twin = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+    twin.grad = torch.empty_like(twin)
+    return twin
 
 
 def state_bytes(optimizer: Optimizer) -> int:
     """The size of an optimizer's state after a step, tried on tensors without memory; 0 if it cannot step on them."""
     trial = copy.copy(optimizer)
-    kernels = dict.fromkeys(("fused", "foreach", "capturable"), False)
-    trial.state = defaultdict(dict)
-    trial.param_groups = [
-        {
-            **group,
-            **{key: kernels.get(key, group[key]) for key in group},
-            "params": [on_meta(p) for p in group["params"] if p.requires_grad],
-        }
-        for group in optimizer.param_groups
-    ]
+    trial.state, trial.param_groups = defaultdict(dict), []
+    for group in optimizer.param_groups:
+        kernels = dict.fromkeys(group.keys() & {"fused", "foreach", "capturable"}, False)
+        trial.param_groups.append(
+            {**group, **kernels, "params": [on_meta(p) for p in group["params"] if p.requires_grad]}
+        )
     try:
         type(optimizer).step(trial)  # not the instance's own, which a scheduler binds to the real one
     except Exception:
@@ -84,16 +80,9 @@ def problem(trainer: pl.Trainer, module: pl.LightningModule, folder: Path) -> st
         return None
     return (
         f"{folder} has {size(room)} for checkpoints, and {files} of {size(each)} need {size(files * each)}: the best, the last and the one "
-        f"that is being written. {size(files * each - room)} are missing. Free some space, or type runs_dir=<a folder with more room>, checkpoint.save_top_k=1 for fewer files, or "
+        f"that is being written. {size(files * each - room)} are missing. Free some space, or pass runs_dir=<a folder with more room>, checkpoint.save_top_k=1 for fewer files, or "
         "trainer.enable_checkpointing=false."
     )
-
-
-def missing(content: Any, folder: Path) -> str:
-    """How much room a checkpoint that could not be written lacks."""
-    needed, free = tensor_bytes(content), shutil.disk_usage(nearest(folder)).free
-    lacking = f": {size(needed - free)} are missing." if needed > free else "."
-    return f" It needs {size(needed)}, and {size(free)} are free{lacking}"
 
 
 # --- Writing checkpoints: atomically, in the order of the calls, and while training continues ---
@@ -116,14 +105,6 @@ class Copied:
     memory: Tensor
     origin: tuple[Any, ...]
 
-    def fits(self, tensor: Tensor) -> bool:
-        a, b = self.memory, tensor
-        return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether it has the values of `tensor`. Values on a GPU are not fetched for the comparison."""
-        return torch.equal(tensor, self.memory) if tensor.is_cpu else origin(tensor) == self.origin
-
 
 Buffers = dict[tuple[Any, ...], Copied]  # a snapshot's tensors by their paths
 
@@ -133,14 +114,13 @@ def host_copy(tensor: Tensor, before: Copied | None, in_use: bool) -> Copied:
 
     A copy from a GPU is only begun: what computes next on the GPU comes after it.
     """
-    if before is not None and not before.fits(tensor):
+    memory = before.memory if before else tensor
+    if (memory.dtype, memory.shape, memory.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
         before = None
-    if before is not None and in_use and before.holds(tensor):
-        return before
+    if before and in_use and (torch.equal(tensor, memory) if tensor.is_cpu else origin(tensor) == before.origin):
+        return before  # values on a GPU are not fetched for the comparison
     if before is None or in_use:
         memory = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    else:
-        memory = before.memory
     return Copied(memory.copy_(tensor, non_blocking=tensor.is_cuda), origin(tensor))
 
 
@@ -166,24 +146,6 @@ def snapshot(checkpoint: dict[str, Any], buffers: Buffers, in_use: bool) -> tupl
     return copy.deepcopy(checkpoint, {id(tensor): copies[path].memory for path, tensor in found.items()}), copies
 
 
-class SerialQueue:
-    """Runs calls one after another in one thread. After an error it skips all calls until `finish` has returned that error."""
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "checkpoints")  # Python waits for it at exit
-        self.begun: list[Future[None]] = []
-
-    def add(self, call: Callable[[], None]) -> None:
-        before = tuple(self.begun)  # done when this call begins
-        self.begun.append(self.thread.submit(lambda: None if any(each.exception() for each in before) else call()))
-
-    def finish(self) -> BaseException | None:
-        """Waits for all calls; returns the first error, once."""
-        errors = [each.exception() for each in self.begun]
-        self.begun.clear()
-        return next(filter(None, errors), None)
-
-
 class AtomicCheckpointIO(CheckpointIO):
     """Gives a checkpoint its name when it is complete and on disk: a crash leaves the previous one.
 
@@ -193,7 +155,8 @@ class AtomicCheckpointIO(CheckpointIO):
     """
 
     def __init__(self, *, background: bool) -> None:
-        self.queue = SerialQueue() if background else None
+        self.thread = ThreadPoolExecutor(1, "checkpoints") if background else None  # Python waits for it at exit
+        self.calls: list[Future[None]] = []
         self.buffers: Buffers = {}
         self.step: int | None = None  # of the snapshot in `buffers`
         self.stalled_s = 0.0  # for how long callers of `save` have waited
@@ -208,7 +171,7 @@ class AtomicCheckpointIO(CheckpointIO):
             raise NotSaved(
                 f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."
             )
-        if self.queue:
+        if self.thread:
             in_use = step is not None and step == self.step
             if not in_use:
                 self.drain()
@@ -217,7 +180,7 @@ class AtomicCheckpointIO(CheckpointIO):
             except (RuntimeError, MemoryError) as e:  # torch's CPU allocator raises RuntimeError
                 raise NotSaved(
                     f"no memory is left for the copy from which the checkpoint {path} is written in the background ({e}). "
-                    "Type checkpoint.background=false resume=auto: training then waits for the disk instead."
+                    "Pass checkpoint.background=false resume=auto: training then waits for the disk instead."
                 ) from None
             self.step = step
             if any(copied.memory.is_pinned() for copied in self.buffers.values()):
@@ -228,14 +191,21 @@ class AtomicCheckpointIO(CheckpointIO):
         self.stalled_s += time.perf_counter() - began_s
 
     def submit(self, call: Callable[[], None]) -> None:
-        if self.queue:
-            self.queue.add(call)
-        else:
-            call()
+        """Runs `call` after the earlier ones, unless one of them has failed since the last `finish`."""
+        if self.thread is None:
+            return call()
+        before = tuple(self.calls)  # done when this call begins
+        self.calls.append(self.thread.submit(lambda: None if any(each.exception() for each in before) else call()))
+
+    def finish(self) -> BaseException | None:
+        """Waits for all calls; returns the first error, once."""
+        errors = [each.exception() for each in self.calls]
+        self.calls.clear()
+        return next(filter(None, errors), None)
 
     def drain(self) -> None:
         """Waits until everything is on disk. Raises NotSaved."""
-        if error := self.queue.finish() if self.queue else None:
+        if error := self.finish():
             raise error
 
     def load_checkpoint(
@@ -243,14 +213,15 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Always with weights_only=True: a checkpoint cannot run code."""
         self.drain()
-        return content.read(Path(path))
+        values: dict[str, Any] = sharded.load(Path(path))
+        return values
 
     def remove_checkpoint(self, path: str | Path) -> None:
         self.submit(partial(remove_or_warn, Path(path)))
 
     def teardown(self) -> None:
         """Finishes pending writes. An error here does not hide the error that ended the training."""
-        error = self.queue.finish() if self.queue else None
+        error = self.finish()
         self.buffers, self.step = {}, None
         if error and sys.exc_info()[0] is None:
             raise error
@@ -261,7 +232,7 @@ class AtomicCheckpointIO(CheckpointIO):
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
     with files.replacing(path) as part:
-        shards.write(checkpoint, part)
+        sharded.write(checkpoint, part)
 
 
 def remove_or_warn(path: Path) -> None:
@@ -281,18 +252,13 @@ def write_or_explain(path: Path, write: Write, checkpoint: dict[str, Any]) -> No
             files.remove(files.part_of(path))  # it takes disk space
         if not path.parent.parent.is_dir():
             raise FolderRemoved(path.parent.parent) from None
-        full = getattr(os_error(e), "errno", None) in NO_SPACE
+        cause = next((each for each in chain(e) if isinstance(each, OSError)), None)  # torch wraps it in its own error
+        reason = f"{cause.strerror or cause}." if cause else f"{type(e).__name__}: {e}."
+        if cause and cause.errno in NO_SPACE:
+            needed, free = tensor_bytes(checkpoint), shutil.disk_usage(nearest(path.parent)).free
+            missing = f": {size(needed - free)} are missing" if needed > free else ""
+            reason += f" It needs {size(needed)}, and {size(free)} are free{missing}."
         raise NotSaved(
-            f"the checkpoint {path} could not be saved: {reason(e)}.{missing(checkpoint, path.parent) if full else ''} The earlier ones are complete and still there. "
-            "Free some space or repair the disk, then type the command again with resume=auto."
+            f"the checkpoint {path} could not be saved: {reason} The earlier ones are complete and still there. "
+            "Free some space or repair the disk, then run the command again with resume=auto."
         ) from e
-
-
-def os_error(error: BaseException) -> OSError | None:
-    """The operating system's error, which torch wraps in its own."""
-    return next((each for each in chain(error) if isinstance(each, OSError)), None)
-
-
-def reason(error: BaseException) -> str:
-    cause = os_error(error)
-    return cause.strerror or str(cause) if cause else f"{type(error).__name__}: {error}"

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint
@@ -25,64 +24,63 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     """Lightning's keeps the first of equal scores. Here the lower val/loss decides, then the later step.
 
     Names have the steps done: `trainer.global_step` counts those of every optimizer. A run resumed from an earlier checkpoint writes
-    the same file again.
+    the same file again. The state has names instead of paths: a run's folder may be moved, and a name leads to no other file.
     """
 
     def __init__(self, **options: Any) -> None:
         # after each validation: max_steps may end an epoch before its own
         super().__init__(**options, save_on_train_epoch_end=False)
-        self.losses: dict[str, float] = {}  # by file name, since a run's folder may be moved
+        self.kept: dict[str, tuple[float, float]] = {}  # score and loss by file name, the best first
         self.saved_at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"losses": self.losses}
+        return {"kept": self.kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.losses = dict(state_dict.get("losses", {}))
+        """Those that are in this run's folder: none of another run."""
+        there = {name: tuple(scores) for name, scores in state_dict.get("kept", {}).items() if BEST.fullmatch(name)}
+        self.keep({name: scores for name, scores in there.items() if (Path(str(self.dirpath)) / name).exists()})
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def keep(self, kept: dict[str, tuple[float, float]]) -> None:
+        """Sets what Lightning and loggers read."""
+        self.kept = kept
+        paths = [str(Path(str(self.dirpath)) / name) for name in kept]
+        self.best_k_models = {path: torch.tensor(score) for path, (score, _) in zip(paths, kept.values(), strict=True)}
+        if paths:
+            self.best_model_path, self.kth_best_model_path = paths[0], paths[-1]
+            self.best_model_score, self.kth_value = self.best_k_models[paths[0]], self.best_k_models[paths[-1]]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the checkpoint if it is among the best `save_top_k`, and removes those that no longer are."""
         step = steps_done(trainer)
         if trainer.state.fn != "fit" or trainer.sanity_checking or not self.save_top_k or step in (0, self.saved_at):
             return
         assert self.monitor
+        new, sign = f"best-step-{step}.ckpt", 1 if self.mode == "max" else -1
         score, loss = (float(trainer.callback_metrics.get(name, math.nan)) for name in (self.monitor, "val/loss"))
-        sign = 1 if self.mode == "max" else -1
-        new = str(Path(str(self.dirpath)) / f"best-step-{step}.ckpt")
-        scores = self.best_k_models | {new: torch.tensor(-sign * math.inf if math.isnan(score) else score)}
-        losses = self.losses | {Path(new).name: math.inf if math.isnan(loss) else loss}
+        score, loss = -sign * math.inf if math.isnan(score) else score, math.inf if math.isnan(loss) else loss
+        all_scores = self.kept | {new: (score, loss)}
 
-        def rank(path: str) -> tuple[float, float, int]:
-            name = Path(path).name
-            found = BEST.fullmatch(name)
-            return sign * float(scores[path]), -losses.get(name, math.inf), int(found[1]) if found else 0
+        def rank(name: str) -> tuple[float, float, int]:
+            score, loss = all_scores[name]
+            return sign * score, -loss, int(name.removeprefix("best-step-").removesuffix(".ckpt"))
 
-        ranked = sorted(scores, key=rank, reverse=True)
+        ranked = sorted(all_scores, key=rank, reverse=True)
         kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
         if not trainer.strategy.reduce_boolean_decision(new in kept):  # processes may have different scores
             return
-        self.best_k_models, self.current_score = {path: scores[path] for path in kept}, scores[new]
-        self.losses = {name: losses[name] for name in (Path(path).name for path in kept) if name in losses}
-        self.best_model_path, self.kth_best_model_path = kept[0], kept[-1]
-        self.best_model_score, self.kth_value = scores[kept[0]], scores[kept[-1]]
-        trainer.save_checkpoint(new, weights_only=False)
+        self.keep({name: all_scores[name] for name in kept})
+        self.current_score = torch.tensor(score)
+        folder = Path(str(self.dirpath))
+        trainer.save_checkpoint(folder / new, weights_only=False)
         self.saved_at = step
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.after_save_checkpoint(self)
-        for path in ranked[len(kept) :]:
-            trainer.strategy.remove_checkpoint(path)
+        for name in ranked[len(kept) :]:
+            trainer.strategy.remove_checkpoint(folder / name)
 
 
 # --- When checkpoints are saved, and where in the training a resumed run continues ---
-
-
-def wait_until_saved(trainer: Trainer) -> None:
-    """Returns when every process sees the saved checkpoints on disk. Raises NotSaved."""
-    io = trainer.strategy.checkpoint_io
-    if isinstance(io, AtomicCheckpointIO):
-        io.drain()
-    trainer.strategy.barrier()
 
 
 class Position(Callback):
@@ -127,7 +125,7 @@ class Position(Callback):
         if every is not None and every != float("inf") and every % accumulate:
             raise UserError(
                 f"trainer.val_check_interval={trainer.val_check_interval} would validate after {every} micro-batches, within a "
-                f"step of {accumulate}. Type a multiple: trainer.val_check_interval={accumulate * max(1, int(every) // accumulate)}."
+                f"step of {accumulate}. Set a multiple: trainer.val_check_interval={accumulate * max(1, int(every) // accumulate)}."
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -145,7 +143,6 @@ class LastCheckpoint(Checkpoint):
         self.path, self.every_n_steps = path, every_n_steps
         self.resumed = Path(resumed) if resumed else None
         self.saved_at = 0
-        self.tidied = False
 
     @property
     def continues_here(self) -> bool:
@@ -159,12 +156,19 @@ class LastCheckpoint(Checkpoint):
 
     def save_and_wait(self, trainer: Trainer) -> None:
         self.save(trainer)
-        wait_until_saved(trainer)
+        self.wait(trainer)
+
+    @staticmethod
+    def wait(trainer: Trainer) -> None:
+        """Returns when every process sees the saved checkpoints on disk. Raises NotSaved."""
+        if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+            trainer.strategy.checkpoint_io.drain()
+        trainer.strategy.barrier()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Makes the checkpoint that the run was resumed from its last one.
 
-        Otherwise the next resume would take a newer one, of a past that was given up; and a run with nothing left to train would
+        Otherwise the next resume would take a newer one, of an abandoned continuation; and a run with nothing left to train would
         have no last checkpoint.
         """
         names = (self.path.name, f"{self.path.name}.old")  # the next save removes `.old`
@@ -172,27 +176,12 @@ class LastCheckpoint(Checkpoint):
             with files.replacing(self.path) as part:
                 (shutil.copytree if self.resumed.is_dir() else shutil.copyfile)(self.resumed, part)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Updates the absolute paths that ModelCheckpoint saves: the run's folder may have been moved.
-
-        ModelCheckpoint removes these files later, so only checkpoints in that folder are kept; none of another run.
-        """
-        here = self.path.parent.resolve() if self.continues_here else None
-        for state in checkpoint["callbacks"].values():
-            if "dirpath" in state:
-                best = {moved(path, here): score for path, score in state["best_k_models"].items()}
-                state["best_k_models"] = {path: score for path, score in best.items() if path}
-                for key in ("best_model_path", "kth_best_model_path", "last_model_path"):
-                    state[key] = moved(state[key], here)
-                state["dirpath"] = str(here or "")
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
         # Every process tries the optimizer: the user's own may communicate in its step.
         if problem := trainer.strategy.broadcast(io.problem(trainer, pl_module, self.path.parent)):
             raise UserError(problem)
-        trainer.ckpt_path = None  # ModelCheckpoint never removes this path, even when it is no longer among the best
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         begins_step = batch_idx % trainer.accumulate_grad_batches == 0
@@ -203,14 +192,13 @@ class LastCheckpoint(Checkpoint):
         self.save(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        wait_until_saved(trainer)
+        self.wait(trainer)
         self.tidy(trainer)  # for a run with nothing left to train
 
     def tidy(self, trainer: Trainer) -> None:
-        """Once: removes best checkpoints of a past that was given up, and those whose removal a kill prevented."""
-        if self.tidied or not self.continues_here or not trainer.is_global_zero:
+        """Removes best checkpoints of an abandoned continuation, and those whose removal a kill prevented."""
+        if not self.continues_here or not trainer.is_global_zero:
             return
-        self.tidied = True
         old = self.path.with_name(self.path.name + ".old")
         if old.exists() and not self.path.exists():
             old.rename(self.path)
@@ -221,23 +209,15 @@ class LastCheckpoint(Checkpoint):
                 files.remove(path)
 
 
-def moved(path: str, folder: Path | None) -> str:
-    """The checkpoint of that name in `folder`; empty if the name is none of a best checkpoint, or without a folder."""
-    name = Path(path).name
-    return str(folder / name) if folder and name.endswith(".ckpt") and not name.startswith("last.") else ""
-
-
 def best_checkpoint(trainer: Trainer) -> str | None:
     """The checkpoint to test: the best by `checkpoint.monitor`, or the last if nothing was validated. Raises Damaged."""
-    paths = [
-        c.best_model_path or "absent" for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint)
-    ]
-    paths += [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
-    found = next((path for path in paths if Path(path).exists()), None)
-    whole = not found or not trainer.is_global_zero or is_checkpoint(Path(found))  # rank 0 reads it for all
+    of_best = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint)]
+    of_last = [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
+    path = next((path for path in (*of_best, *of_last) if path and Path(path).exists()), None)
+    whole = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all
     if not trainer.strategy.broadcast(whole):
         raise Damaged(
-            f"{found} was damaged after it was saved, and cannot be tested. Bring it back from a copy, or remove it to test the last "
-            "checkpoint instead; then type the command again with resume=auto."
+            f"{path} was damaged after it was saved, and cannot be tested. Restore it from a copy, or remove it to test the last "
+            "checkpoint instead; then run the command again with resume=auto."
         )
-    return found
+    return path

@@ -78,7 +78,7 @@ def save_logged_step(fit_loop: dict[str, Any], step: int) -> None:
 # --- No broadcast at each training step ---
 #
 # Lightning 2.6.6 asks rank 0 by a broadcast at each step whether it received SIGTERM, and waits for the answer with `.item()`, so GPUs
-# run dry at each step. callbacks/preemption.py asks once a second instead. Remove this when Lightning has a switch for it:
+# run dry at each step. callbacks/stopping.py asks once a second instead. Remove this when Lightning has a switch for it:
 # tests/compat/test_lightning.py::test_lightning_still_broadcasts fails when the method is gone.
 
 

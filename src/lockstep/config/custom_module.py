@@ -1,6 +1,6 @@
 """A custom LightningModule as the task: it runs unchanged, with its own steps, optimizers and metrics."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,6 @@ def uses_custom_module(cfg: DictConfig) -> bool:
     return isinstance(target, type) and issubclass(target, pl.LightningModule)
 
 
-def picklable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A partial that can be pickled: Hydra's cannot, and Lightning drops hyperparameters that cannot."""
-    return partial(function.func, *function.args, **function.keywords) if isinstance(function, partial) else function
-
-
 def create_custom_module(cfg: DictConfig) -> "pl.LightningModule":
     """Creates the module of the config.
 
@@ -36,7 +31,12 @@ def create_custom_module(cfg: DictConfig) -> "pl.LightningModule":
     raise_problems(custom_module_problems(cfg))
     task = to_plain(cfg.task)
     partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
-    made = {name: picklable(create(node, f"task.{name}")) for name, node in partials.items()}
+    made = {name: create(node, f"task.{name}") for name, node in partials.items()}
+    for (
+        name,
+        made_partial,
+    ) in made.items():  # Hydra's cannot be pickled, and Lightning drops hyperparameters that cannot
+        made[name] = partial(made_partial.func, *made_partial.args, **made_partial.keywords)
     return create({k: v for k, v in task.items() if k not in made}, "task", **made)
 
 

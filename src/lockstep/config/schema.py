@@ -106,10 +106,6 @@ def is_pair(v: Any, *kinds: Callable[[Any], bool]) -> bool:
     return isinstance(v, list) and len(v) == 2 and all(kind(each) for kind, each in zip(kinds, v, strict=True))
 
 
-def is_patterns(v: Any) -> bool:
-    return is_text(v) or (isinstance(v, list) and v != [] and all(map(is_text, v)))
-
-
 def is_text(v: Any) -> bool:
     """Also a path: each name in it can be one of a file."""
     return isinstance(v, str) and v != "" and "\0" not in v and all(len(n.encode()) <= LONGEST for n in v.split("/"))
@@ -250,7 +246,11 @@ KEYS: dict[str, Kind] = {
     "callbacks.early_stopping.monitor": MONITOR,
     "callbacks.early_stopping.mode": one_of("max", "min"),
     "callbacks.early_stopping.check_on_train_epoch_end": one_of(True, False, None, example="false"),
-    "callbacks.freeze.parameters": Kind(is_patterns, "body, or patterns of parameter names", "[layer1.*]"),
+    "callbacks.freeze.parameters": Kind(
+        lambda v: is_text(v) or (isinstance(v, list) and v != [] and all(map(is_text, v))),
+        "body, or patterns of parameter names",
+        "[layer1.*]",
+    ),
     "callbacks.freeze.unfreeze": Kind(
         lambda v: isinstance(v, list) and all(is_pair(each, is_text, whole(0, 1).accepts) for each in v),
         "pairs of a pattern of parameter names and an epoch",

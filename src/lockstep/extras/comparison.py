@@ -124,11 +124,11 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
     """Differences of two checkpoints in each of `parts`: the tensor that differs most, and other values."""
     from torch import Tensor
 
-    from lockstep.checkpoints.content import read
+    from lockstep.checkpoints.weights import read
 
     def values(path: Path, part: str) -> dict[str, Any]:
         here = str(path.resolve().parents[1])  # best checkpoints are saved with absolute paths
-        found = ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(contents[path].get(part, {})))
+        found = ((".".join(map(str, keys)), leaf) for keys, leaf in leaves(contents[path].values.get(part, {})))
         return {key.replace(here, ""): v.replace(here, "") if isinstance(v, str) else v for key, v in found}
 
     contents = {path: read(path) for path in (one, other)}

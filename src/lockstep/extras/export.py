@@ -15,7 +15,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from lockstep.checkpoints.content import DATA, load_into, network_of, read
+from lockstep.checkpoints.finding import Checkpoint
+from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
 from lockstep.config.targets import accepted, nodes, parameters
 from lockstep.data import pixels, preprocess
@@ -131,9 +132,9 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), images: str | 
     """
     exists = [f"{folder} exists. Type another folder, or remove it."] if folder.exists() else []
     raise_problems([*exists, *export_graphs.missing(list(formats))])
-    content = read(path)
-    task = exportable_task(path, content)
-    weights = {name: tensor.contiguous() for name, tensor in network_of(content).items()}
+    checkpoint = read(path)
+    task, content = exportable_task(checkpoint), checkpoint.values
+    weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}
     net = network(dict(content["config"]["model"]), content["network"], with_weights=False)
     load_into(net.state_dict(), weights, path)
     image_BCHW, prepared = compared_images(content, task.about, images, needed=bool(formats))
@@ -154,9 +155,9 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), images: str | 
     return folder
 
 
-def exportable_task(path: Path, content: dict[str, Any]) -> Task:
+def exportable_task(checkpoint: Checkpoint) -> Task:
     """The task of a checkpoint. Raises UserError if load.py could not say what it says."""
-    node, about = content["config"]["task"], content.get(DATA, {}).get("about", {})
+    node, about, path = checkpoint.config["task"], checkpoint.metadata, checkpoint.path
     kind: Any = target_of(node["_target_"], "task")
     why = ""
     if not (isinstance(kind, type) and issubclass(kind, Task)):

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from lockstep.checkpoints.content import DATA
+from lockstep.checkpoints.finding import DATA
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
 from lockstep.config.identity import model_title, title
 from lockstep.config.words import shown
@@ -29,8 +29,7 @@ def card(
     path: Path, content: Mapping[str, Any], task: Task, net: nn.Module, part: Path, found: dict[str, float], images: int
 ) -> str:
     """`found`: by file, the largest difference of its outputs from the trained network's, on so many `images`."""
-    cfg = OmegaConf.create(dict(content["config"]))
-    assert isinstance(cfg, DictConfig)
+    cfg: Any = OmegaConf.create(dict(content["config"]))
     report = report_of(path)
     about, names = task.about, list(task.about[task.names])
     values = {

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from lockstep import build
 from lockstep.build_trainer import evaluator
-from lockstep.checkpoints.content import DATA, read
+from lockstep.checkpoints.weights import read
 from lockstep.config.identity import title
 from lockstep.config.instantiate import has_own_loaders, target_of
 from lockstep.data.datamodule import DataModule
@@ -43,11 +43,11 @@ def data(cfg: DictConfig) -> DataModule:
             f"input={cfg.predict.input}: files are read for data of images; {title(cfg.data)} prepares its batches itself. "
             "Type input=test, or val or train: a part of the run's own data."
         )
-    content = read(Path(cfg.init_from))
+    checkpoint = read(Path(cfg.init_from))
     files = ImageFiles(
         find_inputs(cfg.predict.input),
-        about=content.get(DATA, {}).get("about", {}),
-        network=content.get("network", {}),
+        about=checkpoint.metadata,
+        network=checkpoint.network or {},
         channels_last=bool(cfg.data.get("channels_last", cfg.channels_last)),
     )
     batch, workers = cfg.data.get("eval_batch_size") or cfg.data.batch_size, cfg.data.get("num_workers", 0)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
 
-from lockstep.checkpoints import resuming
 from lockstep.config import project
 from lockstep.config.auto import decided, workers
 from lockstep.config.batches import first_report
@@ -24,7 +23,7 @@ from lockstep.config.words import nearest, readable
 from lockstep.data.images import find_inputs
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, raise_problems
-from lockstep.launch import local
+from lockstep.launch import local, resuming
 from lockstep.launch.jobs import EVALUATIONS, Job
 from lockstep.machine import files, process
 from lockstep.machine.hardware import why_no_gpu

@@ -277,7 +277,7 @@ owned = False  # whether this process exists to run a command; not in a notebook
 
 
 def report_failure(rank: int) -> None:
-    """Tells the other processes, which may not notice it in a collective (callbacks/watch.py)."""
+    """Tells the other processes, which may not notice it in a collective (callbacks/hang_detector.py)."""
     if store is not None:
         with contextlib.suppress(RuntimeError):  # its server is gone
             store.set(FAILED, str(rank))

@@ -115,10 +115,6 @@ NOISE = (
 )
 
 
-def says_something(record: logging.LogRecord) -> bool:
-    return not record.getMessage().lstrip("\n").startswith(CHATTER)
-
-
 def quiet(rank: int) -> None:
     """Silences known messages on rank 0, and every warning on the other ranks, which repeat rank 0's."""
     for pattern in NOISE:
@@ -129,7 +125,7 @@ def quiet(rank: int) -> None:
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "torch.utils.cpp_extension", *known):
         logger = logging.getLogger(name)
         for target in (logger, *logger.handlers):
-            target.addFilter(says_something)
+            target.addFilter(lambda record: not record.getMessage().lstrip("\n").startswith(CHATTER))
 
 
 def say(text: str) -> None:

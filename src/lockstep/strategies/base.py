@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.content import load_into, sharded_like
 from lockstep.checkpoints.finding import mapped
+from lockstep.checkpoints.weights import load_into, sharded_like
 from lockstep.errors import UserError, raise_problems
 from lockstep.strategies.batch_norm import synchronise
 

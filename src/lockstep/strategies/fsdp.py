@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
-from lockstep.checkpoints import shards
+from lockstep.checkpoints import sharded
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import WholeMeshStrategy
 from lockstep.errors import UserError
@@ -166,7 +166,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
-            return shards.load_sharded(path, self.mesh)
+            return sharded.load_sharded(path, self.mesh)
         return self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(
@@ -180,7 +180,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             return
         if self.writers is None:
             self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
-        rest, own = shards.divide(checkpoint)
+        rest, own = sharded.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
         self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards, checkpoint["global_step"])
 
@@ -193,7 +193,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
                 part.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
                 part.mkdir()
         with self.all_or_none():
-            shards.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
+            sharded.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
         with self.all_or_none():
             if self.is_global_zero:
                 files.take_place(part, path)

@@ -1,4 +1,4 @@
-"""The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py. Free of torch."""
+"""The config of a run that starts from an earlier one: resume=, init_from=, and run= or checkpoint= of eval.py and predict.py. Free of torch."""
 
 import sys
 from collections.abc import Iterator
@@ -7,15 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep.checkpoints.finding import (
-    checkpoint_if_any,
-    checkpoint_of_report,
-    checkpoints,
-    complete_checkpoint,
-    newest_checkpoint,
-    step_of,
-    tested_checkpoint,
-)
+from lockstep.checkpoints import finding
+from lockstep.checkpoints.finding import outline, step_of
 from lockstep.config.batches import accumulated
 from lockstep.config.checks import without_effect
 from lockstep.config.compose import dotted, is_group, key_of
@@ -50,7 +43,6 @@ FIXED = (
     "optim",
     "callbacks.ema",
 )
-COUNTS_MICRO_BATCHES = ("limit_train_batches", "val_check_interval")  # of the trainer, where they are integers
 
 
 def values(cfg: DictConfig, key: str) -> dict[str, Any]:
@@ -61,20 +53,19 @@ def values(cfg: DictConfig, key: str) -> dict[str, Any]:
 
 def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
     """Where the resumed run `cfg` differs from `saved` in what must stay."""
-    for fixed in FIXED:
-        now, then = values(cfg, fixed), values(saved, fixed)
-        for key in {**now, **then}:
-            if now.get(key) != then.get(key):
-                yield (
-                    f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
-                    "Type init_from=<run> for a new run."
-                )
+    now, then = ({key: value for fixed in FIXED for key, value in values(c, fixed).items()} for c in (cfg, saved))
+    for key in {**now, **then}:
+        if now.get(key) != then.get(key):
+            yield (
+                f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
+                "Pass init_from=<run> for a new run."
+            )
     parts, before = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
-    for key in COUNTS_MICRO_BATCHES if parts != before else ():
-        if isinstance(cfg.trainer[key], int):
+    for key in ("limit_train_batches", "val_check_interval"):  # integers count micro-batches
+        if parts != before and isinstance(cfg.trainer[key], int):
             yield (
                 f"trainer.accumulate_grad_batches={parts} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which "
-                f"counts micro-batches; there it is {before}. Type trainer.accumulate_grad_batches={before}."
+                f"counts micro-batches; there it is {before}. Set trainer.accumulate_grad_batches={before}."
             )
 
 
@@ -90,8 +81,6 @@ AUTO = {
     "data.std": "model",
 }
 RECIPES = ("experiment", "debug")  # groups that set keys of other groups
-LIMITS = "trainer.limit_"  # without effect in a prediction
-EVAL_OWN = ("run", "runs_dir", "checkpoint", "debug_rank")  # eval.py's own keys: what to evaluate
 TRAINING = (  # keys without effect in an evaluation
     "augment",
     "data.repeats",
@@ -133,10 +122,10 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     if cfg.init_from and cfg.resume not in (None, "auto"):
         raise UserError(
             f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
-            "Type resume=auto to start run=<name> from weights, and to continue it once it has begun."
+            "Pass resume=auto to start run=<name> from weights, and to continue it once it has begun."
         )
     if cfg.resume == "auto" and not cfg.trainer.enable_checkpointing:
-        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Leave one of them out.")
+        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them.")
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = name_of_job(cfg)
         again = cfg.run is not None and RunFolder(Path(cfg.runs_dir, cfg.run)).has_config()
@@ -149,49 +138,27 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     # only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made
     if world_of(cfg).rank == 0 and cfg.run and RunFolder(Path(cfg.runs_dir, str(cfg.run))).has_config():
         raise UserError(
-            f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Type resume=auto to continue it, or another name."
+            f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Pass resume=auto to continue it, or another name."
         )
     return from_weights(cfg)
 
 
 def from_weights(cfg: DictConfig) -> DictConfig:
-    """The config of a new run, with `init_from` as a checkpoint path."""
+    """The config of a new run, with `init_from` as the path of a checkpoint."""
     if cfg.init_from:
-        cfg.init_from = str(tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir))
+        cfg.init_from = str(outline(finding.tested_checkpoint(str(cfg.init_from), "init_from", cfg.runs_dir)).path)
     return cfg
 
 
-def resume_point(cfg: DictConfig) -> tuple[Path, Path | None]:
-    """The directory of the run to resume and the checkpoint to start from; resume=auto may find no checkpoint yet."""
-    if cfg.resume == "auto":
-        if not cfg.run:
-            raise UserError("resume=auto continues the run in runs/<run>. Type run=<name> as well.")
-        run_dir = Path(cfg.runs_dir) / str(cfg.run)
-        return run_dir, checkpoint_if_any(run_dir)
-    given = Path(str(cfg.resume))
-    if RunFolder(given).has_config():
-        return given, newest_checkpoint(given, "resume")
-    if ".ckpt" in given.suffixes or given.is_file():
-        checkpoint = complete_checkpoint(given, "resume")
-        run_dir = checkpoint.resolve().parents[1]
-        if not RunFolder(run_dir).has_config():
-            raise UserError(
-                f"resume={cfg.resume} lies outside of a run directory. Type init_from={cfg.resume} to start a new run from its weights."
-            )
-        return run_dir, checkpoint
-    run_dir = find_run(str(cfg.resume), cfg.runs_dir, key="resume").path
-    return run_dir, newest_checkpoint(run_dir, "resume")
-
-
 def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    run_dir, checkpoint = resume_point(cfg)
+    run_dir, checkpoint = finding.resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
     if checkpoint is None:
         cfg.resume = None
         return same_identity(from_weights(cfg), RunFolder(run_dir))
     RunFolder(run_dir).validate()
     saved = RunFolder(run_dir).config()
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
-    # With a recipe on the command line, that is the whole config again; otherwise keys that were not typed stay as they were.
+    # With a recipe on the command line, that is the whole config again; otherwise keys that were not passed stay as they were.
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
     result = cfg.copy() if recipe else merged(saved, cfg, own)
     runs_dir, run_dir = Path(cfg.runs_dir), run_dir.resolve()
@@ -202,29 +169,26 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
             if OmegaConf.select(result, key) == undecided:
                 OmegaConf.update(result, key, OmegaConf.select(saved, key))
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
-        result.resume, result.init_from = str(checkpoint), saved.init_from  # init_from is for the record
+        result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
         result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     set_aside(result, own)
     if world_of(result).rank == 0 and result.run != own_name and RunFolder(runs_dir / result.run).has_config():
         raise UserError(
-            f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Leave run out, or type another name."
+            f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Remove run, or pass another name."
         )
     raise_problems(changes(result, saved))
     return same_identity(result, RunFolder(run_dir)) if result.run == own_name else result
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
-    """Makes recalled values that do nothing under the new strategy or device neutral, and says so. Typed ones stay an error."""
-    world, typed = world_of(cfg), [key_of(override) for override in overrides]
-    for key in without_effect(cfg, world):
-        if key not in typed:
-            given = OmegaConf.select(cfg, key)
-            if world.rank == 0:
-                print(
-                    f"WARNING: {key}={shown(given)} of the resumed run has no effect here and is set aside",
-                    file=sys.stderr,
-                )
-            OmegaConf.update(cfg, key, False if given is True else None, force_add=True)
+    """Neutralises recalled values that have no effect under the new strategy or device, with a warning. Those passed now stay an error."""
+    world, passed = world_of(cfg), [key_of(override) for override in overrides]
+    for key in (key for key in without_effect(cfg, world) if key not in passed):
+        value = OmegaConf.select(cfg, key)
+        if world.rank == 0:
+            told = f"{key}={shown(value)} of the resumed run has no effect here and is set aside"
+            print(f"WARNING: {told}", file=sys.stderr)
+        OmegaConf.update(cfg, key, False if value is True else None, force_add=True)
 
 
 def same_identity(cfg: DictConfig, before: RunFolder) -> DictConfig:
@@ -240,87 +204,78 @@ def same_identity(cfg: DictConfig, before: RunFolder) -> DictConfig:
     return cfg
 
 
-def config_inside(checkpoint: Path) -> DictConfig:
-    """The config stored in every checkpoint, for one that was moved out of its run directory."""
-    import torch  # 3 s; only here is it needed before a run starts
-
-    file = checkpoint / "rest.pt" if checkpoint.is_dir() else checkpoint
-    cfg = OmegaConf.create(torch.load(file, map_location="cpu", weights_only=True, mmap=True)["config"])
-    assert isinstance(cfg, DictConfig)
-    return cfg
-
-
 def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval") -> DictConfig:
     """The config of the run that `job` (eval or predict) is about, with the strategy and devices of this command line.
 
     Raises:
-        UserError: the run or the checkpoint does not exist or is damaged.
+        UserError: the run or the checkpoint does not exist, is damaged, or is something else.
     """
     if (composed.run is None) == (composed.checkpoint is None):
         typed, more = command(job), " input=<folder>" if job == "predict" else ""
-        raise UserError(f"Type {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
+        raise UserError(f"Run {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
     if composed.run is not None:
         run_dir = find_run(str(composed.run), composed.runs_dir, key="run").path
-        checkpoint = checkpoint_of_report(run_dir)
+        checkpoint = outline(finding.checkpoint_of_report(run_dir))
     else:
-        checkpoint = complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint")
-        run_dir = checkpoint.resolve().parents[1]
-    saved = RunFolder(run_dir).config() if RunFolder(run_dir).has_config() else config_inside(checkpoint)
-    own = [o for o in overrides if key_of(o) not in (*EVAL_OWN, *(PREDICT if job == "predict" else ()))]
-    if idle := [o for o in own if key_of(o).startswith((*TRAINING, *((LIMITS,) if job == "predict" else ())))]:
-        raise UserError(
-            f"{idle[0]} has no effect in {'a prediction' if job == 'predict' else 'an evaluation'}. Leave it out."
-        )
+        checkpoint = outline(finding.complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint"))
+        run_dir = checkpoint.path.resolve().parents[1]
+    # a checkpoint that was moved out of its run directory has the config as well
+    folder = RunFolder(run_dir)
+    saved = folder.config() if folder.has_config() else OmegaConf.create(checkpoint.config)
+    predicts = job == "predict"
+    what = ("run", "runs_dir", "checkpoint", "debug_rank", *(PREDICT if predicts else ()))  # the command's own keys
+    own = [o for o in overrides if key_of(o) not in what]
+    if idle := [o for o in own if key_of(o).startswith((*TRAINING, *(("trainer.limit_",) if predicts else ())))]:
+        raise UserError(f"{idle[0]} has no effect in {'a prediction' if predicts else 'an evaluation'}. Remove it.")
     cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
         cfg.runs_dir = composed.runs_dir if composed.run is not None else str(run_dir.parent)
         cfg.run = str(saved.run if composed.run is None else composed.run)
-        cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint), False
+        cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint.path), False
         cfg.callbacks, cfg.trainer.accumulate_grad_batches = {}, 1
     return cfg
 
 
-# --- A finished run that is typed again, with nothing left to train ---
+# --- A finished run that is started again, with nothing left to train ---
 
 PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that change nothing of the training
 
 
 def training(cfg: DictConfig) -> dict[str, Any]:
-    values = dotted(OmegaConf.to_container(cfg, resolve=True))
-    return {key: value for key, value in values.items() if not key.startswith(PLACE)}
-
-
-def longer(cfg: DictConfig, steps: int, per_epoch: int | None) -> Iterator[str]:
-    """The keys that end the run after `steps` steps, each with a larger value."""
-    epochs = epochs_of(cfg)
-    if epochs * (per_epoch or 0) <= steps:
-        yield f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(epochs) + 1}"
-    if 0 < cfg.trainer.max_steps <= steps:
-        yield f"trainer.max_steps={2 * steps}"
+    found = dotted(OmegaConf.to_container(cfg, resolve=True))
+    return {key: value for key, value in found.items() if not key.startswith(PLACE)}
 
 
 def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
-    """What to tell if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
+    """What to report if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
 
-    `samples` are those of an epoch; None where nobody knows. Early stopping and max_time may end a run before its last step, so a
+    `samples` are those of an epoch; None if they are not known. Early stopping and max_time may end a run before its last step, so a
     config that trains alike has nothing left either.
     """
     if not cfg.resume:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parents[1])
-    report, newest = folder.report(), next(checkpoints(folder.path), None)
-    ended = report.get("status") == "done" and folder.page_file.is_file()  # which is written last
-    if not ended or newest is None or step_of(Path(cfg.resume)) < step_of(newest):
+    report = folder.report()
+    if report.get("status") != "done" or not folder.page_file.is_file():  # which is written last
         return None
-    steps = int(report["train/steps"])
+    newest = next(finding.checkpoints(folder.path), None)
+    if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
+        return None
+    steps, longer = (
+        int(report["train/steps"]),
+        [],
+    )  # the keys that end the run after these steps, each with a larger value
     per_epoch = batches_of(cfg, samples) // accumulated(cfg) if samples else None
-    limits = list(longer(cfg, steps, per_epoch))
-    reached = limits if per_epoch else []
+    if epochs_of(cfg) * (per_epoch or 0) <= steps:
+        longer.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(epochs_of(cfg)) + 1}")
+    if 0 < cfg.trainer.max_steps <= steps:
+        longer.append(f"trainer.max_steps={2 * steps}")
+    reached = bool(longer and per_epoch)
     if not reached and training(cfg) != training(folder.config()):
         return None
     early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
-    keys = " ".join(reached or early or limits)
+    keys = " ".join(longer if reached else early or longer)
     return (
         f"{report['run']} is already finished: {steps:,}{f' of {steps:,}' if reached else ''} steps"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from lockstep.callbacks import watch
-from lockstep.callbacks.watch import Sign, Watcher, hanging, where
+from lockstep.callbacks import hang_detector
+from lockstep.callbacks.hang_detector import Heartbeat, Monitor, hanging, where
 from lockstep.machine import process
 from lockstep.run.folder import RunFolder
 
 
-def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Sign:
-    return Sign(1, place, waits, quiet_s, "data.py:7 (load)")
+def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Heartbeat:
+    return Heartbeat(1, place, waits, quiet_s, "data.py:7 (load)")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_the_one_that_the_others_wait_for_is_named(signs, silent, found):
 
 
 def test_signs_that_went_through_json_compare_alike():
-    signs = {0: sign(10, 0), 1: Sign(**json.loads(json.dumps(vars(sign(9, 3)))))}
+    signs = {0: sign(10, 0), 1: Heartbeat(**json.loads(json.dumps(vars(sign(9, 3)))))}
     assert hanging(signs, [], 50.0) == [1]
 
 
@@ -63,7 +63,7 @@ def test_backward_and_collectives_are_where_processes_wait():
 
     Op.apply(torch.ones(1, requires_grad=True)).backward()
     for path in (seen[0], torch.distributed.distributed_c10d.__file__):
-        assert any(part in path for part in watch.WAITING)
+        assert any(part in path for part in hang_detector.WAITING)
 
 
 @pytest.mark.parametrize(
@@ -77,86 +77,86 @@ def test_backward_and_collectives_are_where_processes_wait():
 def test_one_waits_if_it_stays_at_such_a_line(lines, expected, tmp_path, monkeypatch):
     now_s, left, waits = [1000.0], [*lines], []
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(watch, "where", lambda _: (left.pop(0), ""))
-    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
+    monkeypatch.setattr(hang_detector, "where", lambda _: (left.pop(0), ""))
+    monitor = Monitor(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
 
     def wait(_: float) -> bool:
-        waits.append(watcher.sign.waits)
+        waits.append(monitor.heartbeat.waits)
         now_s[0] += 2.5
         return not left
 
-    monkeypatch.setattr(watcher.over, "wait", wait)
-    watcher.judge()
+    monkeypatch.setattr(monitor.over, "wait", wait)
+    monitor.decide()
     assert waits[1:] == expected
 
 
 @pytest.fixture
 def ended(monkeypatch):
-    """What a watcher of rank 0 of 2 says; its process goes on."""
+    """What a monitor of rank 0 of 2 says; its process goes on."""
     found = []
-    monkeypatch.setattr(Watcher, "end", lambda _, words, *, speaks: found.append((words, speaks)))
+    monkeypatch.setattr(Monitor, "end", lambda _, message, *, reports: found.append((message, reports)))
     return found
 
 
 @pytest.fixture
-def watcher(tmp_path):
-    made = Watcher(HashStore().clone(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
-    made.sign, made.answered_s = sign(5, 1, quiet_s=50.0), 10_000.0
+def monitor(tmp_path):
+    made = Monitor(HashStore().clone(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
+    made.heartbeat, made.answered_s = sign(5, 1, quiet_s=50.0), 10_000.0
     return made
 
 
-def test_one_that_does_not_answer_is_named_when_its_last_beat_is_old(watcher, ended):
+def test_one_that_does_not_answer_is_named_when_its_last_beat_is_old(monitor, ended):
     seen = {}
-    watcher.answers = {1: sign(4, 0, quiet_s=0.0)}
+    monitor.answers = {1: sign(4, 0, quiet_s=0.0)}
     for now_s in (100, 103, 105.9):
-        watcher.look_for_hanging(seen, now_s)
+        monitor.look_for_hanging(seen, now_s)
     assert not ended
-    watcher.look_for_hanging(seen, 106.1)
-    ((words, speaks),) = ended[-1:]
-    assert speaks
-    assert words.startswith(
+    monitor.look_for_hanging(seen, 106.1)
+    ((message, reports),) = ended[-1:]
+    assert reports
+    assert message.startswith(
         "rank 1 of 2 hung (no answer, as from a stopped process) and the others waited for it: no batch"
     )
-    assert "strategy.timeout_s=60" in words
-    assert str(watcher.folder.log_file) in words
+    assert "strategy.timeout_s=60" in message
+    assert str(monitor.folder.log_file) in message
 
 
-def test_one_that_answers_and_gets_on_is_waited_for(watcher, ended):
+def test_one_that_answers_and_gets_on_is_waited_for(monitor, ended):
     seen = {}
     for beat in range(20):
-        watcher.sign = Sign(beat, (5, 1), True, 50.0, "")
-        watcher.answers = {1: Sign(beat, (5, 0), False, 44.0, "")}
-        watcher.look_for_hanging(seen, 100 + beat)
+        monitor.heartbeat = Heartbeat(beat, (5, 1), True, 50.0, "")
+        monitor.answers = {1: Heartbeat(beat, (5, 0), False, 44.0, "")}
+        monitor.look_for_hanging(seen, 100 + beat)
     assert not ended
-    watcher.answers = {1: Sign(beat, (5, 0), False, 46.0, "mine.py:1 (f)")}
-    watcher.look_for_hanging(seen, 101 + beat)
+    monitor.answers = {1: Heartbeat(beat, (5, 0), False, 46.0, "mine.py:1 (f)")}
+    monitor.look_for_hanging(seen, 101 + beat)
     assert ended[0][0].startswith("rank 1 of 2 hung (in mine.py:1 (f))")
 
 
-def test_a_store_that_does_not_answer_is_rank_0s_or_its_launchers(watcher, ended):
-    watcher.answered_s, seen = 100.0, {}
-    watcher.look_for_hanging(seen, 106.1)
+def test_a_store_that_does_not_answer_is_rank_0s_or_its_launchers(monitor, ended):
+    monitor.answered_s, seen = 100.0, {}
+    monitor.look_for_hanging(seen, 106.1)
     assert ended[0][0].startswith("rank 0 of 2, or the launcher that keeps its store, hung (no answer")
     assert ended[0][1]
-    watcher.store_ended = True  # its process has ended, and said why
-    watcher.look_for_hanging(seen, 106.1)
+    monitor.store_ended = True  # its process has ended, and said why
+    monitor.look_for_hanging(seen, 106.1)
     assert not ended[1][1]
 
 
 def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(watch, "END_S", 0.0)
+    monkeypatch.setattr(hang_detector, "LOOK_S", 0.01)
+    monkeypatch.setattr(hang_detector, "END_S", 0.0)
     store, all_said = HashStore(), threading.Event()
     said: dict[int, str] = {}
 
-    def end(self: Watcher, words: str, *, speaks: bool) -> None:
-        said[self.rank] = words
+    def end(self: Monitor, message: str, *, reports: bool) -> None:
+        said[self.rank] = message
         self.over.set()
         if len(said) == 2:
             all_said.set()
 
-    monkeypatch.setattr(Watcher, "end", end)
-    both = [Watcher(store.clone(), "watch/1", rank, 2, 600.0, RunFolder(tmp_path)) for rank in range(2)]
+    monkeypatch.setattr(Monitor, "end", end)
+    both = [Monitor(store.clone(), "watch/1", rank, 2, 600.0, RunFolder(tmp_path)) for rank in range(2)]
     for each in both:
         each.start()
     store.wait(["watch/1/0", "watch/1/1"], timedelta(seconds=60))
@@ -169,17 +169,17 @@ def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, 
 def test_stacks_go_to_the_log_once_and_only_when_a_batch_takes_long(tmp_path, monkeypatch, ended):
     now_s, looks = [1000.0], [*range(0, 200, 5)]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    watcher = Watcher(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
+    monitor = Monitor(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
 
     def wait(_: float) -> bool:
         now_s[0] += 5
-        watcher.place = (min(3, len(looks)), 0) if len(looks) > 30 else watcher.place
-        watcher.left = True
+        monitor.place = (min(3, len(looks)), 0) if len(looks) > 30 else monitor.place
+        monitor.left = True
         return not looks.pop() if len(looks) > 1 else True
 
-    monkeypatch.setattr(watcher.over, "wait", wait)
-    watcher.judge()
+    monkeypatch.setattr(monitor.over, "wait", wait)
+    monitor.decide()
     log = (tmp_path / "train.log").read_text()
     assert log.count("[rank 0] no batch finished for 50 s; its threads:") == 1
-    assert "test_watch.py" in log
+    assert "test_hang_detector.py" in log
     assert not ended

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.checkpoints.finding import mapped
-from lockstep.errors import Damaged
+from lockstep.checkpoints.finding import REST, mapped, shard_files
+from lockstep.errors import UserError
 
-REST = "rest.pt"
 NOTE = "sharded tensor "  # followed by the tensor's place; no other string in a checkpoint begins like this
 
 
@@ -34,13 +33,18 @@ def write(content: Any, path: Path) -> None:
 
 
 def open_file(path: Path) -> Any:
-    """Tensors and plain values, memory-mapped. Raises Damaged: the checksums do not cover the table of contents."""
+    """Tensors and plain values, memory-mapped. Raises UserError: the checksums do not cover the table of contents."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, LookupError, EOFError, UnpicklingError) as e:
-        raise Damaged(
-            f"{path} is damaged ({str(e).splitlines()[0]}). Bring it back from a copy, or remove it: "
-            "resume=auto takes the newest checkpoint that is complete."
+    except UnpicklingError:  # torch's own message advises to run its code
+        raise UserError(
+            f"{path} is not a checkpoint of Lockstep: it holds objects that could run code, and a checkpoint has only tensors and plain "
+            "values."
+        ) from None
+    except (RuntimeError, ValueError, LookupError, EOFError) as e:
+        raise UserError(
+            f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
+            "complete checkpoint."
         ) from None
 
 
@@ -87,17 +91,19 @@ def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int)
 
 def shards_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """For each note, its shards in the order of their rows, memory-mapped."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(folder.glob("shard-*-of-*.pt")):
+    shards: dict[str, list[dict[str, Any]]] = {}
+    for path in shard_files(folder):
         for note, shard in open_file(path).items():
-            found.setdefault(note, []).append(shard)
-    return found
+            shards.setdefault(note, []).append(shard)
+    return shards
 
 
-def load(folder: Path) -> Any:
-    """The checkpoint on the CPU with whole tensors."""
-    whole = {note: torch.cat([shard["rows"] for shard in each]) for note, each in shards_of(folder).items()}
-    return join(open_file(folder / REST), whole)
+def load(path: Path) -> Any:
+    """The values of a checkpoint on the CPU, with whole tensors."""
+    if not path.is_dir():
+        return open_file(path)
+    whole = {note: torch.cat([shard["rows"] for shard in each]) for note, each in shards_of(path).items()}
+    return join(open_file(path / REST), whole)
 
 
 def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:

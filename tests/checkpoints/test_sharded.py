@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoints.shards import row_range, rows_between
+from lockstep.checkpoints.sharded import row_range, rows_between
 
 WORLDS = st.integers(1, 9)
 
