@@ -43,8 +43,8 @@ from lockstep.config.compose import ABSENT, PLACE, as_overrides, key_of, typed
 from lockstep.config.identity import title
 from lockstep.config.project import command
 from lockstep.config.schema import GROUPS, KEYS
-from lockstep.config.words import nearest, number, readable, shown
-from lockstep.errors import UserError, raise_problems
+from lockstep.config.words import number, readable, shown
+from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import print_wide
@@ -106,7 +106,7 @@ def named(runs: list[Run], given: str, runs_dir: Path) -> list[Run]:
     if not found:
         names = list(dict.fromkeys(n for run in runs for n in (run.name.rpartition("/")[0], run.name) if n))
         there = f"Runs there: {', '.join(names[-3:])}." if names else "There are no runs."
-        raise UserError(f"{name}: there is no such run in {runs_dir}/{nearest(name, names)}. {there}")
+        raise UserError(f"{name}: there is no such run in {runs_dir}/{did_you_mean(name, names)}. {there}")
     return found
 
 
@@ -134,7 +134,7 @@ def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], l
     keys = list(dict.fromkeys(key for key in (*(key for key, _, _ in conditions), by) if key))
     unknown = [key for key in keys if runs and all(run.get(key) is ABSENT for run in runs)]
     there = [*dict.fromkeys(key for run in runs for key in run.report), *KEYS]
-    raise_problems(f"{key} is not a key of any run{nearest(key, there)}." for key in unknown)
+    raise_problems(f"{key} is not a key of any run{did_you_mean(key, there)}." for key in unknown)
     chosen = [run for run in runs if all(holds(run.get(key), sign, text) for key, sign, text in conditions)]
     values = [(run, value) for run in chosen if (value := run.get(by)) is not ABSENT and value is not None]
     place: dict[Run, tuple[Any, ...]] = {

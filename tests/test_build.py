@@ -12,10 +12,9 @@ from lockstep import CONFIGS, build, build_trainer
 from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import identify
-from lockstep.config.instantiate import create, create_data, to_plain
+from lockstep.config.instantiate import create, create_data, network, to_plain
 from lockstep.data import Cifar10
 from lockstep.machine.world import World, world_of
-from lockstep.models.network import network
 from lockstep.training.schedules import scheduler
 
 pytestmark = pytest.mark.xdist_group("build")

@@ -86,6 +86,10 @@ def test_a_file_that_is_no_checkpoint_of_lockstep_is_rejected_in_one_message(tra
         "of another project": {"state_dict": whole["state_dict"], "config": {"lr": 0.1}},
         "without weights": {key: value for key, value in whole.items() if key != "state_dict"},
         "of another type": whole | {"callbacks": [1]},
+        "without groups": whole
+        | {"config": {name: whole["config"][name] for name in ("task", "data", "strategy", "trainer")}},
+        "of other keys": whole | {"config": whole["config"] | {("a", 1): 2}},
+        "without metadata": whole | {"DataModule": {"about": 3}},
         "hostile": whole | {"callbacks": {"x": Evil()}},
         "hostile torch": whole | {"callbacks": {"x": torch.nn.Linear(1, 1)}},
     }

@@ -32,6 +32,7 @@ from lockstep.config.instantiate import (
     create,
     create_data,
     has_own_loaders,
+    network,
     operations,
     to_plain,
     with_numbers,
@@ -46,7 +47,6 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as debugging
 from lockstep.machine.hardware import keep_freed_memory
 from lockstep.machine.world import World, gpu_count, threads, world_of
-from lockstep.models.network import network
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
 from lockstep.run.folder import RunFolder
@@ -296,12 +296,7 @@ def evaluate(
 
 def evaluation_info(cfg: DictConfig, world: World) -> dict[str, Any]:
     """What eval.json and predict.json say of the evaluation itself."""
-    return {
-        "run": cfg.run,
-        "checkpoint": cfg.init_from,
-        "strategy": cfg.strategy.name,
-        "world_size": world.size,
-    }
+    return {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": world.size}
 
 
 def figures_of(

@@ -102,7 +102,7 @@ def test_an_interpolation_brings_no_other_target():
 def test_a_name_outside_of_the_list_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "stranger.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    from lockstep.models.network import network
+    from lockstep.config.instantiate import network
 
     with pytest.raises(UserError, match=r"stranger\.Net may not be named"):
         network({"_target_": "stranger.Net"}, {"num_classes": 2})

@@ -48,6 +48,17 @@ def test_a_lock_lives_as_long_as_its_process_and_not_as_its_forks(tmp_path):
     assert [file.name for file in folder.path.iterdir()] == ["report.json"]
 
 
+def test_the_lock_of_another_user_is_respected(tmp_path, monkeypatch):
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    folder = RunFolder(tmp_path / "a")
+    with folder.locked():
+        monkeypatch.setattr(filelock.FileLock, "_acquire", refused)  # nobody is refused for root
+        with pytest.raises(UserError, match="another process trains there now"), folder.locked(0):
+            pass
+
+
 def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "sweep" / "0")
     with folder.locked():

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, step_of
 from lockstep.compat.torch import CollectiveCounter
-from lockstep.config.words import nearest
-from lockstep.errors import LossNotFinite, TrainingFailed, UserError
+from lockstep.errors import LossNotFinite, TrainingFailed, UserError, did_you_mean
 from lockstep.training.steps import completes_step, has_row, steps_done
 from lockstep.training.workload import workload
 
@@ -112,7 +111,7 @@ class MonitorGuard(Callback):
                 ", or checkpoint.monitor=null to keep the last checkpoint only" if key == "checkpoint.monitor" else ""
             )
             raise TrainingFailed(
-                f"{key}={monitor} is not logged by {name}, which logs {', '.join(logged) or 'nothing'}{nearest(monitor, logged)}. "
+                f"{key}={monitor} is not logged by {name}, which logs {', '.join(logged) or 'nothing'}{did_you_mean(monitor, logged)}. "
                 f"Set {key}=<one of them>{again}{last}."
             )
 

@@ -105,10 +105,8 @@ class RunSummary(Callback):
         return {"across_processes": self.across_processes}
 
     def samples(self) -> str:
-        source, counts = (
-            self.data_info["data/source"],
-            [(p, self.data_info[f"data/{p}"]) for p in ("train", "val", "test")],
-        )
+        source = self.data_info["data/source"]
+        counts = [(part, self.data_info[f"data/{part}"]) for part in ("train", "val", "test")]
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else str(source)
 
     @staticmethod

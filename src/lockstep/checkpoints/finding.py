@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.errors import UserError
 from lockstep.machine.world import rank_of
 from lockstep.run.folder import RunFolder, find_run
@@ -60,12 +61,16 @@ LOOP = (
     "epoch_loop.batch_progress",
     "epoch_loop.automatic_optimization.optim_progress",
 )
-GROUPS = ("task", "data", "strategy", "trainer")  # of every config
 
 
 def is_config(config: dict[str, Any]) -> bool:
-    plain = all(isinstance(leaf, bool | int | float | str | None) for _, leaf in leaves(config))
-    return plain and all(isinstance(config.get(group), dict) for group in GROUPS)
+    try:
+        places, values = zip(*leaves(config), strict=True)
+    except (ValueError, RecursionError):  # it is empty, or holds itself
+        return False
+    plain = all(isinstance(value, bool | int | float | str | None) for value in values)
+    named = all(isinstance(key, str | int) for place in places for key in place)
+    return plain and named and all(isinstance(config.get(group), dict) for group in GROUPS if group not in RECIPES)
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class Checkpoint:
             why = f"its {wrong[0]} is a {type(values[wrong[0]]).__name__}"
         elif not is_config(values["config"]):
             why = "its config is not the config of a run"
+        elif not isinstance(values.get(DATA, {}).get("about", {}), dict):
+            why = "it does not say what its data is"
         if why:
             raise UserError(
                 f"{path} is not a checkpoint of Lockstep: {why}. Pass a run, or a .ckpt file from its checkpoints folder. A timm model "

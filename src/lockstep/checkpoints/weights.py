@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lockstep.checkpoints import sharded
 from lockstep.checkpoints.finding import Checkpoint, mapped
+from lockstep.config.instantiate import network
 from lockstep.errors import UserError
-from lockstep.models.network import network
 
 # --- Values that torch.load accepts with weights_only=True, as it does those of checkpoints ---
 

@@ -20,7 +20,8 @@ from lockstep.config.rules import (
 )
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, TRAITS, Kind
 from lockstep.config.targets import is_shipped
-from lockstep.config.words import nearest, plain, shown
+from lockstep.config.words import plain, shown
+from lockstep.errors import did_you_mean
 from lockstep.machine.world import World, accelerator_of, world_of
 
 # --- Whether a config has the groups, classes and keys that the engine reads. Free of torch ---
@@ -126,7 +127,7 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
     top = [key for key in KEYS if "." not in key] + list(GROUPS)
     for key in map(str, cfg):
         if key not in top:
-            yield f"{key} is not a key of this project{nearest(key, top)}."
+            yield f"{key} is not a key of this project{did_you_mean(key, top)}."
     for group in CLOSED:
         known = [key for key in KEYS if key.startswith(f"{group}.")]
         for name in cfg[group] if isinstance(cfg.get(group), DictConfig) else ():
@@ -134,7 +135,7 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
             if key in OWNED:
                 yield f"{key} cannot be set: {OWNED[key]}."
             elif key not in known:
-                yield f"{key} is not a key of this project{nearest(key, known)}."
+                yield f"{key} is not a key of this project{did_you_mean(key, known)}."
 
 
 def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator[str]:

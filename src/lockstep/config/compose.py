@@ -22,8 +22,8 @@ from lockstep.config.checks import OWNED, check
 from lockstep.config.identity import sweep_name
 from lockstep.config.project import command, config_folders
 from lockstep.config.schema import GROUPS, KEYS
-from lockstep.config.words import nearest, plain, shown
-from lockstep.errors import UserError
+from lockstep.config.words import plain, shown
+from lockstep.errors import UserError, did_you_mean
 
 # --- Dotted keys of a config ---
 
@@ -227,7 +227,7 @@ def nearest_key(key: str) -> str:
     group, _, name = key.rpartition(".")
     known = [each.rpartition(".") for each in (*KEYS, *GROUPS)]
     near = [f"{g}.{n}".lstrip(".") for g, _, n in known
-            if (g == group and nearest(name, [n])) or (n == name and nearest(group, [g]))]  # fmt: skip
+            if (g == group and did_you_mean(name, [n])) or (n == name and did_you_mean(group, [g]))]  # fmt: skip
     return f"did you mean {max(near, key=lambda k: SequenceMatcher(None, k, key).ratio())}? " if near else ""
 
 
@@ -252,7 +252,7 @@ def message(error: BaseException, override: str) -> str:
     if absent and is_group(f"{absent.group(1)}="):
         group, option = absent.groups()
         known = options(group)
-        return f"{override}: {group} has no {option}; use one of {', '.join(known)}{nearest(option, known)}."
+        return f"{override}: {group} has no {option}; use one of {', '.join(known)}{did_you_mean(option, known)}."
     if "token recognition error" in text:  # Hydra's grammar
         return f"{override}: this value needs quotes for Hydra and for the shell. Set '{key}=\"{override.partition('=')[2]}\"'."
     return f"{override}: {' '.join(str(error).split())}"

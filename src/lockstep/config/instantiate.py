@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -11,8 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
 from lockstep.config.targets import accepted, is_shipped, locate, parameters, takes_one, type_problem
-from lockstep.config.words import nearest, shown
-from lockstep.errors import UserError, raise_problems
+from lockstep.config.words import shown
+from lockstep.errors import UserError, did_you_mean, raise_problems
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # --- Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them ---
 #
@@ -66,7 +69,7 @@ def refused_argument(error: TypeError, node: Mapping[str, Any], key: str) -> Ite
     found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     if found and found[1] in node and found[1] not in (parameters(node["_target_"]) or {}):
         known = [*(parameters(node["_target_"]) or {}), *ENGINE.get(key, ())]
-        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{nearest(found[1], known)}."
+        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{did_you_mean(found[1], known)}."
 
 
 # Keys of a `data` node that the engine reads. The class gets the others, and those of these that its signature names.
@@ -164,7 +167,7 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
         if name in known:
             yield from type_problem(target, named[name], f"{key}.{name}", node[name])
         elif inspect.Parameter.VAR_KEYWORD not in forms:
-            meant = nearest(name, [*known, *ENGINE.get(key, ())])
+            meant = did_you_mean(name, [*known, *ENGINE.get(key, ())])
             yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
     if given is not None and not node.get("_partial_"):
         for name in known:
@@ -228,3 +231,27 @@ def with_numbers(cfg: DictConfig) -> DictConfig:
     for key in wanted:
         cfg.data[key] = list(numbers[key])
     return cfg
+
+
+# --- The network, for the data and the task ---
+
+WEIGHTS = ("pretrained", "checkpoint_path")  # keys that fetch weights to start from
+
+
+def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weights: bool = True) -> "nn.Module":
+    """The network of a `model` node. It gets the `offered` arguments that its signature names.
+
+    With with_weights=False, pretrained weights are not loaded, because a checkpoint provides them.
+
+    Raises:
+        UserError: a key is unknown, missing, of a wrong type, or contradicts what is offered.
+    """
+    fetched = () if with_weights else [key for key in WEIGHTS if key in model]
+    skipped = {key: False if isinstance(model[key], bool) else None for key in fetched}
+    given = accepted(model["_target_"], offered)
+    raise_problems(
+        f"model.{name}={model[name]} has no effect: the data and the task need {value}. Leave it out."
+        for name, value in given.items()
+        if name in model and model[name] != value
+    )
+    return create({**model, **skipped}, "model", **given)

@@ -12,7 +12,8 @@ from lockstep.config.batches import accumulated, repeats
 from lockstep.config.identity import title
 from lockstep.config.schema import is_devices
 from lockstep.config.targets import is_shipped
-from lockstep.config.words import nearest, plain, shown
+from lockstep.config.words import plain, shown
+from lockstep.errors import did_you_mean
 from lockstep.machine.hardware import why_no_gpu
 from lockstep.machine.world import World, available, number
 
@@ -157,7 +158,7 @@ def environment_problems(cfg: DictConfig, _: object) -> Iterator[str]:
     used = any(node.get("_target_") == WANDB and node.get("mode") == "auto" for node in cfg.logger.values())
     if used and mode not in WANDB_MODES:
         yield (
-            f"WANDB_MODE={mode} in the environment is not possible; it takes one of {', '.join(WANDB_MODES)}{nearest(mode, WANDB_MODES)}. "
+            f"WANDB_MODE={mode} in the environment is not possible; it takes one of {', '.join(WANDB_MODES)}{did_you_mean(mode, WANDB_MODES)}. "
             "Type logger.wandb.mode=offline, or unset WANDB_MODE."
         )
     for name, node in cfg.logger.items():
@@ -259,7 +260,7 @@ def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
         known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
         later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
         if not known and not later:
-            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{nearest(monitor, names)}. Type one of them, or add it to task.metrics."
+            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Type one of them, or add it to task.metrics."
 
 
 def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:

@@ -12,7 +12,8 @@ from typing import Any
 from lockstep import PACKAGE
 from lockstep.config import project
 from lockstep.config.schema import KEYS
-from lockstep.config.words import nearest, shown
+from lockstep.config.words import shown
+from lockstep.errors import did_you_mean
 
 # --- What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch ---
 #
@@ -182,7 +183,7 @@ def locate(path: str) -> Any:
                 raise  # raised by an import inside that module
             if not here:
                 raise LookupError(f"there is no package {part}") from None
-            raise LookupError(f"{here} has no {part}{nearest(part, dir(found))}") from None
+            raise LookupError(f"{here} has no {part}{did_you_mean(part, dir(found))}") from None
     return found
 
 

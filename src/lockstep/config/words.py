@@ -1,15 +1,9 @@
 """How messages show values and names."""
 
-import difflib
 import unicodedata
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-
-
-def nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def plain(value: Any) -> Any:

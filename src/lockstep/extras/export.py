@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoints.finding import Checkpoint
 from lockstep.checkpoints.weights import load_into, read
-from lockstep.config.instantiate import create, create_data, has_own_loaders, target_of
+from lockstep.config.instantiate import WEIGHTS, create, create_data, has_own_loaders, network, target_of
 from lockstep.config.targets import accepted, nodes, parameters
 from lockstep.data import pixels, preprocess
 from lockstep.data.dataset import samples_of
@@ -26,7 +26,6 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_graphs, exported
 from lockstep.extras.export_card import card
 from lockstep.machine.files import remove, replacing
-from lockstep.models.network import WEIGHTS, network
 from lockstep.tasks import Task
 
 # --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---

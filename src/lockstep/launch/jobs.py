@@ -10,8 +10,7 @@ from omegaconf import DictConfig
 
 from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.config import project
-from lockstep.config.words import nearest
-from lockstep.errors import UserError
+from lockstep.errors import UserError, did_you_mean
 from lockstep.machine.world import World
 
 SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
@@ -41,7 +40,7 @@ def script(name: str) -> Path:
     found = scripts()
     if name not in found:
         raise UserError(
-            f"lockstep {name}: there is no such command{nearest(name, list(found))}; use one of {', '.join(found)}."
+            f"lockstep {name}: there is no such command{did_you_mean(name, list(found))}; use one of {', '.join(found)}."
         )
     return found[name]
 

@@ -261,10 +261,8 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
     newest = next(finding.checkpoints(folder.path), None)
     if newest is None or step_of(Path(cfg.resume)) < step_of(newest):
         return None
-    steps, longer = (
-        int(report["train/steps"]),
-        [],
-    )  # the keys that end the run after these steps, each with a larger value
+    steps = int(report["train/steps"])
+    longer = []  # the keys that end the run after these steps, each with a larger value
     per_epoch = batches_of(cfg, samples) // accumulated(cfg) if samples else None
     if epochs_of(cfg) * (per_epoch or 0) <= steps:
         longer.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(epochs_of(cfg)) + 1}")

@@ -4,13 +4,14 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, open_dict
 
+from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
 from lockstep.config.auto import decided, workers
 from lockstep.config.batches import first_report
@@ -19,10 +20,10 @@ from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of,
 from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
 from lockstep.config.rules import about_problems, step_problems
 from lockstep.config.schema import PREDICT
-from lockstep.config.words import nearest, readable
+from lockstep.config.words import readable
 from lockstep.data.images import find_inputs
 from lockstep.data.sampler import PARTS
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
 from lockstep.launch.jobs import EVALUATIONS, Job
 from lockstep.machine import files, process
@@ -128,7 +129,8 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         if not evaluating and project.of_users_code(e):
             cfg = identify(cfg, None)
             recorder = Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
-            recorder.__exit__(type(e), e, e.__traceback__)
+            if not recorder.folder.has_config():  # a run that has begun keeps its report
+                recorder.__exit__(type(e), e, e.__traceback__)
         raise
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
@@ -142,8 +144,10 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         folder = RunFolder(run_dir(cfg))
         patience_s = RESTART_S if restarted() else PATIENCE_S
         with folder.locked(patience_s) if world.rank == 0 else nullcontext():  # before any file is changed
-            if again and not cfg.resume and world.rank == 0:  # the run died before its first checkpoint
-                folder.discard()
+            if again and not cfg.resume and world.rank == 0:
+                if checkpoint_if_any(folder.path):  # saved since this command looked, by a run that has ended meanwhile
+                    raise UserError(f"{folder.path} has been trained meanwhile. Run the command again to continue it.")
+                folder.discard()  # the run died before its first checkpoint
             execute(job, cfg, world)
         return Report(folder)
     execute(job, cfg, world)
@@ -185,8 +189,9 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
             else:
                 in_processes(cfg, world)
         except BaseException as e:
-            if world.rank == 0:
-                RunFolder(run_dir(cfg)).record_end(e)
+            if world.rank == 0 and job.name not in EVALUATIONS:
+                with suppress(UserError, OSError):  # of a damaged report or a full disk; `e` is what counts
+                    RunFolder(run_dir(cfg)).record_end(e)
             process.requeue(world.rank)
             raise
 
@@ -230,7 +235,7 @@ def gallery_of(output: Path) -> Path:
 def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
     page = gallery_of(output)
     if output.suffix not in ENDINGS:
-        yield f"output={output}: its ending must be one of {', '.join(ENDINGS)}{nearest(output.suffix, list(ENDINGS))}."
+        yield f"output={output}: its ending must be one of {', '.join(ENDINGS)}{did_you_mean(output.suffix, list(ENDINGS))}."
     elif output.is_dir():
         yield f"output={output} is a folder. Type output={output / 'predictions.csv'}."
     elif output.exists() and not overwrite:

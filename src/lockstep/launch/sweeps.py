@@ -168,7 +168,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: di
         finally:
             running.remove(process)
     if code:
-        RunFolder(folder).record_end(RunFailed(f"its process ended with exit code {code}"))
+        RunFolder(folder).record_end(RunFailed(f"its process ended with exit code {code}", code))
     record(folder, overrides, failed=bool(code))
     report = RunFolder(folder).report()
     print(f"{cfg.run} {report.get('status')}\n", end="", flush=True)

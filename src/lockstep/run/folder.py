@@ -167,7 +167,7 @@ class RunFolder:
 
     def discard(self) -> None:
         """Removes what a run wrote that died before its first checkpoint."""
-        for file in (self.config_file, self.metrics_log.path):
+        for file in (self.config_file, self.metrics_log.path, self.digests_log.path):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
 
@@ -175,13 +175,14 @@ class RunFolder:
 
     def is_locked(self) -> bool:
         """Whether a process holds the lock. The kernel releases it when the process ends, in whatever way."""
-        from filelock import FileLock, Timeout
+        with suppress(ImportError, OSError):  # Windows; no file, or a file system without locks
+            import fcntl
 
-        try:
-            if self.lock_file.exists():
-                FileLock(self.lock_file, timeout=0, fallback_to_soft=False).acquire().lock.release()
-        except OSError as e:  # it is held, or another user's; or the file system has no locks
-            return isinstance(e, Timeout | PermissionError)
+            with self.lock_file.open() as file:
+                try:  # shared: several may look, on a disk that they may only read
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
         return False
 
     @contextmanager
@@ -198,13 +199,12 @@ class RunFolder:
         lock = FileLock(self.lock_file, timeout=patience_s, fallback_to_soft=False)  # a soft lock would outlive a kill
         try:
             lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command "
-                "again with resume=auto. Or set another run=<name>."
-            ) from None
-        except OSError:  # the file system has no locks
-            pass
+        except OSError as e:  # the file system has no locks; or the lock is held, by another user too
+            if isinstance(e, Timeout) or self.is_locked():
+                raise UserError(
+                    f"{self.path} is in use: another process trains there now. Wait until it ends, or stop it; then run the command "
+                    "again with resume=auto. Or set another run=<name>."
+                ) from None
         try:
             yield
         finally:
