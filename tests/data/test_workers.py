@@ -68,7 +68,8 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
 
     class Named:
         def __getitem__(self, indices_B):
-            return {"input": torch.arange(10.0)[indices_B], "name": [f"file {i}" for i in indices_B]}
+            boxes = [{"boxes": torch.full((i, 4), float(i))} for i in indices_B]
+            return {"input": torch.arange(10.0)[indices_B], "name": [f"file {i}" for i in indices_B], "target": boxes}
 
     def batches(count: int):
         indices = [torch.tensor([1, 2]).numpy(), torch.tensor([3, -1]).numpy()]
@@ -83,6 +84,7 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
     for one, other in zip(wanted, found, strict=True):
         assert (one["name"], one["count"]) == (other["name"], other["count"])
         assert all(torch.equal(one[name], other[name]) for name in ("input", "index"))
+        assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(one["target"], other["target"], strict=True))
 
 
 def test_workers_that_cannot_be_started_say_why(monkeypatch):

@@ -213,12 +213,19 @@ def saved_whole(net: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved_whole])
-def test_a_copy_is_torchs_own_until_it_trains(copied):
-    net, x = layer(lambda: nn.Dropout(0.5)), torch.rand(4, 9)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_copy_is_torchs_own_until_it_trains(name, copied):
+    make, shape = LAYERS[name]
+    net, x = layer(make), torch.rand(shape)
     found = copied(net)
-    assert type(found[0]) is nn.Dropout
+    assert type(found[0]) is type(make())
     dropout.by_row(found)
     assert torch.equal(run(found, x), run(net, x))
+
+
+@pytest.mark.parametrize("empty", [(0, 5), (4, 0)])
+def test_inputs_without_elements_pass(empty):
+    assert run(layer(lambda: nn.Dropout(0.5)), torch.ones(empty), samples=4).shape == empty
 
 
 @pytest.mark.parametrize("unbatched", [(6, 4), (4, 4)])

@@ -162,6 +162,10 @@ def test_what_depends_on_the_processes_is_named(net, expected):
     assert all(part in why for part in expected[2:]), why
 
 
+def test_a_generator_of_ones_own_is_not_seeded_by_logical_rank():
+    assert "exact.shards" not in why_not(OwnGenerator())
+
+
 def test_random_numbers_of_the_loss_are_found():
     assert "random numbers in Noisy (" in why_not(layers(), Noisy())
 

@@ -40,15 +40,10 @@ class Digests(Callback):
         losses = self.of_all_ranks(arithmetic.losses)
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
-            step = str(steps_done(trainer))
             parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
-            self.log.append(
-                *(
-                    {"step": step, "what": what, "name": name, "digest": value}
-                    for what, named in parts.items()
-                    for name, value in named
-                )
-            )
+            for_all = ((what, *pair) for what, named in parts.items() for pair in named)
+            columns = ("step", "what", "name", "digest")
+            self.log.append(*(dict(zip(columns, (steps_done(trainer), *row), strict=True)) for row in for_all))
 
     @staticmethod
     def of_all_ranks(losses: dict[int, Tensor]) -> list[tuple[str, str]]:

@@ -111,17 +111,14 @@ class Monitor:
                 line, line_since_s = innermost, now_s
             inside = any(part in line for part in WAITING)
             waits = inside and now_s - line_since_s > self.patience_s
-            quiet_s = now_s - (
-                max(since_s, line_since_s) if inside else since_s
-            )  # work before a collective is no waiting
+            # work before a collective is no waiting
+            quiet_s = now_s - (max(since_s, line_since_s) if inside else since_s)
             if quiet_s > self.limit_s >= self.heartbeat.quiet_s:
                 seen = {}
                 with suppress(OSError), self.folder.log_file.open("a", encoding="utf-8") as log:
                     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-                    log.write(
-                        f"{stamp} WARNING [rank {self.rank}] no batch finished for {quiet_s:.0f} s; its threads:\n"
-                    )
-                    log.flush()
+                    said = f"no batch finished for {quiet_s:.0f} s; its threads:"
+                    print(f"{stamp} WARNING [rank {self.rank}] {said}", file=log, flush=True)
                     faulthandler.dump_traceback(file=log, all_threads=True)
             self.heartbeat = Heartbeat(self.heartbeat.beat + 1, place, waits, quiet_s, outer)
             if self.failed is not None:

@@ -32,11 +32,8 @@ def create_custom_module(cfg: DictConfig) -> "pl.LightningModule":
     task = to_plain(cfg.task)
     partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
     made = {name: create(node, f"task.{name}") for name, node in partials.items()}
-    for (
-        name,
-        made_partial,
-    ) in made.items():  # Hydra's cannot be pickled, and Lightning drops hyperparameters that cannot
-        made[name] = partial(made_partial.func, *made_partial.args, **made_partial.keywords)
+    for name, hydras in made.items():  # Hydra's cannot be pickled, and Lightning drops hyperparameters that cannot
+        made[name] = partial(hydras.func, *hydras.args, **hydras.keywords)
     return create({k: v for k, v in task.items() if k not in made}, "task", **made)
 
 

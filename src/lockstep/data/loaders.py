@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -127,6 +128,10 @@ def warn_of_small_shared_memory() -> None:
         )
 
 
+class FromTensor(np.ndarray):
+    """A tensor on its way through a pipe."""
+
+
 class Indexed(Dataset[Batch]):
     """Samples as a torch Dataset that is indexed by whole batches of indices."""
 
@@ -144,10 +149,12 @@ class Indexed(Dataset[Batch]):
         """
         if self.shares:
             try:
-                return {name: v.share_memory_() if isinstance(v, Tensor) else v for name, v in batch.items()}
+                shared: Batch = apply_to_collection(batch, Tensor, Tensor.share_memory_)
+                return shared
             except RuntimeError:
                 self.shares = False  # each failure leaves a name in /dev/shm
-        return {name: v.numpy() if isinstance(v, Tensor) else v for name, v in batch.items()}
+        piped: Batch = apply_to_collection(batch, Tensor, lambda tensor: tensor.numpy().view(FromTensor))
+        return piped
 
 
 def unchanged(batch: Any) -> Any:
@@ -181,7 +188,7 @@ class FromWorkers:
                 "files (ulimit -n). Raise these limits, or set fewer data.num_workers, or data.num_workers=0."
             ) from None
         for batch in batches:
-            if workers and isinstance(batch["index"], np.ndarray):
+            if isinstance(batch["index"], FromTensor):
                 if not self.warned:
                     self.warned = True
                     log.warning(
@@ -189,7 +196,7 @@ class FromWorkers:
                         "(docker run --shm-size=8g), or set fewer data.num_workers.",
                         workers,
                     )
-                batch = {name: as_tensor(v) if isinstance(v, np.ndarray) else v for name, v in batch.items()}
+                batch = apply_to_collection(batch, FromTensor, lambda array: torch.from_numpy(array.view(np.ndarray)))
             yield batch
 
     def end(self) -> None:

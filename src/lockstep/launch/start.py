@@ -177,9 +177,8 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
     """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
     in_processes = partial(local.run_processes, job.script)
     if process.debug_rank is not None and world.size > 1:
-        print(
-            f"rank {process.debug_rank} has the terminal; each rank also prints to {run_dir(cfg)}/logs", file=sys.stderr
-        )
+        told = f"rank {process.debug_rank} has the terminal; each rank also prints to {run_dir(cfg)}/logs"
+        print(told, file=sys.stderr)
     with process.noted():
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":

@@ -149,9 +149,8 @@ class RunFolder:
     def record_end(self, error: BaseException) -> None:
         """Writes how a run ended whose own processes could not. At Ctrl-C, one may fail because another is gone already."""
         outcome, report = outcome_of(error), self.report()
-        open_ends = {"interrupted": ("running", "died", "failed"), "refused": ()}.get(
-            outcome.status, ("running", "died")
-        )
+        usual = ("running", "died")
+        open_ends = {"interrupted": (*usual, "failed"), "refused": ()}.get(outcome.status, usual)
         if report.get("status") in open_ends:
             self.write_report(report | {"status": outcome.status, "error": outcome.error})
 

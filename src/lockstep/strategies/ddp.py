@@ -95,8 +95,8 @@ class DDP(PortableCheckpoint, DDPStrategy):
         dropout.begin(None)
         with torch.random.fork_rng(devices=gpus), self.precision_plugin.train_step_context():
             output = self.model(batch)
+        total(output).backward()  # which may compute activations again
         dropout.begin(micro_batch)
-        total(output).backward()
         for name, buffer in self.lightning_module.named_buffers():
             buffer.copy_(buffers[name])
         for parameter in self.lightning_module.parameters():

@@ -108,6 +108,7 @@ class ByRow:
     """A dropout layer with masks by row: the first base of a class whose second base is the layer."""
 
     layer: str  # its name in the network
+    original: type[nn.Module]
     p: float
     training: bool
 
@@ -125,7 +126,7 @@ class ByRow:
 
     def forward(self, x: Tensor) -> Tensor:
         p, shape = self.probability, self.mask_shape(x)
-        if current is None or not self.training or not 0 < p < 1 or not shape:
+        if current is None or not self.training or not 0 < p < 1 or 0 in (shape or (0,)):
             result: Tensor = super().forward(x)  # type: ignore[misc]  # the second base's
             return result
         return self.masked(x, *self.drawn(current, x.device, p, shape))
@@ -135,7 +136,7 @@ class ByRow:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved whole, or copied, it is the layer that it was made of: classes made here cannot be imported by name."""
-        return object.__new__, (type(self).__mro__[2],), vars(self)  # type: ignore[attr-defined]
+        return object.__new__, (self.original,), vars(self)
 
     def drawn(
         self, micro_batch: MicroBatch, device: torch.device, p: float, shape: tuple[int, ...]
@@ -209,7 +210,9 @@ def with_rows(kind: Any) -> type[nn.Module] | None:
     """The class of `kind` with masks by row; None for other modules and for subclasses, which may draw otherwise."""
     found = {getattr(sys.modules[name], of): BySample for name, of in OF_LIBRARIES.items() if name in sys.modules}
     base = (LAYERS | found).get(kind)
-    return None if base is None else type(kind.__name__, (base, kind), {"__module__": kind.__module__})
+    return (
+        None if base is None else type(kind.__name__, (base, kind), {"__module__": kind.__module__, "original": kind})
+    )
 
 
 def by_row(net: nn.Module) -> None:

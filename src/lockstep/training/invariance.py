@@ -144,7 +144,7 @@ def named(source: nn.Module | Task) -> str:
     """A module's class, with the file and line of the code that computes."""
     kind = type(source)
     if isinstance(source, dropout.ByRow):
-        kind = kind.__mro__[2]
+        kind = source.original
     code: Any = getattr(kind, "loss" if isinstance(source, Task) else "forward")
     try:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
@@ -167,11 +167,11 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
     dropout.by_row(net)
     forward = Forward(net, task)
     whole = forward(batch)
-    draw = [passed.source for passed in whole if passed.drew]
-    if sources := draw or [
-        whole[place].source for place in differing(whole, forward(batch))
-    ]:  # or of generators of its own
-        return f"each process draws its own random numbers in {named(sources[0])}. Use an nn.Dropout layer there, or set exact.shards=8"
+    told = "each process draws its own random numbers in {}. Use an nn.Dropout layer there"
+    if draw := [passed.source for passed in whole if passed.drew]:
+        return told.format(named(draw[0])) + ", or set exact.shards=8"
+    if again := differing(whole, forward(batch)):  # from a generator of its own, which nobody seeds for a step
+        return told.format(named(whole[again[0]].source))
     slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
     halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
     apart = differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2))
