@@ -200,5 +200,5 @@ def test_no_line_is_lost_while_a_log_moves_to_its_folder(tmp_path, monkeypatch):
         for line in lines:
             process.log.copy(f"{line}\n")
             if line.startswith("line 9000 "):
-                (tmp_path / "a").mkdir()
+                (tmp_path / "a/checkpoints").mkdir(parents=True)
     assert (tmp_path / "a/logs/rank-0.log").read_text().splitlines() == lines
