@@ -287,6 +287,6 @@ def test_parquet_without_pyarrow_is_refused(place, monkeypatch):
 
 def test_a_mistake_is_told_by_the_command_before_torch_is_imported(forked_command):
     done = forked_command("predict.py", "input=x", env={"PYTHONPROFILEIMPORTTIME": ""})
-    assert (done.code, "Type " in done.err and "predict.py run=<name> input=<folder>" in done.err) == (2, True), done
+    assert (done.code, "Run " in done.err and "predict.py run=<name> input=<folder>" in done.err) == (2, True), done
     done = forked_command("predict.py", "run=nothing", "input=x", "-m")
     assert (done.code, "predict.py takes one run at a time" in done.err) == (2, True), done

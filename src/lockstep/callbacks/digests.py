@@ -25,7 +25,7 @@ class Digests(Callback):
     """Digests of each step: losses of the logical ranks, summed gradients before clipping, weights and statistics after the step."""
 
     def __init__(self, folder: Path) -> None:
-        self.log = RunFolder(folder).digests_log
+        self.csv = RunFolder(folder).digests_log  # not `log`, which Lightning sets
         self.gradients: list[tuple[str, str]] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -43,7 +43,7 @@ class Digests(Callback):
             parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
             for_all = ((what, *pair) for what, named in parts.items() for pair in named)
             columns = ("step", "what", "name", "digest")
-            self.log.append(*(dict(zip(columns, (steps_done(trainer), *row), strict=True)) for row in for_all))
+            self.csv.append(*(dict(zip(columns, (steps_done(trainer), *row), strict=True)) for row in for_all))
 
     @staticmethod
     def of_all_ranks(losses: dict[int, Tensor]) -> list[tuple[str, str]]:
