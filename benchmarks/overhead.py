@@ -100,7 +100,7 @@ def lockstep(steps: int, *more: str) -> float:
     clock = Clock(steps)
 
     def job(cfg: DictConfig, world: World) -> None:
-        run_dir(cfg).mkdir(parents=True)
+        run_dir(cfg).mkdir(parents=True, exist_ok=True)
         data = build.data(cfg)
         assert isinstance(data, DataModule)
         parallelize = partial(strategies.parallelize, sync_batchnorm=False, channels_last=False, compile=False)

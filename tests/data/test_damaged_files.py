@@ -99,7 +99,7 @@ def test_a_report_of_any_bytes(tmp_path, content):
         for read in (lambda folder: RunFolder(folder).report(), lambda folder: sweeps.record(folder, [], failed=True)):
             with pytest.raises(UserError, match=r"report\.json"):
                 read(run)
-    with pytest.raises(UserError, match=r"report.json|no complete checkpoint"):
+    with pytest.raises(UserError, match=r"report\.json|holds no checkpoint"):
         checkpoint_of_report(run)
 
 

@@ -24,6 +24,7 @@ from lockstep import ROOT
 from lockstep.checkpoints import sharded
 from lockstep.checkpoints.finding import LOOP
 from lockstep.config.compose import compose_config
+from lockstep.config.schema import GROUPS
 from lockstep.errors import UserError
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
@@ -286,7 +287,7 @@ def test_a_folder_without_runs_is_no_error(tmp_path, call):
 
 def checkpoint(folder: Path, *, whole: bool = True) -> None:
     path = folder / "checkpoints" / "last.ckpt"
-    config = {group: {} for group in ("task", "data", "strategy", "trainer")}
+    config: dict = {group: {} for group in GROUPS}
     position = {
         "optimizer_states": [],
         "lr_schedulers": [],

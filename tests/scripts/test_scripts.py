@@ -19,6 +19,7 @@ from torchvision.io import write_png
 import lockstep
 from lockstep import ROOT
 from lockstep.checkpoints import finding
+from lockstep.config.schema import GROUPS
 from lockstep.errors import UserError
 from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
@@ -138,7 +139,7 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
 @pytest.mark.parametrize("task", ["Classification", "LanguageModel"])
 def test_what_does_not_take_images_is_not_exported(task, tmp_path):
     about = {"classes": ["a", "b"], "vocabulary": ["a"]}
-    config = {"task": {"_target_": f"lockstep.tasks.{task}"}, "data": {}, "strategy": {}, "trainer": {}}
+    config = {**dict.fromkeys(GROUPS, {}), "task": {"_target_": f"lockstep.tasks.{task}"}}
     content = {"state_dict": {}, "config": config, "DataModule": {"about": about}}
     torch.save(content, tmp_path / "a.ckpt")
     with pytest.raises(
