@@ -139,7 +139,7 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
 @pytest.mark.parametrize("task", ["Classification", "LanguageModel"])
 def test_what_does_not_take_images_is_not_exported(task, tmp_path):
     about = {"classes": ["a", "b"], "vocabulary": ["a"]}
-    config = {**dict.fromkeys(GROUPS, {}), "task": {"_target_": f"lockstep.tasks.{task}"}}
+    config = {**{group: {} for group in GROUPS}, "task": {"_target_": f"lockstep.tasks.{task}"}}
     content = {"state_dict": {}, "config": config, "DataModule": {"about": about}}
     torch.save(content, tmp_path / "a.ckpt")
     with pytest.raises(

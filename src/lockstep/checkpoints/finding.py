@@ -64,13 +64,13 @@ LOOP = (
 
 
 def is_config(config: dict[str, Any]) -> bool:
+    groups = all(isinstance(config.get(group), dict) for group in GROUPS if group not in RECIPES)
     try:
-        places, values = zip(*leaves(config), strict=True)
-    except (ValueError, RecursionError):  # it is empty, or holds itself
+        found = list(leaves(config))
+    except RecursionError:  # it holds itself
         return False
-    plain = all(isinstance(value, bool | int | float | str | None) for value in values)
-    named = all(isinstance(key, str | int) for place in places for key in place)
-    return plain and named and all(isinstance(config.get(group), dict) for group in GROUPS if group not in RECIPES)
+    keys = {type(key) for place, _ in found for key in place}
+    return groups and keys <= {str, int} and all(isinstance(v, bool | int | float | str | None) for _, v in found)
 
 
 @dataclass(frozen=True)
