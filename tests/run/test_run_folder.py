@@ -1,5 +1,6 @@
 """The folder of a run: one process at a time, files that somebody damaged, and what is a run."""
 
+import fcntl
 import json
 import os
 import signal
@@ -71,6 +72,7 @@ def test_file_systems_without_locks_work_without(tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(filelock.FileLock, "_acquire", unsupported)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     folder = RunFolder(tmp_path / "a")
     with folder.locked():
         folder.lock_file.touch()

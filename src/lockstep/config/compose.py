@@ -24,6 +24,7 @@ from lockstep.config.project import command, config_folders
 from lockstep.config.schema import GROUPS, KEYS
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, did_you_mean
+from lockstep.run.report import LOADER
 
 # --- Dotted keys of a config ---
 
@@ -43,7 +44,6 @@ def dotted(tree: Any, key: str = "") -> dict[str, Any]:
 
 PLACE = ("run", "runs_dir", "resume")  # keys that say where a run is, not what it is
 ABSENT = object()
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
 
 
 def typed(value: Any) -> str:

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from lockstep.config.compose import config_file, is_group
 from lockstep.config.project import command
-from lockstep.launch.resuming import RECIPES
+from lockstep.config.schema import RECIPES
 from lockstep.machine.files import write_csv
 
 HEADER = """# @package _global_

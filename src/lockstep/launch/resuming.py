@@ -15,7 +15,7 @@ from lockstep.config.compose import dotted, is_group, key_of
 from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
 from lockstep.config.rules import batches_of, epochs_of
-from lockstep.config.schema import PREDICT
+from lockstep.config.schema import PREDICT, RECIPES
 from lockstep.config.words import shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
@@ -80,7 +80,6 @@ AUTO = {
     "data.mean": "model",
     "data.std": "model",
 }
-RECIPES = ("experiment", "debug")  # groups that set keys of other groups
 TRAINING = (  # keys without effect in an evaluation
     "augment",
     "data.repeats",

@@ -1,4 +1,4 @@
-"""`runs/<name>`: the only reader and writer of a run's config, report, metrics and lock. Free of torch.
+"""`runs/<name>`: what reads and writes a run's config, report, metrics and lock. Free of torch.
 
 What a person may have damaged raises UserError, which names the file.
 """
