@@ -81,7 +81,8 @@ def noted(stages: int) -> None:
         return noting
 
     def alone(script: Path, cfg: Any, world: World) -> None:
-        os.environ.update(local.environment(cfg, world, 0, local.free_port()))
+        with local.held_port() as port:
+            os.environ.update(local.environment(cfg, world, 0, port))
         os.environ.pop(local.JOB)
         jobs.load(script)(cfg, world)
 

@@ -178,6 +178,12 @@ def shared_command(tmp_path_factory: pytest.TempPathFactory, cache: Path, mnist:
     return Commands(tmp_path_factory.mktemp("work"), cache, mnist)
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with local.held_port() as port:
+        yield port
+
+
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     base = tmp_path_factory.getbasetemp()

@@ -15,7 +15,6 @@ import pytest
 from in_process import SMALL
 
 from lockstep import ROOT
-from lockstep.launch.local import free_port
 
 TWO = ["strategy=ddp", "trainer.devices=2", *SMALL, "trainer.max_epochs=500"]
 
@@ -85,11 +84,11 @@ def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_com
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, tmp_path):
+def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, tmp_path, port):
     """As srun starts them: nobody else ends them."""
     env = hook(tmp_path, {0: "time.sleep(600)", 1: "raise KeyError('mine')"})
     env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(free_port())
+    env["MASTER_PORT"] = str(port)
     first, second = (
         forked_command.start("train.py", "run=a", *TWO, env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
     )
@@ -166,10 +165,10 @@ AGENT = (
 
 
 @pytest.mark.slow
-def test_a_worker_that_waits_for_others_ends_with_its_agent(command):
+def test_a_worker_that_waits_for_others_ends_with_its_agent(command, port):
     (command.folder / "worker.py").write_text(WORKER)
     env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_RANK": "0"}
+    env |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_RANK": "0"}
     data = [f"data.root={command.data}", f"data.cache_dir={command.cache}"]
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, sys.executable, "worker.py", *data, "run=a", *TWO],

@@ -20,7 +20,6 @@ import yaml
 from lockstep import ROOT
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.launch.local import free_port
 from lockstep.machine import world
 from lockstep.machine.world import world_of
 
@@ -203,9 +202,8 @@ def agent(index: int, port: int, folder: Path, name: str) -> subprocess.Popen[by
 
 
 @pytest.mark.slow
-def test_an_evicted_pod_saves_and_comes_back_to_the_one_that_waits(tmp_path):
+def test_an_evicted_pod_saves_and_comes_back_to_the_one_that_waits(tmp_path, port):
     (tmp_path / "worker.py").write_text(WORKER)
-    port = free_port()
     pods = [agent(index, port, tmp_path, f"pod-{index}") for index in range(2)]
     try:
         deadline = time.monotonic() + 120

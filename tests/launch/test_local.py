@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import forked as forked_processes
 import pytest
+import torch.distributed
 
 from lockstep import ROOT
 from lockstep.config.compose import compose_config
@@ -133,6 +135,14 @@ def test_each_process_gets_the_resolved_job_and_its_rank(worker, capfd):
 
 
 @pytest.mark.slow  # two processes that import torch, and end as Python does
+def test_rank_0_alone_can_open_the_port_of_the_run(port):
+    """Two runs that begin at once had the same: each let go of its port until rank 0 had imported torch."""
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    served = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    assert served.port == port
+
+
 def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_path, capfd):
     (tmp_path / "busy.py").write_text(BUSY)
     local.run_processes(tmp_path / "busy.py", compose_config("train", ["run=r"]), WORLD)

@@ -13,7 +13,6 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from lockstep.errors import NoRendezvous
-from lockstep.launch.local import free_port
 from lockstep.strategies import rendezvous
 
 LONG = timedelta(seconds=60)
@@ -69,10 +68,9 @@ def test_who_did_not_come_is_named_once():
     ("rank", "words"),
     [(0, "rank 0 of 2 could not open 127.0.0.1"), (1, "rank 1 of 2 could not reach rank 0 at 127.0.0.1")],
 )
-def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch):
+def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch, port):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(rendezvous, "GRACE", 60)  # the process that would be ended is the test's
-    port = free_port()
     other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
     place = SimpleNamespace(global_rank=lambda: rank, world_size=lambda: 2, main_address="127.0.0.1", main_port=port)
     strategy = Mock(root_device=torch.device("cpu"), cluster_environment=place)
@@ -97,11 +95,10 @@ def process(rank: str, port: str, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", [pytest.param("answers", marks=pytest.mark.slow), "connects"])
-def test_one_that_is_lost_while_all_meet_is_not_waited_for(moment, fork_server, monkeypatch):
+def test_one_that_is_lost_while_all_meet_is_not_waited_for(moment, fork_server, monkeypatch, port):
     """As when the network goes down then. The store's clients themselves would wait for ever."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    port = str(free_port())
-    stopped, other = (forked.call(__file__, "process", rank, port, moment) for rank in "01")
+    stopped, other = (forked.call(__file__, "process", rank, str(port), moment) for rank in "01")
     assert other.wait(60) == 1
     stopped.kill()
     assert stopped.wait(60) != 0

@@ -10,8 +10,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,19 @@ SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finis
 GRACE_S = 10.0  # seconds between the request to end and the kill
 
 
-def free_port() -> int:
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this machine that nobody else is given meanwhile: rank 0 opens it seconds later, when it has imported torch.
+
+    Two sockets that both reuse addresses, as torch's do, may be bound to one port as long as one of them listens.
+    """
     with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+        port = int(s.getsockname()[1])
+        if os.name == "nt":  # there torch asks for a port of its own
+            s.close()
+        yield port
 
 
 def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> dict[str, str]:
@@ -127,10 +136,10 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         LostProcess: a signal ended one of them.
         KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
     """
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, held_port() as port:
         error_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
         kills = kernel_kills()
-        code, rank = run_and_wait(script, cfg, world, error_files)
+        code, rank = run_and_wait(script, cfg, world, error_files, port)
         errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
@@ -144,9 +153,10 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
 
-def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path]) -> tuple[int, int]:
+def run_and_wait(
+    script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path], port: int
+) -> tuple[int, int]:
     """The first exit code that is not 0, and the rank of its process; or 0."""
-    port = free_port()
     if script.stem not in EVALUATIONS or process.debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
     processes = []
@@ -161,7 +171,9 @@ def run_and_wait(script: Path, cfg: DictConfig, world: World, error_files: Seque
     finally:
         for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
             child.kill()
-        stop(processes, signal.SIGTERM)
+        for child in processes:
+            with child:  # waits and closes its pipe
+                pass
         if process.debug_rank is not None and os.isatty(0):
             os.system("stty sane")  # a killed debugger leaves the terminal without echo
 
@@ -177,7 +189,8 @@ def wait(
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
         for warning in process.received[passed_on:]:
-            send_signal(processes, warning)
+            for child in processes:
+                child.send_signal(warning)
             passed_on += 1
         codes = [child.poll() for child in processes]
         waiting = sum(path.exists() for path in error_files)
@@ -191,14 +204,9 @@ def wait(
         time.sleep(0.05)
 
 
-def send_signal(processes: list[subprocess.Popen[bytes]], what: signal.Signals) -> None:
-    for child in processes:
-        if child.poll() is None:
-            child.send_signal(what)
-
-
 def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
-    send_signal(processes, how)
+    for child in processes:
+        child.send_signal(how)
     deadline = time.monotonic() + GRACE_S
     for child in processes:
         try:
@@ -206,8 +214,6 @@ def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        if child.stdin is not None:
-            child.stdin.close()
 
 
 # --- Restarts a run with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch ---

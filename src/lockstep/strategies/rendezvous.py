@@ -48,35 +48,28 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     address = f"{place.main_address}:{place.main_port} (MASTER_ADDR, MASTER_PORT)"
     limit_s = GRACE * timeout.total_seconds()
     unmet = f"rank {rank} of {size} could not {'open' if rank == 0 else 'reach rank 0 at'} {address}"
-    try:
-        with ended_after(2 * limit_s, f"{unmet}: no answer"):  # it connects, asks, and waits for the others
-            shared = connect(place.main_address, place.main_port, rank, size, timeout)
-            process.store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
-    except dist.DistError as e:
-        raise NoRendezvous(f"{unmet}: {str(e).splitlines()[0]}", alike=False) from None
-    lost = f"rank {rank} of {size} met the others at {address} and lost them while they connected"
-    try:
-        with ended_after(limit_s, lost):
-            dist.init_process_group(
-                dist.get_default_backend_for_device(device),
-                store=process.store,
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-                device_id=None if device.type == "cpu" else device,
-            )
-    except dist.DistError as e:
-        raise NoRendezvous(f"{lost}: {str(e).splitlines()[0]}", alike=False) from None
+    with connecting(2 * limit_s, unmet):  # it connects, asks, and waits for the others
+        shared = connect(place.main_address, place.main_port, rank, size, timeout)
+        process.store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
+    with connecting(limit_s, f"rank {rank} of {size} met the others at {address} and lost them while they connected"):
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            store=process.store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
     group = dist.group.WORLD
 
 
 @contextmanager
-def ended_after(limit_s: float, why: str) -> Iterator[None]:
+def connecting(limit_s: float, failed: str) -> Iterator[None]:
     """Ends this process if the block takes longer. Clients of a store, gloo among them, wait for ever for one that stopped answering
-    (torch 2.13): their timeouts are the server's."""
+    (torch 2.13): their timeouts are the server's. Raises NoRendezvous for torch's errors."""
 
     def end() -> None:
-        print(readable(f"error: {why}"), file=sys.stderr, flush=True)
+        print(readable(f"error: {failed}: no answer"), file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(limit_s, end)
@@ -84,6 +77,8 @@ def ended_after(limit_s: float, why: str) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except dist.DistError as e:
+        raise NoRendezvous(f"{failed}: {str(e).splitlines()[0]}", alike=False) from None
     finally:
         timer.cancel()
 
