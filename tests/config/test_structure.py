@@ -19,8 +19,7 @@ BROKEN = {
     "+logger.x.a=5": "logger.x._target_ is missing",
     "task.metrics=null": "task.metrics=null is not possible",
     "optim._target_=5": "optim._target_=5 is not possible",
-    "~strategy.traits.shards": "strategy.traits",
-    "strategy.traits=5": "strategy.traits=5 is not possible",
+    "strategy.traits=5": "strategy.traits is not a key",
     "trainer.max_step=5": "did you mean trainer.max_steps?",
     "optimm.lr=5": "did you mean optim.lr?",
     "trainer.min_epochs=5 trainer.max_epochs=2": "trainer.min_epochs=5 is more than the run's 2",
@@ -86,7 +85,7 @@ def test_what_a_run_does_not_reach_is_told_before_it_begins():
 
 
 def test_the_facts_about_a_strategy_are_not_set():
-    told = list(fixed_keys(["strategy.name=abc", "strategy.traits.shards=true", "strategy=ddp"]))
+    told = list(fixed_keys(["strategy.name=abc", "task.traits.figures=[]", "strategy=ddp"]))
     assert ["strategy.name cannot be set" in told[0], len(told)] == [True, 2]
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.config.rules import total_steps
 from lockstep.machine.hardware import memory_bytes, multiplies_bf16, multiplies_fp16
-from lockstep.machine.world import World, cores
+from lockstep.machine.world import World, cores, spec_of
 
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
@@ -47,7 +47,7 @@ def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int 
     cfg = cfg.copy()
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
-            cfg.trainer.precision = precision(world.accelerator, cfg.strategy.traits.precisions)
+            cfg.trainer.precision = precision(world.accelerator, spec_of(cfg).precisions)
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
             cfg.trainer.log_every_n_steps = log_interval(total_steps(cfg, samples))
         if data is not None and cfg.data.get("num_workers") == "auto":

@@ -18,11 +18,11 @@ from lockstep.config.rules import (
     process_problems,
     task_problems,
 )
-from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, TRAITS, Kind
+from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, Kind
 from lockstep.config.targets import is_shipped
 from lockstep.config.words import plain, shown
 from lockstep.errors import did_you_mean
-from lockstep.machine.world import World, accelerator_of, world_of
+from lockstep.machine.world import World, accelerator_of, spec_of, world_of
 
 # --- Whether a config has the groups, classes and keys that the engine reads. Free of torch ---
 
@@ -58,7 +58,6 @@ def structure_problems(cfg: DictConfig) -> Iterator[str]:
             yield from class_problems(node, group)
             if group != "data" or is_shipped(node):  # config/classes.py asks other data
                 yield from without(node, group, list(NEEDED.get(group, ())))
-            yield from trait_problems(node.get("traits")) if "traits" in NEEDED.get(group, ()) else ()
             if group == "task" and "metrics" in node:
                 yield from node_problems(node["metrics"], f"{group}.metrics")
 
@@ -90,17 +89,6 @@ def node_problems(nodes: Any, key: str) -> Iterator[str]:
         return
     for name, node in nodes.items():
         yield from class_problems(node, f"{key}.{name}")
-
-
-def trait_problems(traits: Any) -> Iterator[str]:
-    """Problems of the facts about a strategy: flags, and a list of precisions or null."""
-    kinds = {name: list | None if name == "precisions" else bool for name in TRAITS}
-    known = isinstance(traits, Mapping) and set(traits) == set(kinds)
-    if not known or not all(isinstance(value, kinds[name]) for name, value in traits.items()):
-        yield (
-            f"strategy.traits={shown(traits)} is not possible; it has {', '.join(TRAITS[:-1])} (true or false) and {TRAITS[-1]} (a list or null). "
-            "They are facts about the strategy: choose one with strategy=<name>."
-        )
 
 
 # --- Every check of a config, across its groups, without torch: reports all mistakes together ---
@@ -183,11 +171,11 @@ def fused_problem(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
     if cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
         return None  # training/arithmetic.py
-    if cfg.exact.shards and cfg.strategy.traits.shards:
+    if cfg.exact.shards and spec_of(cfg).is_sharded:
         return f"was not tried on shards of GPUs, so exact.shards={cfg.exact.shards} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):
         return None
-    if cfg.strategy.traits.shards:
+    if spec_of(cfg).is_sharded:
         return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
     if any(node.get("unfreeze") for node in cfg.callbacks.values()):
         return "has no kernel for SGD where some parameters have no momentum yet, as with callbacks.freeze.unfreeze (torch 2.13)"
@@ -195,11 +183,11 @@ def fused_problem(cfg: DictConfig) -> str | None:
 
 
 def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    precision, name, traits = str(cfg.trainer.precision), world.strategy, cfg.strategy.traits
+    precision, name, possible = str(cfg.trainer.precision), world.strategy, spec_of(cfg).precisions
     if precision in ("16-mixed", "16-true", "16") and world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
-    if traits.precisions and precision not in ("auto", "32", *traits.precisions):
-        yield f"strategy={name} does not support trainer.precision={precision}; it takes one of {', '.join(traits.precisions)}. Type trainer.precision=bf16-mixed."
+    if possible and precision not in ("auto", "32", *possible):
+        yield f"strategy={name} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Type trainer.precision=bf16-mixed."
     if world.accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
     yield from without_effect(cfg, world).values()
@@ -207,14 +195,14 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def without_effect(cfg: DictConfig, world: World) -> dict[str, str]:
     """Keys that do nothing under the strategy or on the device, each with what to say. Flags, or names that null takes away."""
-    traits, under, found = cfg.strategy.traits, f"has no effect under strategy={world.strategy}", dict[str, str]()
+    spec, under, found = spec_of(cfg), f"has no effect under strategy={world.strategy}", dict[str, str]()
     if cfg.tf32 and world.accelerator != "cuda":
         found["tf32"] = f"has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
-    if cfg.trainer.sync_batchnorm and traits.splits_batches:
+    if cfg.trainer.sync_batchnorm and spec.splits_batches:
         found["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Type strategy=ddp."
-    if cfg.compile and traits.splits_batches:
+    if cfg.compile and spec.splits_batches:
         found["compile"] = f"{under}: all replicas would run on the first device. Type strategy=ddp."
-    if cfg.checkpoint.sharded and not traits.shards:
+    if cfg.checkpoint.sharded and not spec.is_sharded:
         choice = "Type strategy=fsdp, or checkpoint.sharded=false."
         found["checkpoint.sharded"] = f"{under}: nothing is sharded there. {choice}"
     if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":

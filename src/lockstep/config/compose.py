@@ -196,8 +196,8 @@ def key_of(override: str) -> str:
 def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
     """Typed keys that belong to an option as a whole."""
     for override in overrides:
-        key, group = key_of(override), key_of(override).partition(".")[0]
-        if key == "strategy.name" or key.startswith(("strategy.traits", "task.traits")):
+        if (key := key_of(override)) == "strategy.name" or key.startswith("task.traits"):
+            group = key.partition(".")[0]
             yield f"{override}: {key} cannot be set, because it says what the {group} is. Choose one with {group}=<name>."
 
 

@@ -27,7 +27,7 @@ ENGINE = {
     "task": ("name", "monitor", "mode", "metrics", "traits"),
     "model": ("name",),
     "data": ("name",),
-    "strategy": ("name", "traits"),
+    "strategy": ("name",),
     "schedule": ("needs_end",),
     "optim": ("no_decay", "layer_decay", "head_lr"),
 }

@@ -308,6 +308,5 @@ OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
 NEEDED = {
     "task": ("monitor", "mode"),
     "data": ("batch_size",),
-    "strategy": ("name", "traits"),
+    "strategy": ("name",),
 }
-TRAITS = ("several_processes", "splits_batches", "shards", "precisions")

@@ -90,6 +90,29 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True)
+class StrategySpec:
+    """What the launch and the rules of a config ask of a strategy, before torch is imported. The default is that of DDP."""
+
+    one_process: bool = False  # for all devices; otherwise one process for each
+    splits_batches: bool = False  # among the GPUs of its process
+    is_sharded: bool = False  # parameters, gradients and the optimizer's state
+    precisions: tuple[str, ...] | None = None  # None: all
+
+
+SPECS = {  # by the `_target_` of the strategy; any other one has the default
+    "lockstep.strategies.SingleDevice": StrategySpec(one_process=True),
+    "lockstep.strategies.DataParallel": StrategySpec(one_process=True, splits_batches=True),
+    "lockstep.strategies.FSDP2": StrategySpec(
+        is_sharded=True, precisions=("32-true", "bf16-mixed", "bf16-true", "16-true")
+    ),
+}
+
+
+def spec_of(cfg: DictConfig) -> StrategySpec:
+    return SPECS.get(cfg.strategy._target_, StrategySpec())
+
+
+@dataclass(frozen=True)
 class World:
     """The processes of a run and their devices."""
 
@@ -99,7 +122,7 @@ class World:
     strategy: str
     rank: int = 0
     external: str | None = None  # the launcher that started the processes, if not Lockstep: torchrun or slurm
-    one_process: bool = False  # a trait of the strategy
+    one_process: bool = False  # of its StrategySpec
 
     @property
     def size(self) -> int:
@@ -170,10 +193,9 @@ def device_count(devices: int | str | list[int], accelerator: str, *, one_device
 
 def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
     """The world that a config asks for; under torchrun and SLURM, the one that they started."""
-    strategy, traits = str(cfg.strategy.name), cfg.strategy.traits
-    one_process = not traits.several_processes
+    spec = spec_of(cfg)
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
-    devices = device_count(cfg.trainer.devices, accelerator, one_device=one_process and not traits.splits_batches)
+    devices = device_count(cfg.trainer.devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
     nodes = int(cfg.trainer.num_nodes)
     external, rank = external_launcher(env), rank_of(env)
     if external == TORCHRUN:
@@ -183,4 +205,4 @@ def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
         devices = int(env["SLURM_NTASKS"]) // nodes
     else:
         rank = int(env.get("NODE_RANK", "0")) * devices
-    return World(accelerator, devices, nodes, strategy, rank, external, one_process)
+    return World(accelerator, devices, nodes, str(cfg.strategy.name), rank, external, spec.one_process)
