@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Arrays, content_of, samples_of
-from lockstep.data.loaders import FromWorkers, InMemory, LoaderPosition, ResumableLoader
+from lockstep.data.loaders import FromWorkers, InMemory, LoaderPosition, ResumableLoader, fetch
 from lockstep.data.sampler import PaddedEvalSampler, Split, TrainBatches
+from lockstep.errors import UserError
 
 SPLIT = Split(103, 10, 90)
 
@@ -169,3 +170,22 @@ def test_images_on_the_gpu_give_the_same_batches(arrays):
         for name, values in of_gpu.items():
             assert values.device.type == "cuda"
             assert torch.equal(values.cpu()[real], of_cpu[name][real])
+
+
+@pytest.mark.parametrize(
+    ("value", "sizes"), [([[1.0], [2.0, 3.0]], "1, 2"), ([np.ones((2, 4)), np.ones((3, 4))], r"\(2, 4\), \(3, 4\)")]
+)
+def test_numbers_of_several_shapes_are_refused_by_name(value, sizes):
+    class Ragged:
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, indices: np.ndarray) -> dict:
+            return {"input": np.ones((len(indices), 3)), "tags": [["a"], ["b", "c"]], "tokens": value}
+
+    with pytest.raises(UserError, match=f"`tokens` as numbers of several shapes: the first samples have {sizes}. Pad"):
+        fetch(Ragged(), np.arange(2))
+    value[:] = [torch.ones(1), torch.ones(2)]
+    batch = fetch(Ragged(), np.arange(2))
+    assert batch["tokens"] is value
+    assert batch["tags"] == [["a"], ["b", "c"]]

@@ -18,26 +18,35 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lockstep.data.dataset import Arrays, Batch, Indices, Samples
+from lockstep.data.dataset import Arrays, Batch, Indices, Samples, flat
 from lockstep.data.sampler import FILLER, Sampler, TrainBatches
-from lockstep.errors import TrainingFailed, chain
+from lockstep.errors import TrainingFailed, UserError, chain
 
 log = logging.getLogger("lockstep")
 
 # --- A batch of samples by their indices ---
 
 
-def as_tensor(value: Any) -> Any:
+def as_tensor(value: Any, name: str = "value") -> Any:
     """Numbers as a tensor; texts, and lists of a tensor per sample, such as boxes, as they are."""
     if isinstance(value, Tensor) or (isinstance(value, list) and any(isinstance(each, Tensor) for each in value)):
         return value
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        if not all(isinstance(each, int | float | np.number | np.ndarray) for each in flat(value)):
+            return value
+        sizes = [getattr(each, "shape", None) or (len(each) if hasattr(each, "__len__") else 1) for each in value[:4]]
+        raise UserError(
+            f"the data set returns `{name}` as numbers of several shapes: the first samples have {', '.join(map(str, sizes))}. Pad them to "
+            "one shape, or return a list with a tensor for each sample, which stays a list."
+        ) from None
     return torch.as_tensor(array) if array.dtype.kind in "biufc" else value
 
 
 def fetch(samples: Samples, indices_B: Indices) -> Batch:
     """The batch of the samples at `indices_B`; the first sample takes the place of each FILLER."""
-    named = {name: as_tensor(value) for name, value in samples[np.maximum(indices_B, 0)].items()}
+    named = {name: as_tensor(value, name) for name, value in samples[np.maximum(indices_B, 0)].items()}
     return {**named, "index": torch.from_numpy(indices_B), "count": count_of(indices_B)}
 
 
