@@ -1,4 +1,4 @@
-"""Changes every tensor of a batch or of a network's output: a tensor, or dicts, lists and tuples of tensors."""
+"""Changes the samples of a batch or of a network's output: a tensor, or dicts, lists and tuples of tensors."""
 
 # B batch, fillers included
 
@@ -13,74 +13,86 @@ from torch import Tensor
 from lockstep.errors import UserError
 
 Tree = Any
+Change = Callable[[Any, str], Any]  # of a value, and the name of its place
 
 
-def first_rows(output: Tree, count: int, size: int) -> Tree:
-    """The first `count` samples of a network's output for a batch of `size`.
+def by_sample(tree: Tree, size: int, samples: Change, other: Change, name: str) -> Tree:
+    """`tree` with `samples` of each value that has a batch of `size`, and `other` of what is no container.
 
-    A tensor is cut in its first dimension, which is B; a list or tuple of B items by items, whatever these are. Dicts,
-    dataclasses, and other lists and tuples, such as (logits_BK, embedding_BE), are cut by value. A tuple of B tensors that all
-    have B rows holds several outputs; a list of B tensors always holds one per sample.
-
-    Raises:
-        UserError: a tensor without B rows, or a value that is neither a tensor nor None.
+    Such a value is a tensor whose first dimension is B, or a list or tuple of B items, whatever these are. Dicts, dataclasses, and
+    other lists and tuples, such as (logits_BK, embedding_BE), are changed by value. A tuple of B tensors that all have B rows holds
+    several outputs.
     """
 
-    def cut(value: Any, name: str) -> Any:
-        if isinstance(value, Tensor):
-            if has_rows(value, size):
-                return value[:count]
-            raise UserError(words(f"{name} of shape {tuple(value.shape)}", size))
-        if isinstance(value, list | tuple):
-            several = len(value) != size or (isinstance(value, tuple) and all(has_rows(x, size) for x in value))
-            return rebuilt(value, cut, name) if several else value[:count]
-        if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
-            return rebuilt(value, cut, name)
-        if value is None:
-            return None
-        raise UserError(words(f"{name} of type {type(value).__name__}", size))
+    def changed(value: Any, place: str) -> Any:
+        return by_sample(value, size, samples, other, f"{name}{place}")
 
-    return cut(output, "output")
-
-
-def words(given: str, size: int) -> str:
-    return (
-        f"the network returns {given} for a batch of {size}. The first dimension of every tensor must be the sample, {size} here, and a list "
-        f"must have an item per sample, so fillers can be removed. Return something else, or choose what to return in the task's `outputs`."
-    )
+    if has_rows(tree, size):
+        return samples(tree, name)
+    if isinstance(tree, list | tuple):
+        if len(tree) == size and not (isinstance(tree, tuple) and all(has_rows(value, size) for value in tree)):
+            return samples(tree, name)
+        values = [changed(value, f"[{place}]") for place, value in enumerate(tree)]
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a named tuple
+    if isinstance(tree, Mapping):
+        new: Any = copy.copy(tree)
+        for key, value in tree.items():
+            new[key] = changed(value, f"[{key!r}]")
+        return new
+    if dataclasses.is_dataclass(tree):
+        new = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(new, field.name, changed(getattr(tree, field.name), f".{field.name}"))
+        return new
+    return other(tree, name)
 
 
 def has_rows(value: Any, size: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
 
-def rebuilt(tree: Any, function: Callable[[Any, str], Any], name: str) -> Any:
-    """A dict, dataclass, list or tuple with each value changed by `function`, which also gets the value's name."""
-    if isinstance(tree, Mapping):
-        found = {key: function(value, f"{name}[{key!r}]") for key, value in tree.items()}
-        return found if type(tree) is dict else type(tree)(found)  # type: ignore[call-arg]
-    if dataclasses.is_dataclass(tree):
-        new = copy.copy(tree)
-        for field in dataclasses.fields(tree):
-            object.__setattr__(new, field.name, function(getattr(tree, field.name), f"{name}.{field.name}"))
-        return new
-    values = [function(value, f"{name}[{place}]") for place, value in enumerate(tree)]
-    return type(tree)(values) if type(tree) in (list, tuple) else type(tree)(*values)  # a named tuple
+def is_ambiguous(value: Any, size: int) -> bool:
+    """Whether a list of B tensors that all have B rows may hold a tensor for each sample or B outputs, such as levels of features."""
+    return isinstance(value, list) and all(has_rows(item, size) for item in value)
+
+
+def first_rows(output: Tree, count: int, size: int) -> Tree:
+    """The first `count` samples of a network's output for a batch of `size`.
+
+    Raises:
+        UserError: a tensor without B rows, a value that is neither a tensor nor None, or a list that may hold samples or outputs.
+    """
+
+    def cut(value: Any, name: str) -> Any:
+        if 0 < count < size and is_ambiguous(value, size):
+            raise UserError(
+                f"the network returns {name}, a list of {size} tensors with {size} rows each, for a batch of {size}: it holds a tensor for each "
+                f"sample, or {size} outputs. Return a tuple of several outputs, or a dict for each sample."
+            )
+        return value[:count]
+
+    def refused(value: Any, name: str) -> None:
+        if value is not None:
+            given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+            raise UserError(
+                f"the network returns {name} of {given} for a batch of {size}. The first dimension of every tensor must be the sample, {size} here, "
+                "and a list must have an item per sample, so fillers can be removed. Return something else, or choose what to return in the "
+                "task's `outputs`."
+            )
+
+    return by_sample(output, size, cut, refused, "output")
 
 
 def samples_at(batch: Mapping[str, Any], places: slice | list[int] | Tensor, size: int) -> dict[str, Any]:
     """The samples at `places` of a batch of `size`. Values without an entry per sample stay as they are."""
 
-    def taken(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return samples_at(value, places, size)
-        if not has_rows(value, size) and not (isinstance(value, list | tuple) and len(value) == size):
-            return value
+    def taken(value: Any, _: str) -> Any:
         if isinstance(value, Tensor) or isinstance(places, slice):
             return value[places]
         return type(value)([value[place] for place in (places.tolist() if isinstance(places, Tensor) else places)])
 
-    return {name: taken(value) for name, value in batch.items()}
+    taken_batch: dict[str, Any] = by_sample(batch, size, taken, lambda value, _: value, "batch")
+    return taken_batch
 
 
 def first_samples(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
