@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import thin_project
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lockstep
 from lockstep.checkpoints.weights import read
+from lockstep.data.dataset import Batch
 from lockstep.errors import RunFailed, UserError
 from lockstep.training.metrics import whole_batch
 
@@ -130,22 +132,52 @@ def test_processes_find_the_weights_and_figures_of_one(setup, options, alone, fo
     assert report["test/count"] == 103  # the last batch has 7 samples, all of them the first process's
 
 
-def test_a_list_of_tensors_is_exchanged_over_the_cpu(monkeypatch):
-    """Otherwise it would arrive on the sender's GPU. In this process, with a GPU without values; two processes have the same batch."""
+def whole_of_two(monkeypatch, output: Any, batch: Batch) -> tuple[Any, Batch]:
+    """The outputs and the batch of two processes that have the same ones, in this process."""
 
-    def exchange(every: list, own: dict) -> None:
-        assert {box.device.type for box in own["boxes"]} == {"cpu"}
+    def exchange(every: list, own: list) -> None:
+        assert {item.device.type for item in own if isinstance(item, torch.Tensor)} <= {"cpu"}
         every[:] = [own, own]
 
+    def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+        for part in parts:
+            part.copy_(own)
+
     monkeypatch.setattr(torch.distributed, "all_gather_object", exchange)
-    monkeypatch.setattr(torch.distributed, "all_gather", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    task, trainer = SimpleNamespace(between_samples=True), SimpleNamespace(global_rank=0, world_size=2)
+    return whole_batch(task, output, batch, trainer)
+
+
+def test_a_list_of_tensors_is_exchanged_over_the_cpu(monkeypatch):
+    """Otherwise it would arrive on the sender's GPU. Here the GPU has no values."""
     with FakeTensorMode():
         boxes = [torch.ones(1, 4, device="cuda"), torch.ones(3, 4, device="cuda")]
         batch = {"index": torch.arange(2, device="cuda"), "boxes": boxes, "text": ["a", "b"], "count": 2}
-        task, trainer = SimpleNamespace(between_samples=True), SimpleNamespace(global_rank=0, world_size=2)
-        _, whole = whole_batch(task, torch.ones(2, device="cuda"), batch, trainer)
+        _, whole = whole_of_two(monkeypatch, torch.ones(2, device="cuda"), batch)
     assert [(box.device.type, len(box)) for box in whole["boxes"]] == [("cuda", 1), ("cuda", 3)] * 2
     assert (whole["text"], whole["count"]) == (["a", "b", "a", "b"], 4)
+
+
+def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(monkeypatch):
+    boxes = [torch.ones(1, 4), torch.zeros(3, 4)]
+    more = {"boxes": boxes, "texts": ("a", "b"), "views": (torch.arange(2), torch.arange(2)), "scale": 2.0}
+    batch = {"index": torch.arange(2), "more": more, "count": 2}
+    output, whole = whole_of_two(monkeypatch, {"logits": (torch.ones(2, 3), torch.ones(2))}, batch)
+    found = whole["more"]
+    assert [tuple(box.shape) for box in found["boxes"]] == [(1, 4), (3, 4)] * 2
+    assert (found["texts"], found["scale"]) == (["a", "b"] * 2, 2.0)
+    assert [view.tolist() for view in found["views"]] == [[0, 1, 0, 1]] * 2
+    assert [len(logits) for logits in output["logits"]] == [4, 4]
+
+
+@pytest.mark.parametrize(("output", "told"), [
+    ({"boxes": [torch.ones(2), torch.ones(2)]}, r"output\['boxes'\] has 2 items in a batch of 2"),
+    ((torch.ones(2), torch.ones(3)), r"output\[1\] has the shape \(3,\)"),
+])  # fmt: skip
+def test_outputs_that_cannot_be_gathered_are_named(output, told, monkeypatch):
+    with pytest.raises(UserError, match=told):
+        whole_of_two(monkeypatch, output, {"index": torch.arange(2), "count": 2})
 
 
 REFUSED = {
@@ -179,7 +211,7 @@ def test_evaluation_batches_are_those_of_one_process_or_refused(options, forked,
 
 @pytest.mark.slow
 def test_an_output_without_a_row_per_sample_is_refused(options, forked, capfd):
-    assert "one has the shape (1,) in a batch of 12" in refused_by_two(capfd, "task=ragged", *TWO, *options)
+    assert "output['boxes'] has 12 items in a batch of 12" in refused_by_two(capfd, "task=ragged", *TWO, *options)
 
 
 @pytest.mark.parametrize(

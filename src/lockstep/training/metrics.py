@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.tasks.panel import EXACT
 from lockstep.training.tree_reduction import tree_sum
-from lockstep.training.trees import float32, samples_at
+from lockstep.training.trees import by_sample, float32, samples_at
 
 # --- The loss of samples that augmentation has mixed with their partners (augment/mixing.py) ---
 
@@ -85,11 +85,6 @@ def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> t
     rank, world, size_B = trainer.global_rank, trainer.world_size, len(batch["index"])
 
     def gather(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != size_B:
-            raise UserError(
-                f"{type(task).__name__}.between_samples gathers tensors with a row per sample, but one has the shape {tuple(tensor.shape)} in a batch "
-                f"of {size_B}. Return tensors of {size_B} rows from `outputs`; expand what all samples share."
-            )
         sent = tensor.detach().contiguous()
         parts_N = [torch.empty_like(sent) for _ in range(world)]
         torch.distributed.all_gather(parts_N, sent)
@@ -98,18 +93,31 @@ def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> t
             own.register_hook(lambda gradient: gradient * world)  # the strategy averages gradients over processes
         return torch.cat(parts_N)
 
+    def of_output(value: Any, name: str) -> Any:
+        return gather(value) if isinstance(value, Tensor) else refused(value, name)
+
+    def of_batch(value: Any, _: str) -> Any:
+        if isinstance(value, Tensor):
+            return gather(value)
+        every: list[Any] = [None] * world
+        # over the CPU: a tensor would arrive on the sender's GPU
+        torch.distributed.all_gather_object(every, move_data_to_device(value, "cpu"))
+        return move_data_to_device([item for part in every for item in part], batch["index"].device)
+
+    def refused(value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor | list | tuple):
+            return value
+        form = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} items"
+        raise UserError(
+            f"{type(task).__name__}.between_samples gathers tensors with a row per sample, but {name} has {form} in a batch "
+            f"of {size_B}. Return tensors of {size_B} rows from `outputs`, several in a tuple; expand what all samples share."
+        )
+
     batch = dict(batch)
     if "partner" in batch:  # a place in the micro-batch
         batch["partner"] = batch["partner"] + rank * size_B
-    if lists := {name: value for name, value in batch.items() if isinstance(value, list)}:
-        every: list[Any] = [None] * world
-        # over the CPU: a tensor would arrive on the sender's GPU
-        torch.distributed.all_gather_object(every, move_data_to_device(lists, "cpu"))
-        joined = {name: [item for part in every for item in part[name]] for name in lists}
-        batch |= move_data_to_device(joined, batch["index"].device)
-    named = {name: value for name, value in batch.items() if name not in lists}
-    gathered: Batch = {**batch, **apply_to_collection(named, Tensor, gather), "count": size_B * world}
-    return apply_to_collection(output, Tensor, gather), gathered
+    gathered: Batch = by_sample(batch, size_B, of_batch, refused, "batch")
+    return by_sample(output, size_B, of_output, refused, "output"), {**gathered, "count": size_B * world}
 
 
 def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningModule) -> Tensor | None:
