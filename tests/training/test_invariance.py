@@ -25,6 +25,15 @@ class Noisy(Mean):
         return super().loss(output, batch) + torch.rand(len(output))
 
 
+class Dropping(Mean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def loss(self, output: Tensor, batch: dict) -> Tensor:
+        return super().loss(self.drop(output), batch)
+
+
 class Functional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -168,6 +177,10 @@ def test_a_generator_of_ones_own_is_not_seeded_by_logical_rank():
 
 def test_random_numbers_of_the_loss_are_found():
     assert "random numbers in Noisy (" in why_not(layers(), Noisy())
+
+
+def test_dropout_of_the_task_is_covered():
+    assert why_not(layers(), Dropping()) == ""
 
 
 def test_draws_are_seen_without_numbers():

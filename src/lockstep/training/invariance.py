@@ -160,11 +160,11 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
     Raises:
         Exception: of the user's classes, or because this cannot be tried.
     """
-    net.train()
-    for module in net.modules():
+    both = nn.ModuleList([net, task]).train()
+    for module in both.modules():
         if isinstance(module, NORMS):
             module.eval()  # statistics of a batch are not what is tried
-    dropout.by_row(net)
+    dropout.by_row(both)
     forward = Forward(net, task)
     whole = forward(batch)
     told = "each process draws its own random numbers in {}. Use an nn.Dropout layer there"
@@ -179,7 +179,7 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
         apart = [place for place in apart if whole[place].source is not task]
     if not apart:
         return ""
-    net.eval()  # no masks: what differs now depends on the other samples of the batch
+    both.eval()  # no masks: what differs now depends on the other samples of the batch
     coupled = set(differing(forward(batch), forward(halves[0]), forward(halves[1], first=COUNT // 2)))
     for place in apart:
         if place not in coupled:
