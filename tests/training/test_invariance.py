@@ -183,6 +183,16 @@ def test_dropout_of_the_task_is_covered():
     assert why_not(layers(), Dropping()) == ""
 
 
+def test_a_loss_of_rounding_errors_is_no_difference():
+    class Residue(Mean):
+        """Its scale stands for kernels that round otherwise for other numbers of samples."""
+
+        def loss(self, output: Tensor, batch: dict) -> Tensor:
+            return (output * (1 + 1e-7 * len(output)) - output).flatten(1).mean(1)
+
+    assert why_not(layers(), Residue()) == ""
+
+
 def test_draws_are_seen_without_numbers():
     batch = torch.empty(2, 6, device="meta")
     for net, expected in ((layers(), True), (nn.Linear(6, 6), False), (Functional(), True)):

@@ -31,6 +31,7 @@ ROUNDING = "same result on any number of processes up to rounding, which long tr
 DIFFERS = "differs with the number of processes, because {}"
 UNKNOWN = "may differ with the number of processes, because {}"
 TOLERANCE = 1e-3  # of the largest number of a tensor: rounding is at 1e-6 of it, another mask at 1
+NOISE = 1e-6  # of the largest number of the outputs: a loss may consist of their rounding errors
 
 
 class Draws(TorchDispatchMode):
@@ -61,6 +62,7 @@ class Passed:
     source: nn.Module | Task
     tree: Any  # of tensors
     drew: bool  # random numbers of a generator
+    noise: float  # what may be rounding errors
 
 
 class Forward:
@@ -69,10 +71,10 @@ class Forward:
     def __init__(self, net: nn.Module, task: Task) -> None:
         self.net, self.task, self.passed, self.stack, self.state = net, task, list[Passed](), [net], list[object]()
 
-    def keep(self, source: nn.Module, tree: Any) -> None:
+    def keep(self, source: nn.Module, tree: Any, noise: float = 0.0) -> None:
         before, self.state = self.state, generators(self.device)
         kept = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
-        self.passed.append(Passed(source, kept, self.state != before))
+        self.passed.append(Passed(source, kept, self.state != before, noise))
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.keep(self.stack[-1], (args, kwargs))
@@ -92,7 +94,8 @@ class Forward:
         self.device, self.state = index_B.device, generators(index_B.device)
         dropout.begin(dropout.MicroBatch(0, 0, rows))
         try:
-            self.keep(self.task, self.task.loss(self.task.outputs(self.net, batch), batch))
+            outputs = self.task.outputs(self.net, batch)
+            self.keep(self.task, self.task.loss(outputs, batch), NOISE * largest(outputs))
         finally:
             dropout.begin(None)
             for hook in hooks:
@@ -109,23 +112,35 @@ def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([a, b], longer[0]) if longer and a.shape != like.shape else a
 
 
-def differ(whole: Any, parts: Sequence[Any]) -> bool:
+def largest(tree: Any) -> float:
+    """The largest finite number of a tree of tensors."""
+    numbers = [0.0]
+
+    def note(tensor: Tensor) -> None:
+        finite = tensor[tensor.isfinite()].double().abs()
+        numbers.append(finite.max().item() if len(finite) else 0.0)
+
+    apply_to_collection(tree, Tensor, note)
+    return max(numbers)
+
+
+def differ(whole: Any, parts: Sequence[Any], noise: float) -> bool:
     """Whether trees of tensors differ: `whole` from that of another forward, or from those of two forwards of a half each.
 
     Raises:
         ValueError: a list has neither as many entries, nor one for each sample.
     """
     if isinstance(whole, Mapping):
-        return any(differ(value, [part[key] for part in parts]) for key, value in whole.items())
+        return any(differ(value, [part[key] for part in parts], noise) for key, value in whole.items())
     if isinstance(whole, list | tuple):
         same = all(len(part) == len(whole) for part in parts)
         entries = zip(*parts, strict=True) if same else ((entry,) for part in parts for entry in part)
-        return any(differ(*pair) for pair in zip(whole, entries, strict=True))
+        return any(differ(*pair, noise) for pair in zip(whole, entries, strict=True))
     if not isinstance(whole, Tensor):
         return False
     a, b = whole.double(), joined(parts, whole).double()
-    largest = a[a.isfinite()].abs().max().item() if a.isfinite().any() else 0.0
-    return a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=TOLERANCE * largest, equal_nan=True)
+    most = noise + TOLERANCE * largest(a)
+    return a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=most, equal_nan=True)
 
 
 def differing(whole: list[Passed], *forwards: list[Passed]) -> list[int]:
@@ -136,8 +151,8 @@ def differing(whole: list[Passed], *forwards: list[Passed]) -> list[int]:
     """
     if any([each.source for each in forward] != [each.source for each in whole] for forward in forwards):
         raise ValueError("its forward calls other modules for other samples")
-    places = range(len(whole))
-    return [place for place in places if differ(whole[place].tree, [forward[place].tree for forward in forwards])]
+    pairs = ((passed, [forward[place].tree for forward in forwards]) for place, passed in enumerate(whole))
+    return [place for place, (passed, trees) in enumerate(pairs) if differ(passed.tree, trees, passed.noise)]
 
 
 def named(source: nn.Module | Task) -> str:
