@@ -1,13 +1,15 @@
-"""The replicas of dp, with torch's threads for them, on a CPU that stands in for two GPUs."""
+"""The replicas of dp, with torch's threads for them, on a CPU that stands in for two GPUs, and the rows of each."""
 
 import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.strategies.single import Replicas
+from lockstep.strategies.single import DataParallel, Replicas
 
 
 @pytest.fixture
@@ -31,3 +33,13 @@ def test_replicas_compute_in_the_precision_of_the_run(replicas, dtype):
     with torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext():
         found = replicas.parallel_apply([replicas.module] * 2, halves, [{}, {}])
     assert [(y.dtype, y.shape) for y in found] == [(dtype, (3, 3))] * 2
+
+
+@given(gpus=st.integers(0, 9), first=st.integers(0, 50), count=st.integers(1, 40))
+def test_the_rows_of_each_gpu_are_the_chunks_that_torch_gives_it(gpus, first, count):
+    strategy = DataParallel()
+    strategy.parallel_devices = [torch.device("cuda", place) for place in range(gpus)]
+    chunks = torch.arange(first, first + count).chunk(gpus) if gpus else [torch.arange(first, first + count)]
+    found = strategy.device_rows(range(first, first + count))
+    assert [list(rows) for rows in found.values()] == [chunk.tolist() for chunk in chunks]
+    assert list(found) == (strategy.parallel_devices[: len(chunks)] or [torch.device("cpu")])
