@@ -37,6 +37,7 @@ def test_the_line_of_a_run(name, train, capsys):
 
 OWN = """import random
 
+import numpy as np
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -62,6 +63,13 @@ class Skips(Plain):
         return super().forward(image_BCHW) * (random.random() > 0.5)
 
 
+class OwnGenerator(Plain):
+    numbers = np.random.default_rng(0)
+
+    def forward(self, image_BCHW):
+        return super().forward(image_BCHW) + self.numbers.random()
+
+
 class Contrastive(Classification):
     def loss(self, output, batch):
         similar_BB = output @ output.T
@@ -73,23 +81,25 @@ class Announced(Contrastive):
 """
 OWN_CASES = {
     "model._target_=mine.Plain": ROUNDING,
-    "model._target_=mine.Coupled": "differs with the number of processes, because what Coupled (mine:19) computes",
+    "model._target_=mine.Coupled": "differs with the number of processes, because what Coupled (mine:20) computes",
     "model._target_=mine.Skips": "differs with the number of processes, because each process draws its own random numbers in Skips (",
-    "task._target_=mine.Contrastive": "differs with the number of processes, because what Contrastive (mine:29) computes",
+    "task._target_=mine.Contrastive": "differs with the number of processes, because what Contrastive (mine:37) computes",
     "task._target_=mine.Announced": ROUNDING,
+    "model._target_=mine.Plain exact.shards=2": SAME_BITS,
+    "model._target_=mine.OwnGenerator exact.shards=2": "differs with the number of processes, because each process draws its own",
 }
 
 
 @pytest.mark.parametrize("typed", OWN_CASES)
 def test_the_line_of_networks_and_losses_of_ones_own(typed, tmp_path, forked_command):
-    """None of them draws from torch's generators."""
+    """None of them draws from torch's generators, whose numbers logical ranks share."""
     files = {
         "src/mine/__init__.py": OWN,
         "configs/model/mine.yaml": "_target_: mine.Plain\n",
         "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
     }
     project = thin_project.write(tmp_path / "project", **files)
-    done = forked_command(str(project / "train.py"), "run=a", "model=mine", "task=mine", typed, *SHORT)
+    done = forked_command(str(project / "train.py"), "run=a", "model=mine", "task=mine", *typed.split(), *SHORT)
     assert done.code == 0, done
     line = next(line for line in done.out.splitlines() if "result:" in line)
     assert OWN_CASES[typed] in line

@@ -129,11 +129,11 @@ def layers(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), *more, nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 2))
 
 
-def why_not(net: nn.Module, task: Task | None = None) -> str:
+def why_not(net: nn.Module, task: Task | None = None, *, exact: bool = False) -> str:
     torch.manual_seed(0)
     batch = {"input": torch.randn(4, 6), "target": torch.zeros(4), "index": torch.arange(4), "count": 4}
     with torch.random.fork_rng():
-        return invariance.why_not(net, task or Mean(), batch)
+        return invariance.why_not(net, task or Mean(), batch, exact=exact)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,25 @@ def test_what_depends_on_the_processes_is_named(net, expected):
 
 def test_a_generator_of_ones_own_is_not_seeded_by_logical_rank():
     assert "exact.shards" not in why_not(OwnGenerator())
+    assert "random numbers in OwnGenerator (" in why_not(OwnGenerator(), exact=True)
+
+
+class Counts(Functional):
+    """Its buffer, like the vectors of spectral norm, changes in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("net", [Functional(), Skips(), OfNumpy(), Coupled(), TwoViews(), Counts()], ids=str)
+def test_what_logical_ranks_repeat_is_covered_there(net):
+    """They are seeded, and start from the same buffers."""
+    assert why_not(net, Noisy(), exact=True) == ""
 
 
 def test_random_numbers_of_the_loss_are_found():

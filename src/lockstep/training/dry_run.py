@@ -6,14 +6,12 @@ cannot run on that device; a copy of the network on the run's device decides. Al
 
 import copy
 import logging
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -65,7 +63,7 @@ class DryRun:
             UserError: network, data, task, optimizer, schedule or metrics do not fit together.
             Exception: of the user's own classes in an evaluation. Those in a training step are left to training, whose first shows them.
         """
-        with warnings.catch_warnings(), same_random_numbers(self.device):
+        with warnings.catch_warnings(), invariance.same_random_numbers(self.device):
             warnings.simplefilter("ignore")  # training shows them
             try:
                 self.step(*self.on_meta())
@@ -80,8 +78,7 @@ class DryRun:
                     self.try_callback(callback)
             if self.evaluates:
                 self.try_evaluation()
-            if not self.module.arithmetic.same_bits:
-                self.module.across_processes = self.across_processes()
+            self.module.across_processes = self.across_processes()
 
     @property
     def count(self) -> int:
@@ -197,19 +194,22 @@ class DryRun:
 
     def across_processes(self) -> str:
         """Whether the network and the loss compute the same on any number of processes, and why not."""
-        if self.module.draws is False and self.shipped:
-            return invariance.ROUNDING
-        if self.compiled and self.module.draws is not False:
+        exact = self.module.arithmetic.same_bits
+        good = invariance.SAME_BITS if exact else invariance.ROUNDING
+        if self.shipped and (exact or self.module.draws is False):
+            return good
+        if self.compiled and self.module.draws is not False and not exact:
             return invariance.DIFFERS.format(
                 "a compiled network draws random numbers of each process's own. Remove compile=true"
             )
         if not self.is_small:
             return invariance.UNKNOWN.format(f"it has more than {LARGEST:,} parameters, and no copy of it was tried")
         try:
-            why = invariance.why_not(*self.copies(), self.data.example(invariance.COUNT, self.device, training=False))
+            batch = self.data.example(invariance.COUNT, self.device, training=False)
+            why = invariance.why_not(*self.copies(), batch, exact=exact)
         except Exception as e:
             return invariance.UNKNOWN.format(f"its forward could not be tried: {' '.join(str(e).split())}")
-        return invariance.DIFFERS.format(why) if why else invariance.ROUNDING
+        return invariance.DIFFERS.format(why) if why else good
 
     def misfit(self, batch: Batch) -> str:
         shapes = [f"{name} {list(v.shape)}" for name, v in batch.items() if isinstance(v, Tensor) and name != "index"]
@@ -251,13 +251,3 @@ def refused(words: str) -> Iterator[None]:
     except Exception as e:
         reason = " ".join(str(e).split()) or type(e).__name__
         raise UserError(words.replace("{}", reason.removesuffix("."))) from (None if is_refusal(e) else e)
-
-
-@contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leaves the generators of Python, NumPy and torch as they were, so training draws what it would have drawn."""
-    python, numbers = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield
-    random.setstate(python)
-    np.random.set_state(numbers)

@@ -1,14 +1,16 @@
 """Whether the result depends on the number of processes: tried before training, with a copy of the network.
 
 A forward of four samples, with the masks that dropout has in training, must draw no other random numbers, and give what two forwards
-of two of them give. What does otherwise is named with its file and line.
+of two of them give. What does otherwise is named with its file and line. A logical rank is forwarded whole and with seeds of its own: its
+forward, repeated with the same seeds, must give the same.
 """
 
 # B batch
 
 import inspect
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,19 @@ def generators(device: torch.device) -> list[object]:
     return [random.getstate(), numbers[1].tobytes(), numbers[2:], *(state.numpy().tobytes() for state in of_torch)]
 
 
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leaves the generators of Python, NumPy and torch as they were, so what follows draws what it would have drawn."""
+    python, numbers = random.getstate(), np.random.get_state()
+    of_mps = torch.mps.get_rng_state() if device.type == "mps" else None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    random.setstate(python)
+    np.random.set_state(numbers)
+    if of_mps is not None:
+        torch.mps.set_rng_state(of_mps)
+
+
 @dataclass(frozen=True)
 class Passed:
     """What went into a module, or came out of it, and whose code it comes from: a module's, or the loss."""
@@ -85,21 +100,25 @@ class Forward:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, first: int = 0) -> list[Passed]:
-        """`first`: the place of the first sample in the global batch."""
+        """`first`: the place of the first sample in the global batch. Each call has the same random numbers and buffers."""
         self.passed, self.stack = [], [self.net]
         index_B = batch["index"]
         rows = {index_B.device: range(first, first + len(index_B))}
         hooks = [m.register_forward_pre_hook(self.enter, with_kwargs=True) for m in self.net.modules()]
         hooks += [m.register_forward_hook(self.leave) for m in self.net.modules()]
         self.device, self.state = index_B.device, generators(index_B.device)
+        buffers = [(buffer, buffer.clone()) for buffer in self.net.buffers()]
         dropout.begin(dropout.MicroBatch(0, 0, rows))
         try:
-            outputs = self.task.outputs(self.net, batch)
-            self.keep(self.task, self.task.loss(outputs, batch), NOISE * largest(outputs))
+            with same_random_numbers(index_B.device):
+                outputs = self.task.outputs(self.net, batch)
+                self.keep(self.task, self.task.loss(outputs, batch), NOISE * largest(outputs))
         finally:
             dropout.begin(None)
             for hook in hooks:
                 hook.remove()
+            for buffer, before in buffers:
+                buffer.copy_(before)
         return self.passed
 
 
@@ -169,8 +188,10 @@ def named(source: nn.Module | Task) -> str:
     return f"{kind.__name__} ({place}:{line})"
 
 
-def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
+def why_not(net: nn.Module, task: Task, batch: Batch, *, exact: bool = False) -> str:
     """Why a step depends on how its samples are divided; empty if it does not. `net` and `task` are copies, `batch` has COUNT samples.
+
+    `exact`: they are divided among logical ranks, whichever process computes them.
 
     Raises:
         Exception: of the user's classes, or because this cannot be tried.
@@ -179,14 +200,18 @@ def why_not(net: nn.Module, task: Task, batch: Batch) -> str:
     for module in both.modules():
         if isinstance(module, NORMS):
             module.eval()  # statistics of a batch are not what is tried
-    dropout.by_row(both)
+    if not exact:
+        dropout.by_row(both)
     forward = Forward(net, task)
     whole = forward(batch)
     told = "each process draws its own random numbers in {}. Use an nn.Dropout layer there"
-    if draw := [passed.source for passed in whole if passed.drew]:
+    draw = [passed.source for passed in whole if passed.drew]
+    if draw and not exact:
         return told.format(named(draw[0])) + ", or set exact.shards=8"
     if again := differing(whole, forward(batch)):  # from a generator of its own, which nobody seeds for a step
         return told.format(named(whole[again[0]].source))
+    if exact:
+        return ""
     slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
     halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
     apart = differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2))

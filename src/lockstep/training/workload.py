@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
 from lockstep.training.arithmetic import Averaged, StepArithmetic
-from lockstep.training.invariance import DIFFERS, NORMS, SAME_BITS, UNKNOWN
+from lockstep.training.invariance import DIFFERS, NORMS, UNKNOWN
 from lockstep.training.module import TaskModule
 from lockstep.training.panels import TestPanels
 
@@ -66,11 +66,8 @@ class TaskWorkload(Workload):
         self.task, self.arithmetic = module.task, module.arithmetic
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
-        if self.arithmetic.same_bits:
-            return SAME_BITS
-        if any(
-            isinstance(m, NORMS) and m.training and not isinstance(m, synchronised) for m in self.module.net.modules()
-        ):
+        norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
+        if not self.arithmetic.same_bits and not all(isinstance(m, synchronised) for m in norms):
             return DIFFERS.format(
                 "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.shards=8"
             )
