@@ -35,7 +35,7 @@ from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
-from lockstep.training.arithmetic import Averaged, LogicalRanks, StepArithmetic
+from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.workload import CustomModuleWorkload, TaskWorkload
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -79,7 +79,7 @@ def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
 
 
 def arithmetic(cfg: DictConfig) -> StepArithmetic:
-    return LogicalRanks(cfg.exact.shards) if cfg.exact.shards else Averaged()
+    return LogicalRanks(cfg.exact.shards) if cfg.exact.shards else StepArithmetic()
 
 
 def custom_module_callbacks(cfg: DictConfig) -> list[pl.Callback]:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lockstep.training.arithmetic import Averaged, LogicalRanks, clip_by_norm
+from lockstep.training.arithmetic import LogicalRanks, StepArithmetic, clip_by_norm
 
-gradient_norm, exact_norm = Averaged().gradient_norm, LogicalRanks(4).gradient_norm
+gradient_norm, exact_norm = StepArithmetic().gradient_norm, LogicalRanks(4).gradient_norm
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -20,7 +20,7 @@ def gradients() -> list[torch.Tensor]:
     return [p.grad for p in parameters()]
 
 
-@pytest.mark.parametrize("arithmetic", [Averaged(), LogicalRanks(4)])
+@pytest.mark.parametrize("arithmetic", [StepArithmetic(), LogicalRanks(4)])
 @pytest.mark.parametrize("most", [0.5, 1e6])
 def test_gradients_are_clipped_as_torch_does(most, arithmetic):
     ours, theirs = gradients(), parameters()

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class StepArithmetic:
-    """The joints of a step at which its two ways differ. `TaskModule` and the callbacks call them without asking which way it is."""
+    """The joints of a step at which its two ways differ. `TaskModule` and the callbacks call them without asking which way it is.
+
+    Here Lightning and the strategy average gradients. Each process keeps its own batch statistics and draws its own random numbers.
+    """
 
     evaluation_sums = 1  # in how many sums an evaluation adds up its losses
     masks_by_sample = True  # whether dropout masks belong to the samples (training/dropout.py)
@@ -27,19 +30,27 @@ class StepArithmetic:
 
     def seed_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, int]:
         """What the random numbers of a micro-batch depend on, besides the run's seed."""
-        raise NotImplementedError
+        accumulate = trainer.accumulate_grad_batches
+        return steps_done(trainer) * accumulate + batch_idx % accumulate, trainer.global_rank
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together, including other processes' shards."""
-        raise NotImplementedError
+        """The 2-norm of all gradients together, including other processes' shards.
+
+        Summed in float64. torch sums in float32, where the norm of BasicNet's gradients differs by 1e-5 to 2e-5 between one
+        process and two shards, always in the same direction; after 50 clipped steps the weights were 5e-5 apart.
+        """
+        exact = torch.float32 if grads[0].device.type == "mps" else torch.float64  # MPS has no float64
+        squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square().sum()
+        all_reduce(squared, torch.distributed.ReduceOp.SUM, grads)
+        return squared.sqrt()
 
     def division(self, accumulate: int) -> str | None:
         """The key that divides each process's samples of a step into `accumulate` micro-batches, if one does."""
-        raise NotImplementedError
+        return self.key_of(accumulate, 1) if accumulate > 1 else None
 
     def key_of(self, accumulate: int, world: int) -> str | None:
         """What to set for `accumulate` micro-batches a step in each process; None if it is not possible."""
-        raise NotImplementedError
+        return f"trainer.accumulate_grad_batches={accumulate}"
 
     def before_forward(self, module: "TaskModule", batch_idx: int) -> None:
         """Of each micro-batch, like the next two."""
@@ -57,28 +68,6 @@ class StepArithmetic:
 
     def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         return optimizer
-
-
-class Averaged(StepArithmetic):
-    """Lightning and the strategy average gradients. Each process keeps its own batch statistics and draws its own random numbers."""
-
-    def seed_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, int]:
-        accumulate = trainer.accumulate_grad_batches
-        return steps_done(trainer) * accumulate + batch_idx % accumulate, trainer.global_rank
-
-    def gradient_norm(self, grads: list[Tensor]) -> Tensor:
-        """Summed in float64. torch sums in float32, where the norm of BasicNet's gradients differs by 1e-5 to 2e-5 between one
-        process and two shards, always in the same direction; after 50 clipped steps the weights were 5e-5 apart."""
-        exact = torch.float32 if grads[0].device.type == "mps" else torch.float64  # MPS has no float64
-        squared = torch.stack(torch._foreach_norm(local_parts(grads), 2, dtype=exact)).square().sum()
-        all_reduce(squared, torch.distributed.ReduceOp.SUM, grads)
-        return squared.sqrt()
-
-    def division(self, accumulate: int) -> str | None:
-        return self.key_of(accumulate, 1) if accumulate > 1 else None
-
-    def key_of(self, accumulate: int, world: int) -> str | None:
-        return f"trainer.accumulate_grad_batches={accumulate}"
 
 
 class LogicalRanks(StepArithmetic):

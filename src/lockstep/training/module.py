@@ -22,7 +22,7 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
-from lockstep.training.arithmetic import Averaged, StepArithmetic, clip_by_norm, scale_gradients
+from lockstep.training.arithmetic import StepArithmetic, clip_by_norm, scale_gradients
 from lockstep.training.metrics import (
     MeanLoss,
     evaluation_loss,
@@ -67,7 +67,7 @@ class TaskModule(QuickHookNames):
         self.flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
         self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by dry_run.py
         self.across_processes = invariance.UNKNOWN.format("it was not tried")
-        self.arithmetic = arithmetic or Averaged()
+        self.arithmetic = arithmetic or StepArithmetic()
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
         self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run

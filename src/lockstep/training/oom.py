@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lockstep.data import loaders
 from lockstep.errors import LostProcess, OutOfMemory
-from lockstep.training.arithmetic import Averaged
+from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.workload import Workload
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
     module: Any = work.module
     try:
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
-        module.arithmetic = Averaged()  # logical ranks hold gradients
+        module.arithmetic = StepArithmetic()  # logical ranks hold gradients
         module.zero_grad(set_to_none=True)
         gc.collect()
         if trainer.strategy.root_device.type == "cuda":

@@ -12,7 +12,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
-from lockstep.training.arithmetic import Averaged, StepArithmetic
+from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.invariance import DIFFERS, NORMS, UNKNOWN
 from lockstep.training.module import TaskModule
 from lockstep.training.panels import TestPanels
@@ -29,7 +29,7 @@ class Workload:
     def __init__(self, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
         self.module, self.data = module, data
         self.engine_data = data if isinstance(data, DataModule) else None
-        self.arithmetic: StepArithmetic = Averaged()
+        self.arithmetic: StepArithmetic = StepArithmetic()
 
     @property
     def title(self) -> str:
