@@ -1,9 +1,9 @@
 """Compares each operation of augmentation with torchvision's, image by image: the same results, and what they cost on a CPU.
 
-python benchmarks/augment.py [--batch 32] [--turns 5] [--out docs/augment.md]
+python benchmarks/augment.py [--batch 32] [--turns 5] [--out docs/measurements/speed.md]
 
 Both get the same bytes and the same parameters. Lockstep's time includes drawing them, and torchvision's the batch that its images
-become. Times are of the processor, with one thread. The table replaces the last section of the page.
+become. Times are of the processor, with one thread. The table replaces its section of the page.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sections import write_section
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
@@ -25,7 +26,7 @@ from lockstep.augment import Draws
 from lockstep.augment.mixing import beta
 from lockstep.run.report import versions
 
-HEADING = "## Parity and cost"
+HEADING = "# Parity and cost"
 SIZES = (32, 224)
 COLUMNS = ("equal pixels", "at most one level apart", "Lockstep, ms", "torchvision, ms")
 Reference = Callable[[Tensor, int], Tensor]  # of an image and its place in the batch
@@ -153,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("docs/augment.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements/speed.md"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     command = f"python benchmarks/augment.py --batch {args.batch} --turns {args.turns}"
@@ -172,8 +173,7 @@ def main() -> None:
         *(f"| `{name}` | {small[name]} | {large[name]} |" for name in small),
         "",
     ]
-    before = args.out.read_text().partition(HEADING)[0]
-    args.out.write_text(before + "\n".join(table))
+    write_section(args.out, "\n".join(table))
 
 
 if __name__ == "__main__":
