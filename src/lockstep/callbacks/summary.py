@@ -13,7 +13,7 @@ from lockstep.callbacks.timing import size_of, waited_s
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import Line, clock, say
-from lockstep.reporting.pictures import restored
+from lockstep.reporting.panels import restored
 from lockstep.run.report import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import SYNCHRONISED

@@ -16,7 +16,7 @@ from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.tables import Row, write_table
 from lockstep.machine.files import remove, replacing
-from lockstep.reporting.pictures import data_uri, overlaid, restored, thumbnail
+from lockstep.reporting.panels import data_uri, overlaid, restored, thumbnail
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
 
