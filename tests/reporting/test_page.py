@@ -188,6 +188,10 @@ def test_one_value_is_a_number_and_axes_of_fractions_end_at_1():
     assert (single["svg"], single["values"]) == ("", [("", "0.1235")])
 
 
+def test_a_run_that_failed_before_its_first_row_has_no_curves():
+    assert pages.drawn_curves(None, pages.curves(None, [], "samples"), [], {}) == []
+
+
 def test_curves_of_unknown_figures_are_grouped():
     rows = [{"step": 0, "train_loss": 1.0, "val_loss": 2.0, "val/acc": 0.5, "val/count": 4, "train/samples_per_s": 3.0}]
     names = [names for _, _, names in pages.curves(None, rows, "samples")]

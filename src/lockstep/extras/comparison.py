@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from lockstep.checkpoints.finding import leaves
 from lockstep.config.compose import dotted
 from lockstep.run.folder import RunFolder, find_run
+from lockstep.run.report import metric_series
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
@@ -30,10 +31,6 @@ class Run:
     config: dict[str, Any]
     report: dict[str, Any]
     rows: list[dict[str, float]]
-
-    @property
-    def columns(self) -> list[str]:
-        return list(dict.fromkeys(name for row in self.rows for name in row))
 
 
 def find(given: str, runs_dir: Path) -> Run:
@@ -57,9 +54,8 @@ def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
 
 
 def series(run: Run) -> dict[str, list[tuple[int, float]]]:
-    """The (step, value) pairs of each column."""
-    names = [name for name in run.columns if name != "step" and not name.endswith(MEASURED)]
-    return {name: [(int(row["step"]), row[name]) for row in run.rows if name in row] for name in names}
+    """The (step, value) pairs of each column that two equal runs share."""
+    return {name: points for name, points in metric_series(run.rows).items() if not name.endswith(MEASURED)}
 
 
 def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
@@ -100,9 +96,10 @@ def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
 
 def figure_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
     """Of the reports: figures that were logged, and the length of the training."""
-    logged = (key for run in (a, b) for key in run.report if key in run.columns and not key.endswith(MEASURED))
+    pairs = [(run.report, series(run)) for run in (a, b)]
+    logged = (key for report, columns in pairs for key in report if key in columns)
     for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
-        pair: list[Any] = [run.report.get(key) for run in (a, b)]
+        pair: list[Any] = [report.get(key) for report, _ in pairs]
         if pair[0] is not pair[1] if None in pair else relative(*map(float, pair)) > tolerance:
             yield f"{key}: {pair[0]} | {pair[1]}"
 

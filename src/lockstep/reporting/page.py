@@ -15,7 +15,7 @@ from lockstep.reporting.console import lines_of, metrics_table, say, speed, warn
 from lockstep.reporting.panels import write_panels
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder
-from lockstep.run.report import tested
+from lockstep.run.report import metric_series, tested
 from lockstep.tasks.panel import Content, Gallery
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def headline(module: "pl.LightningModule | None", report: dict[str, Any]) -> dic
 
 def curves(module: "pl.LightningModule | None", metrics: Metrics, unit: str) -> list[Curve]:
     """The curves of the task, or those that a LightningModule logged; then learning rate, speed and memory."""
-    logged = list(dict.fromkeys(name for row in metrics for name in row))
+    logged = list(metric_series(metrics))
     rates = [
         ("Learning rate", "", ("train/lr", *(name for name in logged if name.startswith("lr-")))),
         ("Speed", f"{unit}/s", (f"train/{unit}_per_s",)),
@@ -123,26 +123,26 @@ def drawn_curves(
 ) -> list[dict[str, Any]]:
     """Charts over steps done, and numbers where there is one point only."""
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
+    columns = metric_series(metrics)
     drawn: list[dict[str, Any]] = []
     for title, unit, names in found:
-        series = {name: [(row["step"], row[name]) for row in metrics if name in row] for name in names}
-        series = {label: points for label, points in zip(labels(names), series.values(), strict=True) if points}
+        lines = {label: columns[name] for label, name in zip(labels(names), names, strict=True) if name in columns}
         shown = {"title": title, "unit": unit, "svg": "", "keys": [], "values": []}
-        if series and all(len(points) == 1 for points in series.values()):
-            values = [("" if len(series) == 1 else label, f"{points[0][1]:.4g}") for label, points in series.items()]
+        if lines and all(len(points) == 1 for points in lines.values()):
+            values = [("" if len(lines) == 1 else label, f"{points[0][1]:.4g}") for label, points in lines.items()]
             drawn.append(shown | {"values": values})
             continue
-        validated = any(name.startswith("val") and any(name in row for row in metrics) for name in names)
+        validated = any(name.startswith("val") and name in columns for name in names)
         svg = chart(
             "step",
-            series,
-            x_range=(0.0, max(1.0, *(row["step"] for row in metrics))),
+            lines,
+            x_range=(0.0, max((1.0, *(row["step"] for row in metrics)))),
             highest=highest(module, names),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             per_x=report.get("batch_size"),
             per_x_label=f"{report.get('unit', 'samples')} seen",
         )
-        drawn += [shown | {"svg": svg, "keys": coloured(series) if validated else []}] if svg else []
+        drawn += [shown | {"svg": svg, "keys": coloured(lines) if validated else []}] if svg else []
     return drawn
 
 

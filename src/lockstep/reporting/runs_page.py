@@ -14,7 +14,7 @@ from lockstep.config.words import number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder, find_run
-from lockstep.run.report import ListedRun, tested
+from lockstep.run.report import ListedRun, metric_series, tested
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,10 +45,8 @@ class Report(dict[str, Any]):
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """The columns of metrics.csv by name."""
-        rows = self.run.metrics()
-        names = dict.fromkeys(name for row in rows for name in row if name != "step")
-        pairs = {name: [(int(row["step"]), row[name]) for row in rows if name in row] for name in names}
-        return {name: Curve(*map(list, zip(*found, strict=True))) for name, found in pairs.items()}
+        columns = metric_series(self.run.metrics())
+        return {name: Curve(*map(list, zip(*points, strict=True))) for name, points in columns.items()}
 
     @cached_property
     def panels(self) -> "dict[str, Content]":
@@ -70,7 +68,7 @@ class Report(dict[str, Any]):
         names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
         rows = {name: number(self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
-        page = self.folder / "report.html"
+        page = self.run.page_file
         return f"<table>{cells}</table>" + (FRAME.format(escape(page.read_text("utf-8"))) if page.is_file() else "")
 
 
@@ -82,7 +80,6 @@ def load_report(run: str | Path, runs_dir: str = "runs") -> Report:
 # --- The page of many runs: overlaid curves, and a table of figures and of the settings that differ. Free of torch ---
 
 FIGURES, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
-NO_FIGURE = ("step", "epoch")
 # Decided by Lockstep, not by a person.
 DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision", "trainer.log_every_n_steps")
 
@@ -111,16 +108,15 @@ def differing(runs: Sequence[ListedRun]) -> list[str]:
 
 def curve_charts(runs: Sequence[ListedRun], monitors: Sequence[str], unit: str) -> list[dict[str, Any]]:
     """A chart for each figure, the monitored ones first; a second one over samples seen if the runs' batches differ."""
-    rows = {run.name: run.metrics() for run in runs}
-    names = dict.fromkeys(name for each in rows.values() for row in each for name in row)
-    curves = [n for n in names if n not in NO_FIGURE and not n.endswith("/count") and not n.startswith("test/")]
+    columns = {run.name: metric_series(run.metrics()) for run in runs}
+    names = dict.fromkeys(name for each in columns.values() for name in each)
+    curves = [n for n in names if n != "epoch" and not n.endswith("/count") and not n.startswith("test/")]
     chosen = sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:FIGURES]
-    batches = {run.batch_size for run in runs if rows[run.name]}
+    batches = {run.batch_size for run in runs if columns[run.name]}
     per = next(iter(batches)) if len(batches) == 1 else None
     charts = []
     for name in chosen:
-        by_step = {run.name: [(row["step"], row[name]) for row in rows[run.name] if name in row] for run in runs}
-        by_step = {run: points for run, points in by_step.items() if points}
+        by_step = {run: each[name] for run, each in columns.items() if name in each}
         if all(len(points) == 1 for points in by_step.values()):
             continue  # the table has these numbers
         svgs = [("" if per else " in-x", chart("step", by_step, per_x=per, per_x_label=f"{unit} seen", many=POINTS))]

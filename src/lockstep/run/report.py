@@ -68,6 +68,16 @@ def best_row(rows: Iterable[Mapping[str, float]], monitor: str | None, mode: str
     return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
 
+def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
+    """The columns of metrics.csv by name, each as pairs of step and value."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step":
+                found.setdefault(name, []).append((int(row["step"]), value))
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class ListedRun:
     """A run of a list, in which a damaged file must not hide the other runs."""
