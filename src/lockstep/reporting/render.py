@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,8 @@ def chart(
     curves = []
     for name, css in coloured(lines):
         places = [place(*point) for point in lines[name]]
-        path, exact = pairs("{:.1f},{:.1f}", places), pairs("{:.6g},{:.5g}", lines[name])
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        exact = " ".join(f"{x:.6g},{y:.5g}" for x, y in lines[name])
         curves.append((name, css, path, exact, places if len(places) < FEW else []))
     values: dict[str, Any] = {
         "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
@@ -90,10 +90,6 @@ def chart(
         "curves": curves,
     }
     return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
-
-
-def pairs(form: str, points: Points) -> str:
-    return " ".join(form.format(x, y) for x, y in points)
 
 
 def coloured(names: Collection[str]) -> list[tuple[str, str]]:
@@ -159,7 +155,6 @@ ENVIRONMENT.filters |= {
 ENVIRONMENT.tests |= {
     "share": lambda value: hasattr(value, "interval"),
     "setting": lambda value: hasattr(value, "text") and hasattr(value, "value"),
-    "integer": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
 }
 
 
