@@ -13,8 +13,8 @@ import wandb
 from in_process import rows
 from lightning.pytorch.loggers.logger import Logger
 
-from lockstep.reporting import background, loggers
-from lockstep.reporting.background import Background
+from lockstep.reporting import loggers
+from lockstep.reporting.loggers import Background
 
 ANSWERED = 3  # requests with figures, before the server goes away
 
@@ -109,7 +109,7 @@ logger_of_the_server.__module__ = "lockstep.reporting.loggers"  # a config may n
 def test_a_run_goes_on_without_the_server_of_its_logger(train, server, monkeypatch, caplog):
     monkeypatch.setattr(loggers, "tensorboard", logger_of_the_server)
     if server.how == "hangs":
-        monkeypatch.setattr(background, "LATE_S", 0.2)
+        monkeypatch.setattr(loggers, "LATE_S", 0.2)
     found = train("run=a", "logger=[tensorboard]", "trainer.log_every_n_steps=1")
     assert (found["status"], server.answered >= ANSWERED) == ("done", True)
     assert len([row for row in rows("a") if row["train/loss"]]) == 12
@@ -138,8 +138,8 @@ def test_an_error_of_the_users_own_is_raised(tmp_path):
 
 
 def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
-    monkeypatch.setattr(background, "PENDING", 2)
-    monkeypatch.setattr(background, "LATE_S", 0.05)
+    monkeypatch.setattr(loggers, "PENDING", 2)
+    monkeypatch.setattr(loggers, "LATE_S", 0.05)
     gate, seen, logger = threading.Event(), [], ToServer()
     logger.log_metrics = lambda _, step: (gate.wait(10), seen.append(step))
     worker = Background(logger, "mine")
@@ -155,7 +155,7 @@ def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
 @pytest.mark.slow
 def test_a_run_goes_on_without_the_server_of_wandb(train, server, monkeypatch, tmp_path):
     wandb.teardown()  # a test before this one in the same process may have set the client up, for a different server
-    monkeypatch.setattr(background, "LATE_S", 1.0)
+    monkeypatch.setattr(loggers, "LATE_S", 1.0)
     for name, value in {
         "BASE_URL": server.url, "API_KEY": "0" * 40, "MODE": "online", "ERROR_REPORTING": "false",
         **dict.fromkeys(("CONFIG_DIR", "CACHE_DIR", "DATA_DIR"), str(tmp_path / "client")),

@@ -233,6 +233,8 @@ def test_wandb_is_told_how_a_run_ended(train, client, monkeypatch, raised, code,
 
 def test_a_run_that_wandb_refuses_leaves_nothing(train, client, monkeypatch):
     monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.errors.UsageError("API key must have 40+ characters")))
-    with pytest.raises(UserError, match=r"logger\.wandb cannot start: API key must"):
-        train("run=a", "logger=wandb")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    with pytest.raises(UserError, match=r"logger\.wandb cannot start: API key .*WANDB_API_KEY.*mode=offline") as error:
+        train("run=a", "logger=wandb", "logger.wandb.mode=online")
+    assert "secret" not in str(error.value)
     assert not Path("runs/a").exists()

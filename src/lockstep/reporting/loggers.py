@@ -1,15 +1,21 @@
 """metrics.csv, and what a run hands the loggers beside it: the config when it begins, `RunEnd` when it ends.
 
 Any logger of Lightning's works. One with a method `on_run_end(end: RunEnd)` is told how the run ended, on rank 0 and in the
-logger's own thread (background.py).
+logger's own thread.
 """
 
+import http.client
 import logging
+import math
 import netrc
 import os
+import queue
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +29,104 @@ from lightning.pytorch.utilities import rank_zero_only
 from lockstep.compat.lightning import without_anonymous
 from lockstep.config.compose import dotted
 from lockstep.config.project import of_users_code
-from lockstep.errors import UserError
-from lockstep.reporting import background
+from lockstep.errors import UserError, chain
 from lockstep.run.folder import RunFolder
 from lockstep.tasks.panel import Content, Matrix, Share, Table
 from lockstep.training.steps import steps_done
 
 log = logging.getLogger("lockstep")
+
+# --- A thread for each logger: its server must neither stop nor slow a run ---
+
+BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)  # no connection and no disk
+METHODS = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "on_run_end", "finalize")
+PENDING = 10_000  # calls that wait; later ones are dropped
+LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
+SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
+
+
+class Background:
+    """Runs the methods of one logger in order, in a thread. metrics.csv has every metric, whatever becomes of them."""
+
+    def __init__(self, logger: Logger, name: str) -> None:
+        self.logger, self.name, self.warned = logger, name, False
+        self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
+        self.thread: threading.Thread | None = None
+        self.began_s = math.inf  # of the call that is running
+        self.bug: Exception | None = None
+        for method in filter(partial(hasattr, logger), METHODS):
+            setattr(logger, method, partial(self.add, getattr(logger, method)))
+
+    def connect(self) -> None:
+        """Raises UserError: the client refuses to start."""
+        try:
+            _ = getattr(self.logger, "experiment", None)
+        except Exception as e:
+            if isinstance(e, UserError) or of_users_code(e):
+                raise
+            local = getattr(self.logger, "local", "")
+            variables = [variable for variable in os.environ if variable.startswith(f"{self.name.upper()}_")]
+            raise UserError(
+                f"logger.{self.name} cannot start: {' '.join(str(e).split())}. Correct its keys or the environment variables "
+                f"(set: {', '.join(variables) or 'none'})"
+                + (f", or pass logger.{self.name}.{local}." if local else ".")
+            ) from e
+
+    def add(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Raises the exception of an earlier call if it is a bug in the user's code."""
+        if getattr(rank_zero_only, "rank", 0):  # most loggers do nothing there
+            return call(*args, **kwargs)
+        if self.bug is not None:
+            error, self.bug = self.bug, None
+            raise error
+        if time.monotonic() - self.began_s > LATE_S:
+            self.warn("does not answer")
+        try:
+            self.calls.put_nowait(partial(call, *args, **kwargs))
+        except queue.Full:
+            self.warn("does not keep up")
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.work, name=f"logger.{self.name}", daemon=True)
+            self.thread.start()
+
+    def work(self) -> None:
+        while (call := self.calls.get()) is not None:
+            self.began_s = time.monotonic()
+            try:
+                call()
+            except Exception as e:
+                if of_users_code(e) and not of_network(e):
+                    self.bug = e
+                else:
+                    self.warn(f"fails with {type(e).__name__}: {e}")
+            self.began_s = math.inf
+
+    def warn(self, what: str) -> None:
+        if not self.warned:
+            self.warned = True
+            log.warning("logger.%s %s. Training goes on without it; metrics.csv has all metrics.", self.name, what)
+
+    def finish(self, wait_s: float) -> None:
+        """Waits for the calls so far, until the running one has taken `wait_s`, and ends the thread."""
+        if self.thread is None:
+            return
+        end_s = min(time.monotonic(), self.began_s) + wait_s
+        with suppress(queue.Full):
+            self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
+        self.thread.join(max(0.0, end_s - time.monotonic()))
+        if self.thread.is_alive():
+            self.warn("does not answer")
+        self.thread = None
+        if self.bug is not None:
+            log.warning("logger.%s failed", self.name, exc_info=self.bug)
+
+
+def of_network(error: BaseException) -> bool:
+    """Whether a connection failed, or a file could not be written."""
+    return any(
+        isinstance(each, OSError | http.client.HTTPException) and not isinstance(each, BUGS) for each in chain(error)
+    )
+
 
 # --- What every logger gets ---
 
@@ -48,61 +145,47 @@ class RunEnd:
 
 
 def in_background(logger: Logger, name: str) -> Logger:
-    logger.background = background.Background(logger, name)  # type: ignore[attr-defined]
+    logger.background = Background(logger, name)  # type: ignore[attr-defined]
     return logger
 
 
 class Tracking:
-    """The loggers of a run, from its begin to its end."""
+    """The loggers of a run beside metrics.csv, from its begin to its end."""
 
     def __init__(self) -> None:
-        self.begun: list[Logger] = []
+        self.begun: list[Background] = []
 
     def begin(self, loggers: Sequence[Logger], config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
         """Connects each logger. Raises UserError: its client refuses to start."""
         facts, batch = {name: report.get(name) for name in FACTS}, report["batch_size"]
         for logger in loggers:
-            connect(logger)
-            self.begun.append(logger)
-            if hasattr(logger, "background"):  # not metrics.csv
-                logger.log_hyperparams({**config, "facts": facts})
-                if batch:
-                    write = partial(with_samples, logger.log_metrics, f"train/{report['unit']}_seen", batch)
-                    logger.log_metrics = write  # type: ignore[method-assign]
+            if isinstance(logger, MetricsCsv):
+                continue
+            background: Background = logger.background  # type: ignore[attr-defined]
+            background.connect()
+            self.begun.append(background)
+            logger.log_hyperparams({**config, "facts": facts})
+            if batch:
+                write = partial(with_samples, logger.log_metrics, f"train/{report['unit']}_seen", batch)
+                logger.log_metrics = write  # type: ignore[method-assign]
 
-    def end(self, report: Mapping[str, Any], panels: Sequence[Content], folder: Path) -> None:
+    def end(self, report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder) -> None:
         """Tells the loggers, and waits for them."""
         status, done, path = report["status"], report["status"] == "done", report.get("checkpoint")
-        checkpoint = folder / path if done and path else None
-        page = folder / "report.html" if done else None
-        step = int(report.get("train/steps", 0))
+        checkpoint = folder.path / path if done and path else None
+        page, step = folder.page_file if done else None, int(report.get("train/steps", 0))
         end = RunEnd(status, report.get("error"), step, page, panels if done else (), checkpoint)
-        for logger in self.begun:
+        for background in self.begun:
+            logger = background.logger
             if hasattr(logger, "on_run_end"):
                 logger.on_run_end(end)
             logger.finalize("success" if done else "failed")  # again, for the test's metrics
             uploads = checkpoint is not None and getattr(logger, "log_model", False)
-            if thread := getattr(logger, "background", None):
-                thread.finish(UPLOAD_S if uploads else background.LATE_S if done else background.SHORT_S)
-            if isinstance(
-                logger, WandbLogger
-            ):  # in this thread; otherwise the next job of a multirun would continue the run
+            background.finish(UPLOAD_S if uploads else LATE_S if done else SHORT_S)
+            if isinstance(logger, WandbLogger):
+                # in this thread; otherwise the next job of a multirun would continue the run
                 logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
         self.begun = []
-
-
-def connect(logger: Logger) -> None:
-    try:
-        _ = getattr(logger, "experiment", None)
-    except Exception as e:
-        if isinstance(e, UserError) or of_users_code(e) or not hasattr(logger, "background"):
-            raise
-        name, local = logger.background.name, getattr(logger, "local", "")
-        variables = [variable for variable in os.environ if variable.startswith(f"{name.upper()}_")]
-        raise UserError(
-            f"logger.{name} cannot start: {' '.join(str(e).split())}. Correct its keys or the environment variables "
-            f"(set: {', '.join(variables) or 'none'})" + (f", or pass logger.{name}.{local}." if local else ".")
-        ) from e
 
 
 def with_samples(write: Any, name: str, batch: int, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -224,13 +307,12 @@ def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
 
 # --- W&B: online with an API key, otherwise offline ---
 
-WANDB_SERVER = "https://api.wandb.ai"
 # 255 is killed, another one failed, or preempted if it was marked.
 EXIT_CODES = {"done": 0, "pruned": 0, "interrupted": 255}
 
 
 def server() -> str:
-    return os.environ.get("WANDB_BASE_URL") or WANDB_SERVER
+    return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
 
 
 def has_wandb_key() -> bool:
@@ -246,11 +328,7 @@ def has_wandb_key() -> bool:
 
 class Wandb(WandbLogger):
     local = "mode=offline"  # works without the server
-
-    def __init__(self, *, log_model: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self.log_model = log_model
-        without_anonymous(self)
+    log_model = False
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
@@ -295,18 +373,12 @@ def wandb(
     settings = client.Settings(console="off", silent=True)
     if mode == "online":
         # else it waits for ever for a lost server
-        settings.finish_timeout = float(
-            os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else background.LATE_S)
-        )
-    place = {
-        "name": run,
-        "save_dir": str(run_dir),
-        "project": project,
-        "entity": entity,
-        "group": group,
-        "tags": list(tags),
-    }
-    return Wandb(log_model=log_model, id=id, resume="allow", mode=mode, settings=settings, **place)
+        settings.finish_timeout = float(os.environ.get("WANDB_FINISH_TIMEOUT", UPLOAD_S if log_model else LATE_S))
+    where: dict[str, Any] = {"project": project, "entity": entity, "group": group, "name": run, "id": id}
+    made = Wandb(**where, tags=list(tags), save_dir=str(run_dir), resume="allow", mode=mode, settings=settings)
+    made.log_model = log_model
+    without_anonymous(made)
+    return made
 
 
 def wandb_sync_line(run_dir: Path) -> str | None:

@@ -171,7 +171,7 @@ class Recorder:
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
                 write_page(self.info(), self.report, self.module, panels)
         if self.tracking:
-            self.tracking.end(self.report, panels, self.folder.path)
+            self.tracking.end(self.report, panels, self.folder)
         self.logs.close()
         if is_refused:  # a mistake found late: restore everything
             return self.undo()
