@@ -225,12 +225,6 @@ class Logs:
         logging.captureWarnings(False)
 
 
-def lines_of(path: Path) -> list[str]:
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return []
-
-
 def warnings_in(lines: list[str]) -> list[str]:
     """The warnings of a train.log, each once."""
     found = (LINE.match(line) for line in lines)

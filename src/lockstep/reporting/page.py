@@ -11,7 +11,7 @@ from lockstep.config.compose import typed
 from lockstep.config.project import command
 from lockstep.config.words import number, size
 from lockstep.machine.files import write_json, write_text
-from lockstep.reporting.console import lines_of, metrics_table, say, speed, warnings_in
+from lockstep.reporting.console import metrics_table, say, speed, warnings_in
 from lockstep.reporting.panels import write_panels
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder
@@ -164,8 +164,10 @@ def write_page(
     info: RunInfo, report: dict[str, Any], module: "pl.LightningModule | None", panels: Sequence[Content]
 ) -> None:
     """Writes report.html and panels.json of a run that is done or has failed."""
-    write_panels(info.folder, panels)
-    metrics, log_lines = RunFolder(info.folder).metrics(), lines_of(info.folder / "train.log")
+    folder = RunFolder(info.folder)
+    write_panels(folder.path, panels)
+    metrics, has_log = folder.metrics(), folder.log_file.is_file()
+    log_lines = folder.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if has_log else []
     unit, failed = report.get("unit", "samples"), report["status"] != "done"
     values: dict[str, Any] = {
         "info": info,
@@ -182,7 +184,7 @@ def write_page(
         "durations": {PARTS[part]: s for part in PARTS if (s := report.get(f"time/{part}_s"))},
         "command": command,
     }
-    write_text(info.folder / "report.html", render("report.html.j2", str(report["run"]), values))
+    write_text(folder.page_file, render("report.html.j2", str(report["run"]), values))
 
 
 # --- The end of a run, an evaluation or a prediction on the terminal ---

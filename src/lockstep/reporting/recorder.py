@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -169,7 +170,7 @@ class Recorder:
 
             self.folder.write_report(self.report)  # first, because a logger's server may take its time
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
-                write_page(self.info(), self.report, self.module, panels)
+                write_page(self.info, self.report, self.module, panels)
         if self.tracking:
             self.tracking.end(self.report, panels, self.folder)
         self.logs.close()
@@ -181,15 +182,15 @@ class Recorder:
                 print(f"WARNING: {gone}", file=sys.stderr)
             from lockstep.reporting.page import show_run
 
-            show_run(self.info(), self.report, self.module)
+            show_run(self.info, self.report, self.module)
 
+    @cached_property
     def info(self) -> "RunInfo":
         from lockstep.reporting.page import RunInfo
 
-        plain = OmegaConf.create(OmegaConf.to_container(self.config, resolve=True))
-        assert isinstance(plain, DictConfig)
-        config, overrides = OmegaConf.to_yaml(plain), as_overrides(plain)
-        return RunInfo(str(plain.run), str(plain.runs_dir), overrides, config, bool(plain.compile))
+        cfg = self.config
+        config = OmegaConf.to_yaml(cfg, resolve=True)
+        return RunInfo(str(cfg.run), str(cfg.runs_dir), as_overrides(cfg), config, bool(cfg.compile))
 
     def is_saved(self) -> bool:
         """Whether this start has trained steps, and a checkpoint is there."""
