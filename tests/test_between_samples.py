@@ -173,7 +173,7 @@ def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(monkeypatc
 
 @pytest.mark.parametrize(("output", "told"), [
     ({"boxes": [torch.ones(2), torch.ones(2)]}, r"output\['boxes'\] has 2 items in a batch of 2"),
-    ((torch.ones(2), torch.ones(3)), r"output\[1\] has the shape \(3,\)"),
+    ((torch.ones(2), torch.ones(2), torch.ones(3)), r"output\[2\] has the shape \(3,\)"),
 ])  # fmt: skip
 def test_outputs_that_cannot_be_gathered_are_named(output, told, monkeypatch):
     with pytest.raises(UserError, match=told):

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -35,6 +35,7 @@ def test_replicas_compute_in_the_precision_of_the_run(replicas, dtype):
     assert [(y.dtype, y.shape) for y in found] == [(dtype, (3, 3))] * 2
 
 
+@settings(deadline=None)
 @given(gpus=st.integers(0, 9), first=st.integers(0, 50), count=st.integers(1, 40))
 def test_the_rows_of_each_gpu_are_the_chunks_that_torch_gives_it(gpus, first, count):
     strategy = DataParallel()
