@@ -8,11 +8,13 @@ from datetime import timedelta
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.distributed import HashStore
 
 from lockstep.callbacks import hang_detector
 from lockstep.callbacks.hang_detector import Heartbeat, Monitor, hanging, where
 from lockstep.machine import process
+from lockstep.reporting.recorder import Recorder
 from lockstep.run.folder import RunFolder
 
 
@@ -141,6 +143,23 @@ def test_a_store_that_does_not_answer_is_rank_0s_or_its_launchers(monitor, ended
     monitor.store_ended = True  # its process has ended, and said why
     monitor.look_for_hanging(seen, 106.1)
     assert not ended[1][1]
+
+
+@pytest.mark.parametrize(("trains", "status"), [(True, "failed"), (False, "running")])
+def test_an_evaluation_that_hangs_leaves_the_status_of_its_run(trains, status, monitor, monkeypatch, capsys):
+    codes: list[int] = []
+    monkeypatch.setattr(hang_detector.os, "_exit", codes.append)
+    monkeypatch.setattr(process, "trains", trains)
+    monitor.folder.write_report({"status": "running"})
+    monitor.end("rank 1 of 2 hung", reports=True)
+    assert (codes, monitor.folder.report()["status"]) == ([1], status)
+    assert capsys.readouterr().err == "error: rank 1 of 2 hung\n"
+
+
+def test_a_recorder_makes_a_training_of_a_process(tmp_path):
+    with Recorder(RunFolder(tmp_path), OmegaConf.create({}), {}, rank=1):
+        assert process.trains
+    assert not process.trains
 
 
 def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, monkeypatch):

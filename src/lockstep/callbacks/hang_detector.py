@@ -157,7 +157,8 @@ class Monitor:
             time.sleep(END_S)  # the one that reports comes first
         else:
             with suppress(Exception):
-                self.folder.record_end(TrainingFailed(message))
+                if process.trains:
+                    self.folder.record_end(TrainingFailed(message))
             prefix = f"[rank {self.rank}] " if self.rank else ""
             print(readable(f"error: {prefix}{message}"), file=sys.stderr, flush=True)
         os._exit(1)

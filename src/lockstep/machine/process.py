@@ -273,6 +273,7 @@ def breakpoints() -> Iterator[None]:
 
 FAILED = "failed"  # in the store: a rank that has ended in failure
 store: Any = None  # of torch.distributed, which the processes of this attempt share (strategies/rendezvous.py)
+trains = False  # whether the status of the run is this process's to write; not in an evaluation of the run
 owned = False  # whether this process exists to run a command; not in a notebook or a caller of `lockstep.train`
 
 

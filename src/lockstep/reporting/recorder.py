@@ -64,6 +64,7 @@ class Recorder:
         self.was_validated = True
 
     def __enter__(self) -> "Recorder":
+        process.trains = True
         return self
 
     def begin(self, trainer: "pl.Trainer", data: "pl.LightningDataModule", module: "pl.LightningModule") -> None:
@@ -147,6 +148,7 @@ class Recorder:
         self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        process.trains = False
         outcome, has_begun, ended_s = outcome_of(error), bool(self.logs.handlers), time.perf_counter()
         is_refused = outcome.status == "refused" and not self.is_saved()
         status = "failed" if outcome.status == "refused" else outcome.status
