@@ -193,9 +193,8 @@ def test_a_locale_without_utf8_changes_nothing(command):
 
 def test_no_line_is_lost_while_a_log_moves_to_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "FOLDER_S", 0.0001)
-    lines = [
-        f"line {number} {'x' * 2000}" for number in range(20_000)
-    ]  # long, so that lines are written while the log moves
+    # Long, so that lines are written while the log moves.
+    lines = [f"line {number} {'x' * 2000}" for number in range(20_000)]
     with process.RankLog(tmp_path / "a", 0):
         for line in lines:
             process.log.copy(f"{line}\n")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from omegaconf import OmegaConf
 from torch import nn
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.checkpoints.weights import refused
 from lockstep.compat.lightning import begin_loaders_anew
+from lockstep.config.words import plain
 from lockstep.errors import UserError
 from lockstep.training.steps import total_steps
 
@@ -72,8 +72,7 @@ class CustomModule(Callback):
         """Keeps only plain values of hyper_parameters, because checkpoints load with weights_only=True."""
         checkpoint["plateau"] = self.due or due_at_epoch_end(trainer, checkpoint["loops"]["fit_loop"])
         for key in HPARAMS.intersection(checkpoint):
-            values: Any = checkpoint[key]  # perhaps a node of Hydra's
-            values = OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else dict(values)
+            values = plain(checkpoint[key])  # perhaps a node of Hydra's
             checkpoint[key] = {name: value for name, value in values.items() if not any(refused(value))}
             dropped = sorted(values.keys() - checkpoint[key].keys())
             if dropped and key not in self.warned:

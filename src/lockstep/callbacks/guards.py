@@ -154,9 +154,8 @@ class CollectivesGuard(Callback):
                 return outputs(unwatched, batch)
 
         self.own = {name: vars(task)[name] for name in ("loss", "outputs") if name in vars(task)}
-        vars(task).update(
-            loss=watched_loss, outputs=watched_outputs
-        )  # not setattr, which rejects the name of a submodule
+        # Not setattr, which rejects the name of a submodule.
+        vars(task).update(loss=watched_loss, outputs=watched_outputs)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self.own is None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 
-from lockstep.callbacks.timing import size_of, waited_s
+from lockstep.callbacks.timing import size_of, unit_of, waited_s
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import TrainingFailed
 from lockstep.reporting.console import Line, clock, say
@@ -137,10 +137,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "")
 
 
 # --- Progress of training, and of an evaluation or a prediction. See reporting/console.py for how it is shown ---
-
-
-def unit_of(trainer: Trainer) -> str:
-    return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
 
 
 class Progress(Callback):

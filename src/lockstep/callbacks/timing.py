@@ -51,6 +51,10 @@ def waited_s(trainer: Trainer) -> float:
     return float(getattr(trainer.datamodule, "waited_s", math.nan))  # type: ignore[attr-defined]
 
 
+def unit_of(trainer: Trainer) -> str:
+    return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
+
+
 def finish(trainer: Trainer) -> None:
     """Waits for what the GPU has yet to compute: the clock is the CPU's."""
     if trainer.strategy.root_device.type == "cuda":
@@ -80,7 +84,7 @@ class Throughput(Callback):
         self.began_s: float | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.unit = getattr(trainer.datamodule, "unit", self.unit)  # type: ignore[attr-defined]
+        self.unit = unit_of(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.began_s is None:

@@ -161,8 +161,7 @@ def call(name: str, overrides: list[str]) -> Any:
     raise_problems(launcher_problems(os.environ))
     with process.restored():
         cfg = compose.composed(name, overrides)
-        script = jobs.script(name)
-        return start(jobs.Job(name, script, guarded(jobs.load(script))), cfg, overrides)
+        return start(guarded_job(name), cfg, overrides)
 
 
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
@@ -170,20 +169,22 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     raise_problems(launcher_problems(os.environ))
     raise_problems(f"{o}: sweep takes key=value alone, no options." for o in overrides if o.startswith("-"))
     with process.restored(), process.logging_restored(), compose.callers_hydra_restored():
-        script = jobs.script("train")
-        sys.argv[:] = [str(script), "-m", *overrides]
+        job = guarded_job("train")
+        sys.argv[:] = [str(job.script), "-m", *overrides]
         sweeps.last.clear()
         process.received.clear()  # of an earlier call: it would end this sweep
         try:
-            command(jobs.Job("train", script, guarded(jobs.load(script))), sys.argv[1:])
+            command(job, sys.argv[1:])
         except RunFailed:
             if not sweeps.last:
                 raise
         return list(sweeps.last)
 
 
-def guarded(run: jobs.Run) -> jobs.Run:
-    """Runs `run` and restores the state of this process's libraries."""
+def guarded_job(name: str) -> Job:
+    """A job of a caller's process: it restores the state of the libraries."""
+    script = jobs.script(name)
+    run = jobs.load(script)
 
     def run_and_restore(cfg: DictConfig, world: World) -> Any:
         import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
@@ -191,4 +192,4 @@ def guarded(run: jobs.Run) -> jobs.Run:
         with process.libraries_restored():
             return run(cfg, world)
 
-    return run_and_restore
+    return Job(name, script, run_and_restore)

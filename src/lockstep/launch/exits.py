@@ -8,7 +8,6 @@ import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, NoReturn
 
 from lockstep.config.words import readable
@@ -54,9 +53,8 @@ def lost_process(e: Exception) -> str:
 def exit_process(code: int) -> NoReturn:
     """Ends the process without Python's shutdown. During shutdown, gloo threads that release tensors need the GIL and abort the
     process ("terminate called without an active exception"), even after a run that was done."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if the parent process closed it
-        with suppress(OSError):  # its reader is gone, or its disk is full
-            stream.flush()
+    for stream in (sys.stdout, sys.stderr):  # which never raise: machine/process.py
+        stream.flush()
     os._exit(code)
 
 
@@ -70,13 +68,13 @@ def exit_with_agent(agent: int, env: Mapping[str, str] = os.environ) -> NoReturn
     exit_process(1)
 
 
-def refused_variable(error: Exception) -> str | None:
-    """What torch says about a variable of the environment that it refuses while it is imported."""
+def refused_variable(error: Exception) -> str:
+    """What torch says about a variable of the environment that it refuses while it is imported; empty otherwise."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     imported = any(code.co_name == "<module>" and "/site-packages/torch/" in code.co_filename for code in frames)
     named = [name for name in re.findall(r"\b[A-Z]+_[A-Z_]+\b", str(error)) if imported and name in os.environ]
     if not named:
-        return None
+        return ""
     why = str(error).strip().partition("\n")[0]
     return f"{named[0]}={os.environ[named[0]]} in the environment is refused by torch: {why}. Type unset {named[0]}, then the command again."
 
@@ -107,12 +105,10 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
             return 1
         raise
     except Exception as e:
-        if why := disk_error(e) or lost_process(e):
-            print(f"error: {prefix}{why}", file=sys.stderr)
-            return 1
-        if refused := refused_variable(e):
-            print(readable(f"error: {prefix}{refused}"), file=sys.stderr)
-            return 2
+        refused = refused_variable(e)
+        if why := refused or disk_error(e) or lost_process(e):
+            print(readable(f"error: {prefix}{why}"), file=sys.stderr)
+            return 2 if refused else 1
         lines = readable(traceback.format_exc()).splitlines()
         print("".join(prefix + line + "\n" for line in lines), end="", file=sys.stderr)
         return 1

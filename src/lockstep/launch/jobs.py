@@ -47,9 +47,8 @@ def script(name: str) -> Path:
 
 def load(path: Path) -> Run:
     """The JOB of a script. Raises UserError: it has none."""
-    spec = util.spec_from_file_location(
-        f"lockstep_{path.stem}", path
-    )  # runpy does not promise that functions outlive it
+    # Not by runpy, which does not promise that functions outlive it.
+    spec = util.spec_from_file_location(f"lockstep_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)

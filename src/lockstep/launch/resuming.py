@@ -16,7 +16,7 @@ from lockstep.config.identity import name_of_job, restarted
 from lockstep.config.project import command
 from lockstep.config.rules import batches_of, epochs_of
 from lockstep.config.schema import PREDICT, RECIPES
-from lockstep.config.words import shown
+from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
 from lockstep.run.folder import RunFolder, find_run
@@ -47,8 +47,7 @@ FIXED = (
 
 def values(cfg: DictConfig, key: str) -> dict[str, Any]:
     """The values at and below `key`, by their dotted keys."""
-    value: Any = OmegaConf.select(cfg, key)
-    return dotted(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value, key)
+    return dotted(plain(OmegaConf.select(cfg, key)), key)
 
 
 def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
@@ -241,8 +240,7 @@ PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that change
 
 
 def training(cfg: DictConfig) -> dict[str, Any]:
-    found = dotted(OmegaConf.to_container(cfg, resolve=True))
-    return {key: value for key, value in found.items() if not key.startswith(PLACE)}
+    return {key: value for key, value in dotted(plain(cfg)).items() if not key.startswith(PLACE)}
 
 
 def already_finished(cfg: DictConfig, samples: int | None) -> str | None:

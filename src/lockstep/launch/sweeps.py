@@ -27,7 +27,6 @@ from lockstep.run.report import tested
 
 INNER = ("+callbacks.pruning.", "run=", "resume=")  # overrides that Lockstep adds to those of a job
 REPEATS = ("seed=", "data.fold=")  # jobs that differ by these alone repeat one experiment
-FIRST, LAST = ("status",), ("train/steps", "wall_s")
 last: list[dict[str, Any]] = []  # the rows of the last multirun of this process, for lockstep.sweep
 
 
@@ -45,7 +44,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
     of_test = [key for row in rows for key in tested(row) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
-    return list(dict.fromkeys([*FIRST, *sorted(of_test), *monitored, LAST[0], *rates, LAST[1]]))
+    return list(dict.fromkeys(["status", *sorted(of_test), *monitored, "train/steps", *rates, "wall_s"]))
 
 
 def typed(overrides: list[str]) -> list[str]:

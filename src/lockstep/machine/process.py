@@ -43,7 +43,7 @@ received: list[signal.Signals] = []
 supervised = False  # whether Lockstep's launcher started this process, and passes on its own signals
 debug_rank: int | None = None  # the rank that has the terminal, for a debugger: no time limits, no dry run, no bar
 first_s = 0.0  # time of the first signal
-before: dict[signal.Signals, Any] = {}  # the previous handlers
+before: dict[signal.Signals, Any] = {}  # the handlers of REQUEUE that a run found, such as submitit's
 
 
 def on_signal(number: int, _: FrameType | None) -> None:
@@ -91,17 +91,26 @@ def install(*, interrupt: Handler | None = None) -> None:
 
 
 @contextlib.contextmanager
-def noted(*, interrupt: Handler | None = None) -> Iterator[None]:
-    """Within this context, a warning does not end the process but is noted in `received`; `interrupt` handles Ctrl-C."""
-    received.clear()
-    before.update({warning: signal.getsignal(warning) for warning in (*WARNINGS, signal.SIGINT)})
-    install(interrupt=interrupt)
+def handlers_restored() -> Iterator[None]:
+    """Restores the signal handlers afterwards. Only the main thread can have changed them."""
+    main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main_thread else {}
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for warning, handler in before.items():
-                signal.signal(warning, handler)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def noted(*, interrupt: Handler | None = None) -> Iterator[None]:
+    """Within this context, a warning does not end the process but is noted in `received`; `interrupt` handles Ctrl-C."""
+    received.clear()
+    before.update({warning: signal.getsignal(warning) for warning in REQUEUE})
+    with handlers_restored():
+        install(interrupt=interrupt)
+        yield
 
 
 def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
@@ -289,16 +298,9 @@ def restored() -> Iterator[None]:
     """Restores the environment, the arguments, the import path, the working directory and signal handlers afterwards."""
     from unittest.mock import patch
 
-    main_thread = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()} if main_thread else {}
     lists = (patch.object(sys, name, list(getattr(sys, name))) for name in ("argv", "path"))
-    with patch.dict(os.environ), next(lists), next(lists), contextlib.chdir("."):
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                if handler is not None and signal.getsignal(number) is not handler:  # None: not set from Python
-                    signal.signal(number, handler)
+    with patch.dict(os.environ), next(lists), next(lists), contextlib.chdir("."), handlers_restored():
+        yield
 
 
 @contextlib.contextmanager
@@ -322,9 +324,8 @@ def libraries_restored() -> Iterator[None]:
         deterministic = torch.are_deterministic_algorithms_enabled()
         after.callback(torch.use_deterministic_algorithms, deterministic, warn_only=only_warn)
         after.callback(lambda: torch.set_num_threads(threads) if torch.get_num_threads() != threads else None)
-        if torch.cuda.is_initialized():
-            after.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-        after.callback(torch.set_rng_state, torch.get_rng_state())
+        gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+        after.enter_context(torch.random.fork_rng(gpus))
         after.callback(np.random.set_state, np.random.get_state())
         after.callback(random.setstate, random.getstate())
         yield
