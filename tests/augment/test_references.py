@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2 as tv
 
 from lockstep.augment import Operation, RandAugment, RandomErasing, RandomResizedCrop, Rotate, TrivialAugment
-from lockstep.augment.policies import BINS, BLENDS, MOVING, NAMES
+from lockstep.augment.transforms import BINS, BLENDS, MOVING, NAMES
 from lockstep.data.preprocess import resize_nearest
 
 SIZES = [(1, 28, 28), (3, 21, 34), (3, 33, 20)]
@@ -96,7 +96,7 @@ def test_crops_of_masks_are_nearest(size):
     made = changed(operation, image, target=image[:, 0].long())["target"]
     for place, (top, left, height, width) in enumerate(operation.plan(*size[1:], new_draws(COUNT)).tolist()):
         box = image[place, 0, top : top + height, left : left + width].long()
-        assert torch.equal(made[place], resize_nearest(box, 24))  # tests/data/test_transforms.py compares it
+        assert torch.equal(made[place], resize_nearest(box, (24, 24)))  # tests/data/test_transforms.py compares it
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])

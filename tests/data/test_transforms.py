@@ -64,5 +64,5 @@ def test_statistics_of_different_lengths_are_refused():
 def test_masks_take_the_nearest_value(size, dtype):
     masks = images(1, 20, 37).to(dtype)
     resize = transforms.Resize((size, size), transforms.InterpolationMode.NEAREST_EXACT)
-    assert torch.equal(resize_nearest(masks, size), resize(masks.float()).to(dtype))
-    assert torch.equal(resize_nearest(masks[:, 0], size), resize_nearest(masks, size)[:, 0])
+    assert torch.equal(resize_nearest(masks, (size, size)), resize(masks.float()).to(dtype))
+    assert torch.equal(resize_nearest(masks[:, 0], (size, size)), resize_nearest(masks, (size, size))[:, 0])

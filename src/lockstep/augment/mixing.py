@@ -81,9 +81,9 @@ class Mixup(Mix):
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share]:
         from lockstep.augment.kernels import weighted_mean
 
-        own = batch["input"] if "input" in batch else images_of(batch, draws.name)
-        if not own.is_floating_point():
-            images_of(batch, draws.name)
+        own = batch.get("input")
+        if own is None or not own.is_floating_point():
+            own = images_of(batch, draws.name)
         share_B = beta(draws.host, self.alpha)
         share_B[~draws.host.chance(self.probability)] = 1
         return {**batch, "input": weighted_mean(own, own.index_select(0, partner_B), share_B)}, share_B

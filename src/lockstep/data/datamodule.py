@@ -16,7 +16,6 @@ from lockstep.data.sampler import PaddedEvalSampler, Sampler, Split, TrainBatche
 from lockstep.errors import UserError
 
 Augment = Callable[..., Batch]  # of a batch, seed, epoch and the samples' indices: lockstep.augment's Augmentation
-OWN_LOADERS = "own dataloaders"
 ON_DEVICE_SHARE = 0.1  # the share of a GPU's free memory that on_device=auto may use
 
 
@@ -229,7 +228,7 @@ def facts(data: pl.LightningDataModule) -> dict[str, Any]:
     """Figures of the data for the report. Nothing is known about the data of a user's LightningDataModule."""
     if not isinstance(data, DataModule):
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
-        return {"unit": "samples", "data/source": OWN_LOADERS, **unknown}
+        return {"unit": "samples", "data/source": "own dataloaders", **unknown}
     return {
         "unit": data.unit,
         "data/source": data.dataset.source,

@@ -50,10 +50,6 @@ class Arrays:
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 
-    @property
-    def sample_bytes(self) -> int:
-        return self.nbytes // max(1, len(self))
-
     def __getstate__(self) -> dict[str, Any]:
         """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
         return {name: map_of(array) or array for name, array in self.arrays.items()}

@@ -4,7 +4,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import ENDINGS, PART_NAMES, Files, Images, images_below, read_all, read_table, reading
+from lockstep.data.images import ENDINGS, PART_NAMES, Files, Images, Listing, images_below, read_all, read_csv, reading
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -61,16 +60,6 @@ def number(text: str, where: str) -> float:
 # --- Lists image files with their targets and parts ---
 
 
-@dataclass(frozen=True)
-class Listing:
-    """Image files by their paths below `base`. Without parts of its own, all `parts` are `train`."""
-
-    base: Path
-    paths: list[str]
-    targets: list[str]  # class names, or the cells of a CSV
-    parts: list[str]
-
-
 def part_names(names: Iterable[str], where: str) -> dict[str, str]:
     """Those of `names` that mean a part, by the part. Raises UserError: two of them mean the same one."""
     by_part: dict[str, str] = {}
@@ -110,7 +99,7 @@ def class_folders(root: Path) -> Listing:
             f"{train} has {f'only the folder {classes[0]}/' if classes else 'no folders'}. It needs a folder of images per class, for two "
             f"or more classes: {train}/<class>/<image>. For a list of files and targets, set data.csv=<file>."
         )
-    listing, problems, base = Listing(root, [], [], []), [], os.path.join(root, "")  # noqa: PTH118  # the paths' beginning
+    listing, problems, base = Listing(root, []), [], os.path.join(root, "")  # noqa: PTH118  # the paths' beginning
     for part, part_folder in part_folders.items():
         for name in folders(root / part_folder):
             paths = [path[len(base) :] for path in images_below(os.path.join(root, part_folder, name))]  # noqa: PTH118
@@ -141,7 +130,7 @@ def from_csv(path: Path) -> Listing:
         raise UserError(
             f"{path} does not exist. data.csv is a file in data.root: set data.root=<folder> data.csv=<file>."
         )
-    _, rows = read_table(path, ("path", "target"), "path,target,split", str(path))
+    _, rows = read_csv(path, ("path", "target"), "path,target,split", str(path))
     parts, base = [], path.parent.absolute()
     for line, row in enumerate(rows, 2):
         name, split = row["path"] or "", row.get("split") or "train"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -55,9 +55,7 @@ def images_below(folder: str) -> Iterator[str]:
                 yield os.path.join(place, name)  # noqa: PTH118  # a Path takes seven times as long
 
 
-def read_table(
-    path: Path, needed: Sequence[str], others: str, where: str
-) -> tuple[Sequence[str], list[dict[str, str]]]:
+def read_csv(path: Path, needed: Sequence[str], others: str, where: str) -> tuple[Sequence[str], list[dict[str, str]]]:
     """The columns and rows of a CSV (a TSV has tabs). Raises UserError: it is none, it lacks a column, or it has no rows."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -76,15 +74,16 @@ def read_table(
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Image files in the order of their rows: `names` as the table shows them, relative to `base` or absolute."""
+class Listing:
+    """Image files in the order of their rows. `paths` are relative to `base` or absolute."""
 
     base: Path
-    names: list[str]
-    targets: list[str] | None = None  # the cells of a CSV
+    paths: list[str]
+    targets: list[str] = field(default_factory=list)  # class names, or the cells of a CSV; empty without
+    parts: list[str] = field(default_factory=list)  # of a data set; one without parts of its own has `train` only
 
 
-def find_inputs(given: str) -> Inputs:
+def find_inputs(given: str) -> Listing:
     """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one image file.
 
     Raises:
@@ -93,11 +92,11 @@ def find_inputs(given: str) -> Inputs:
     path = Path(given).expanduser()
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
         if path.is_file() and path.suffix.lower() in (".csv", ".tsv", ".txt"):
-            columns, rows = read_table(path, ("path",), "path,target", f"input={path}")
-            targets = [(row["target"] or "").strip() for row in rows] if "target" in columns else None
-            return Inputs(path.parent, [row["path"] or "" for row in rows], targets)
+            columns, rows = read_csv(path, ("path",), "path,target", f"input={path}")
+            targets = [(row["target"] or "").strip() for row in rows] if "target" in columns else []
+            return Listing(path.parent, [row["path"] or "" for row in rows], targets)
         if path.is_file():
-            return Inputs(Path(), [str(path)])
+            return Listing(Path(), [str(path)])
         if path.is_dir():
             names, empty = list(images_below(str(path))), f"holds no images (files that end in {', '.join(ENDINGS)})"
         elif any(letter in given for letter in "*?["):
@@ -110,7 +109,7 @@ def find_inputs(given: str) -> Inputs:
             )
     if not names:
         raise UserError(f"input={given} {empty}. Pass another folder or file.")
-    return Inputs(Path(), names)
+    return Listing(Path(), names)
 
 
 # --- Image files to bytes of one size, with Pillow ---
@@ -172,9 +171,9 @@ class Files:
 class InputFiles(Files):
     """Files to predict. `problem` says why a file could not be read: its image is then black."""
 
-    def __init__(self, inputs: Inputs, *, channels: int, size: int) -> None:
-        targets = None if inputs.targets is None else np.array([os.fsencode(text) for text in inputs.targets])
-        super().__init__(inputs.base, inputs.names, targets, channels=channels, size=size)
+    def __init__(self, inputs: Listing, *, channels: int, size: int) -> None:
+        targets = np.array([os.fsencode(text) for text in inputs.targets]) if inputs.targets else None
+        super().__init__(inputs.base, inputs.paths, targets, channels=channels, size=size)
 
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
         problems = [""] * len(indices)
@@ -310,11 +309,12 @@ class Images(DataSet):
             raise UserError(
                 f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
             )
-        if image_BCHW.shape[-2:] != (self.image_size, self.image_size):
+        size = (self.image_size, self.image_size)
+        if image_BCHW.shape[-2:] != size:
             from lockstep.data.preprocess import resize_nearest
 
             masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == image_BCHW.shape[-2:]}
-            batch = {**batch, **{name: resize_nearest(value, self.image_size) for name, value in masks.items()}}
+            batch = {**batch, **{name: resize_nearest(value, size) for name, value in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}
 
 
@@ -336,7 +336,7 @@ class ImageFiles(Images):
     """
 
     def __init__(
-        self, inputs: Inputs, *, about: Mapping[str, Any], network: Mapping[str, Any], channels_last: bool
+        self, inputs: Listing, *, about: Mapping[str, Any], network: Mapping[str, Any], channels_last: bool
     ) -> None:
         if missing := [key for key in NEEDED if not about.get(key)]:
             raise UserError(

@@ -64,7 +64,8 @@ class InMemory:
     """Arrays on a device; with None they stay where they are, as a mapped file is shared by all processes."""
 
     def __init__(self, arrays: Arrays, device: torch.device | None) -> None:
-        self.arrays, self.device, self.sample_bytes = arrays, device, max(1, arrays.sample_bytes)
+        self.arrays, self.device = arrays, device
+        self.sample_bytes = max(1, arrays.nbytes // max(1, len(arrays)))
         self.on_device: dict[str, Tensor] = {}
         if device is not None:
             with warnings.catch_warnings():  # it is never written to

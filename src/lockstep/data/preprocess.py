@@ -34,8 +34,8 @@ class Preprocess:
         return torch.addcmul(self.shift, x, self.scale, out=out)
 
 
-def resize_nearest(masks: Tensor, size: int) -> Tensor:
-    """...HW of any type to `size` x `size` without mixing values, which F.interpolate lacks for integers other than bytes."""
-    h, w = masks.shape[-2:]
-    middle = 2 * torch.arange(size, device=masks.device) + 1
-    return masks[..., (middle * h // (2 * size))[:, None], middle * w // (2 * size)]
+def resize_nearest(masks: Tensor, size: tuple[int, int]) -> Tensor:
+    """...HW of any type to `size` without mixing values, which F.interpolate lacks for integers other than bytes."""
+    (h, w), (height, width) = masks.shape[-2:], size
+    y_H, x_W = (2 * torch.arange(side, device=masks.device) + 1 for side in size)
+    return masks[..., (y_H * h // (2 * height))[:, None], x_W * w // (2 * width)]

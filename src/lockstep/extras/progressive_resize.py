@@ -58,7 +58,7 @@ class ProgressiveResize(Callback):
         side = self.side(whole, progress)
         if side == whole:
             return batch
-        masks = {name: resize_nearest(v, side) for name, v in spatial(batch).items() if v.shape[-1] == whole}
+        masks = {name: resize_nearest(v, (side, side)) for name, v in spatial(batch).items() if v.shape[-1] == whole}
         small_BCHW = F.interpolate(image_BCHW, size=(side, side), mode="bilinear", antialias=True)
         return {**batch, **masks, "input": small_BCHW}
 

@@ -213,7 +213,7 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     part = found["input"] if found["input"] in PARTS else None
     problems, count = [*output_problems(output, found["overwrite"], found["gallery"])], 0
     try:
-        count = 0 if part else len(find_inputs(found["input"]).names)
+        count = 0 if part else len(find_inputs(found["input"]).paths)
     except UserError as e:
         problems += e.problems
     raise_problems(problems)
