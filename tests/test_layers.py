@@ -218,15 +218,15 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_591,
-    engine_modules=125,
-    extras_lines=1_960,
-    extras_modules=19,
+    engine_lines=12_516,
+    engine_modules=122,
+    extras_lines=1_932,
+    extras_modules=16,
     one_statement_functions=482,
     functions_with_cfg=114,
     files_with_cfg=19,
     switches=42,
-    branches_on_logical_ranks=26,
+    branches_on_logical_ranks=20,
 )
 
 

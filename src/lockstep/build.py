@@ -69,7 +69,7 @@ def process(cfg: DictConfig, world: World) -> None:
     """Settings of the whole process: what it prints, memory, threads, arithmetic."""
     console.quiet(world.rank)
     if world.accelerator == "cpu":
-        if not spec_of(cfg).is_sharded:  # Not when sharding: gathered blocks fragment the heap.
+        if not spec_of(cfg.strategy).is_sharded:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
         if number := threads(world) or before_exact.pop("threads", None):
             torch.set_num_threads(number)
@@ -112,7 +112,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     made: dict[str, Any] = {"optimizer": create(node, "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
     if cfg.exact.shards:
-        if spec_of(cfg).is_sharded and "fused" not in takes:  # torch has fused kernels for those that work so
+        if spec_of(cfg.strategy).is_sharded and "fused" not in takes:  # torch has fused kernels for those that work so
             raise UserError(
                 f"optim: {node['_target_']} is not known to work element by element, so exact.shards={cfg.exact.shards} is not possible "
                 f"with strategy={cfg.strategy.name}. Name another optimizer, or type strategy=ddp."
@@ -240,7 +240,7 @@ def oom_advice(
         trainer,
         workload(module, data),
         accumulations=lambda: batches.accumulations(cfg.data.batch_size, world, batches.unit(cfg)[0]),
-        alone=not spec_of(cfg).is_sharded and not (cfg.trainer.sync_batchnorm and world > 1),
+        alone=not spec_of(cfg.strategy).is_sharded and not (cfg.trainer.sync_batchnorm and world > 1),
     )
 
 

@@ -4,7 +4,6 @@ Masks of dropout layers belong to the samples of the global batch (training/drop
 logical rank): neither depends on the number of processes. Everything else belongs to (seed, micro-batch, rank), which does.
 """
 
-import hashlib
 import random
 from typing import Any
 
@@ -18,8 +17,7 @@ from lockstep.training.steps import micro_batch_index, steps_done
 
 
 def step_seed(seed: int, micro_batch: int, rank: int) -> int:
-    digest = hashlib.blake2b(f"{seed} {micro_batch} {rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return dropout.key_of(seed, micro_batch, rank) >> 1  # torch's seeds have a sign
 
 
 def seed_generators(seed: int, device_type: str) -> None:
@@ -71,5 +69,4 @@ class StepSeed(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         dropout.begin(None)
 
-    def on_exception(self, *_: Any) -> None:
-        dropout.begin(None)
+    on_exception = on_train_batch_end

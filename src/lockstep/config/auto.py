@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig, open_dict
 
 from lockstep.config.rules import total_steps
-from lockstep.machine.hardware import memory_bytes, multiplies_bf16, multiplies_fp16
+from lockstep.machine.hardware import VOLTA, capabilities, memory_bytes, multiplies_bf16
 from lockstep.machine.world import World, cores, spec_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def precision(accelerator: str, possible: Sequence[str] | None) -> str:
     """The fastest mixed precision that the hardware has units for. `possible` under the strategy; None: all."""
     if multiplies_bf16(accelerator):
         return "bf16-mixed"
-    return "16-mixed" if multiplies_fp16(accelerator) and "16-mixed" in (possible or ["16-mixed"]) else "32-true"
+    has_fp16 = accelerator == "cuda" and min(capabilities(), default=0) >= VOLTA
+    return "16-mixed" if has_fp16 and "16-mixed" in (possible or ["16-mixed"]) else "32-true"
 
 
 def workers(bytes_in_memory: int | None, world: World) -> int:
@@ -47,7 +48,7 @@ def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int 
     cfg = cfg.copy()
     with open_dict(cfg):
         if cfg.trainer.precision == "auto":
-            cfg.trainer.precision = precision(world.accelerator, spec_of(cfg).precisions)
+            cfg.trainer.precision = precision(world.accelerator, spec_of(cfg.strategy).precisions)
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
             cfg.trainer.log_every_n_steps = log_interval(total_steps(cfg, samples))
         if data is not None and cfg.data.get("num_workers") == "auto":

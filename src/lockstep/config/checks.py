@@ -171,11 +171,11 @@ def fused_problem(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
     if cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
         return None  # training/arithmetic.py
-    if cfg.exact.shards and spec_of(cfg).is_sharded:
+    if cfg.exact.shards and spec_of(cfg.strategy).is_sharded:
         return f"was not tried on shards of GPUs, so exact.shards={cfg.exact.shards} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):
         return None
-    if spec_of(cfg).is_sharded:
+    if spec_of(cfg.strategy).is_sharded:
         return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
     if any(node.get("unfreeze") for node in cfg.callbacks.values()):
         return "has no kernel for SGD where some parameters have no momentum yet, as with callbacks.freeze.unfreeze (torch 2.13)"
@@ -183,7 +183,7 @@ def fused_problem(cfg: DictConfig) -> str | None:
 
 
 def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    precision, name, possible = str(cfg.trainer.precision), world.strategy, spec_of(cfg).precisions
+    precision, name, possible = str(cfg.trainer.precision), world.strategy, spec_of(cfg.strategy).precisions
     if precision in ("16-mixed", "16-true", "16") and world.accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
     if possible and precision not in ("auto", "32", *possible):
@@ -195,7 +195,7 @@ def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
 
 def without_effect(cfg: DictConfig, world: World) -> dict[str, str]:
     """Keys that do nothing under the strategy or on the device, each with what to say. Flags, or names that null takes away."""
-    spec, under, found = spec_of(cfg), f"has no effect under strategy={world.strategy}", dict[str, str]()
+    spec, under, found = spec_of(cfg.strategy), f"has no effect under strategy={world.strategy}", dict[str, str]()
     if cfg.tf32 and world.accelerator != "cuda":
         found["tf32"] = f"has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
     if cfg.trainer.sync_batchnorm and spec.splits_batches:

@@ -54,5 +54,5 @@ def custom_module_problems(cfg: DictConfig) -> Iterator[str]:
         yield f"exact.shards={cfg.exact.shards} is about the steps of a task, and {name} makes its own. Leave it out."
     if cfg.compile:
         yield f"compile=true compiles the network of the model group, but {name} makes its own. Leave it out; a module may call self.<network>.compile()."
-    if spec_of(cfg).is_sharded or spec_of(cfg).splits_batches:
+    if spec_of(cfg.strategy).is_sharded or spec_of(cfg.strategy).splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Type strategy=ddp."

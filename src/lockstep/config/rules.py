@@ -99,7 +99,7 @@ def process_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         )
     if not is_shipped(cfg.strategy):
         yield f"{exact} needs strategy=single, ddp or fsdp: strategy={title(cfg.strategy)} adds gradients in an order of its own."
-    if spec_of(cfg).splits_batches:
+    if spec_of(cfg.strategy).splits_batches:
         yield f"{exact} is not possible with strategy={world.strategy}, which divides batches by the number of GPUs. Type strategy=ddp."
     if world.accelerator == "mps":
         yield f"{exact} needs float64, which mps does not support. Type trainer.accelerator=cpu."
@@ -141,7 +141,7 @@ def exact_problems(cfg: DictConfig, world: World) -> Iterator[str]:
     for key, usual in OF_DDP.items():
         if strategy.get(key, usual) != usual:
             yield f"strategy.{key}={shown(strategy[key])} has no effect with {exact}, which adds gradients itself. Leave it out."
-    if spec_of(cfg).is_sharded and trainer.precision in HALF:
+    if spec_of(cfg.strategy).is_sharded and trainer.precision in HALF:
         yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={world.strategy}. Type trainer.precision=bf16-mixed."
 
 
@@ -192,11 +192,16 @@ def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"trainer.devices={given}: this machine has {there} {world.accelerator} devices, 0 to {there - 1}."
     if world.external and there is not None and there < world.devices:
         yield f"{world.external} started {world.devices} processes on this node, but this one sees {there} {world.accelerator} devices. Let each process see all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
-    if world.one_process and spec_of(cfg).splits_batches and world.external and world.devices * world.nodes > 1:
+    if (
+        world.one_process
+        and spec_of(cfg.strategy).splits_batches
+        and world.external
+        and world.devices * world.nodes > 1
+    ):
         yield f"strategy={world.strategy} is one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
-    if world.one_process and not spec_of(cfg).splits_batches and world.devices > 1:
+    if world.one_process and not spec_of(cfg.strategy).splits_batches and world.devices > 1:
         yield f"strategy={world.strategy} uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
-    if spec_of(cfg).splits_batches and world.accelerator == "cpu" and world.devices > 1:
+    if spec_of(cfg.strategy).splits_batches and world.accelerator == "cpu" and world.devices > 1:
         yield f"strategy={world.strategy} splits batches over GPUs, but trainer.devices={given} on a CPU has none. Type strategy=ddp, or trainer.devices=1."
     if world.one_process and world.nodes > 1:
         yield f"strategy={world.strategy} is one process, but trainer.num_nodes={world.nodes} needs several. Type strategy=ddp, or trainer.num_nodes=1."

@@ -124,11 +124,6 @@ def multiplies_bf16(accelerator: str) -> bool:
     return accelerator == "cuda" and min(capabilities(), default=0) >= AMPERE
 
 
-def multiplies_fp16(accelerator: str) -> bool:
-    """Whether these devices have fp16 units, as NVIDIA's GPUs have since Volta."""
-    return accelerator == "cuda" and min(capabilities(), default=0) >= VOLTA
-
-
 def memory_bytes() -> int:
     """The memory of this machine, or the limit of its container."""
     if not hasattr(os, "sysconf"):  # Windows

@@ -108,8 +108,8 @@ SPECS = {  # by the `_target_` of the strategy; any other one has the default
 }
 
 
-def spec_of(cfg: DictConfig) -> StrategySpec:
-    return SPECS.get(cfg.strategy._target_, StrategySpec())
+def spec_of(strategy: DictConfig) -> StrategySpec:
+    return SPECS.get(strategy._target_, StrategySpec())
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def device_count(devices: int | str | list[int], accelerator: str, *, one_device
 
 def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
     """The world that a config asks for; under torchrun and SLURM, the one that they started."""
-    spec = spec_of(cfg)
+    spec = spec_of(cfg.strategy)
     accelerator = accelerator_of(str(cfg.trainer.accelerator))
     devices = device_count(cfg.trainer.devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
     nodes = int(cfg.trainer.num_nodes)

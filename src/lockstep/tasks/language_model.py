@@ -90,49 +90,48 @@ class LanguageModel(Task):
         return [{"text": Tokens(text)} for text in texts]
 
 
-class Perplexity(Metric):
+class TokenMean(Metric):
+    """A sum over the tokens that count, and their number."""
+
+    full_state_update = False
+    zero: int | float
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, ignore_index: int) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.add_state("total", torch.tensor(self.zero), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+
+class Perplexity(TokenMean):
     """exp of the mean cross-entropy of all tokens.
 
     torchmetrics' Perplexity (1.9) takes log(softmax), which underflows to -inf for improbable tokens.
     """
 
-    full_state_update = False
-    loss_sum: Tensor
-    count: Tensor
-
-    def __init__(self, ignore_index: int) -> None:
-        super().__init__()
-        self.ignore_index = ignore_index
-        self.add_state("loss_sum", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+    zero = 0.0
 
     def update(self, logits_NV: Tensor, target_N: Tensor) -> None:
         loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
-        self.loss_sum += loss_N.sum(dtype=self.loss_sum.dtype)
+        self.total += loss_N.sum(dtype=self.total.dtype)
         self.count += (target_N != self.ignore_index).sum()
 
     def compute(self) -> Tensor:
-        return (self.loss_sum / self.count).exp()
+        return (self.total / self.count).exp()
 
 
-class TokenAccuracy(Metric):
+class TokenAccuracy(TokenMean):
     """The share of tokens that are predicted. torchmetrics' (1.9) waits for the GPU to count the tokens without padding."""
 
-    full_state_update = False
+    zero = 0
     plot_upper_bound = 1.0
-    right: Tensor
-    count: Tensor
-
-    def __init__(self, ignore_index: int) -> None:
-        super().__init__()
-        self.ignore_index = ignore_index
-        for name in ("right", "count"):
-            self.add_state(name, torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, logits_NV: Tensor, target_N: Tensor) -> None:
         counts_N = target_N != self.ignore_index
-        self.right += ((logits_NV.argmax(1) == target_N) & counts_N).sum()
+        self.total += ((logits_NV.argmax(1) == target_N) & counts_N).sum()
         self.count += counts_N.sum()
 
     def compute(self) -> Tensor:
-        return self.right / self.count
+        return self.total / self.count

@@ -123,12 +123,11 @@ def is_small(column: Any, count: int) -> bool:
 
 
 def refuse_outputs(output: Tensor, *shape: int) -> None:
-    """Raises UserError if a network's output has another shape; -1 is any size."""
-    fits = all(wanted in (-1, given) for wanted, given in zip(shape, output.shape, strict=False))
-    if len(output.shape) != len(shape) or not fits:
+    """Raises UserError if a network's output has another shape."""
+    if output.shape != shape:
         raise UserError(
-            f"the network gives {tuple(output.shape)}, but the task and the data need ({', '.join('any' if n == -1 else str(n) for n in shape)}). "
-            "Choose another model, or give it the number of outputs that the data needs."
+            f"the network gives {tuple(output.shape)}, but the task and the data need {shape}. Choose another model, or give "
+            "it the number of outputs that the data needs."
         )
 
 

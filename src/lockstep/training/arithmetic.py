@@ -251,7 +251,8 @@ class PaddedFusedStep(Optimizer):
         state = self.state[p]
         # a value of each element; the step counter is no such value
         names = [name for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
-        flat = [flattened(value) for value in (p, p.grad, *(state[name] for name in names))]
+        assert p.grad is not None
+        flat = [value.detach().view(-1) for value in local_parts([p, p.grad, *(state[name] for name in names)])]
         size = VECTOR // flat[0].element_size()
         whole = len(flat[0]) - len(flat[0]) % size
         yield self.part([each[:whole] for each in flat], names, state)
@@ -279,9 +280,3 @@ def padded_fused(optimizer: Optimizer) -> Optimizer:
     kind: Any = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (PaddedFusedStep, kind), {"__module__": kind.__module__})
     return optimizer
-
-
-def flattened(x: Tensor | None) -> Tensor:
-    """The elements of a contiguous tensor, or of this process's shard of it."""
-    assert x is not None
-    return (x.to_local() if isinstance(x, DTensor) else x.detach()).view(-1)

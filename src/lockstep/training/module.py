@@ -152,16 +152,13 @@ class TaskModule(QuickHookNames):
         self.window_loss = checkpoint["window"]["loss"] * scale
         self.window_weight = checkpoint["window"]["weight"] * scale
 
-    def in_exact_sums(self) -> None:
+    def on_validation_epoch_start(self) -> None:
         """Makes metrics sum in float64, even if `trainer.precision=bf16-true` has converted the module."""
         for metric in (self.mean_loss, *self.figures.values()):
             metric.to(self.mean_loss.exact)  # its integers stay integers
 
-    def on_validation_epoch_start(self) -> None:
-        self.in_exact_sums()
-
     def on_test_epoch_start(self) -> None:
-        self.in_exact_sums()
+        self.on_validation_epoch_start()
         if self.test_panels:
             self.test_panels.begin(self.device)
 

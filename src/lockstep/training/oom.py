@@ -95,33 +95,28 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
 def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
     """Whether this process alone can train a task in micro-batches of that size. It changes the weights."""
     module: Any = work.module
+    data: Any = work.engine_data
+    device = trainer.strategy.root_device
     try:
         trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
         module.arithmetic = StepArithmetic()  # logical ranks hold gradients
         module.zero_grad(set_to_none=True)
         gc.collect()
-        if trainer.strategy.root_device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
-        two_steps(trainer, module, work.engine_data, micro_batch)
+        module.to(device).train()
+        optimizer, copies = module.new_optimizer(), None
+        for _ in range(2):  # gradients and the optimizer's state exist only from the second step on
+            batch = trainer.precision_plugin.convert_input(data.example(micro_batch, device))
+            with trainer.precision_plugin.train_step_context():
+                loss = module.task.loss(module(batch), batch).mean()
+            loss.backward()
+            optimizer.step()
+            # the copy that checkpoints are written from
+            if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "queue", None):
+                copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))
     except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
         log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)
         traceback.clear_frames(e.__traceback__)
         return False
     return True
-
-
-def two_steps(trainer: pl.Trainer, module: Any, data: Any, micro_batch: int) -> None:
-    """Two steps, because gradients and optimizer state exist only from the second. On a CPU, also holds the copy that checkpoints
-    are written from."""
-    device = trainer.strategy.root_device
-    module.to(device).train()
-    optimizer = module.new_optimizer()
-    copies: Any = None
-    for _ in range(2):
-        batch = trainer.precision_plugin.convert_input(data.example(micro_batch, device))
-        with trainer.precision_plugin.train_step_context():
-            loss = module.task.loss(module(batch), batch).mean()
-        loss.backward()
-        optimizer.step()
-        if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "queue", None):
-            copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))

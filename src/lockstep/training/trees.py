@@ -51,11 +51,6 @@ def has_rows(value: Any, size: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
 
 
-def is_ambiguous(value: Any, size: int) -> bool:
-    """Whether a list of B tensors that all have B rows may hold a tensor for each sample or B outputs, such as levels of features."""
-    return isinstance(value, list) and all(has_rows(item, size) for item in value)
-
-
 def first_rows(output: Tree, count: int, size: int) -> Tree:
     """The first `count` samples of a network's output for a batch of `size`.
 
@@ -64,7 +59,8 @@ def first_rows(output: Tree, count: int, size: int) -> Tree:
     """
 
     def cut(value: Any, name: str) -> Any:
-        if 0 < count < size and is_ambiguous(value, size):
+        # a tensor for each sample, or B outputs, such as levels of features
+        if 0 < count < size and isinstance(value, list) and all(has_rows(item, size) for item in value):
             raise UserError(
                 f"the network returns {name}, a list of {size} tensors with {size} rows each, for a batch of {size}: it holds a tensor for each "
                 f"sample, or {size} outputs. Return a tuple of several outputs, or a dict for each sample."
