@@ -69,4 +69,5 @@ class StepSeed(Callback):
     def on_train_batch_end(self, *_: Any) -> None:
         dropout.begin(None)
 
-    on_exception = on_train_batch_end
+    def on_exception(self, *_: Any) -> None:
+        dropout.begin(None)
