@@ -84,6 +84,27 @@ def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_com
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_stops_between_training_and_test_is_named(rank, forked_command, tmp_path):
+    """The processes were monitored within `fit` and `test` only, and a request to the store of a stopped one waits for ever."""
+    (tmp_path / "hook.py").write_text(f"""
+import os, signal
+from lockstep import build
+original = build.evaluate
+def hook(*args, **kwargs):
+    if os.environ.get("RANK") == "{rank}": os.kill(os.getpid(), signal.SIGSTOP)
+    return original(*args, **kwargs)
+build.evaluate = hook
+""")
+    env = {forked.HOOK: str(tmp_path / "hook.py")}
+    done = forked_command(
+        "train.py", "run=a", *TWO, "trainer.max_steps=2", "strategy.timeout_s=20", env=env, timeout_s=120
+    )
+    assert (done.code, f"rank {rank} of 2" in done.err) == (1, True), done
+    assert left_over(forked_command.folder) == []
+
+
+@pytest.mark.slow
 def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, tmp_path, port):
     """As srun starts them: nobody else ends them."""
     env = hook(tmp_path, {0: "time.sleep(600)", 1: "raise KeyError('mine')"})

@@ -81,19 +81,24 @@ class Monitor:
         for loop in (self.exchange, self.decide):
             threading.Thread(target=loop, daemon=True).start()
 
-    def key(self, what: object) -> str:
-        return f"{self.name}/{what}"
+    def leave(self) -> None:
+        with suppress(RuntimeError):  # rank 0 is gone, and the store with it
+            process.store.set(f"{self.name}/left", "")
+        self.over.set()  # not before: where rank 0 is stopped, the request waits for ever
+        process.monitor = None
 
     def exchange(self) -> None:
         try:
             while not self.over.wait(self.look_s):
-                self.store.set(self.key(self.rank), json.dumps(asdict(self.heartbeat)))
-                self.left = self.store.check([self.key("left")])
+                self.store.set(f"{self.name}/{self.rank}", json.dumps(asdict(self.heartbeat)))
+                self.left = self.store.check([f"{self.name}/left"])
                 if self.store.check([process.FAILED]):
                     self.failed = int(self.store.get(process.FAILED))
                 if self.heartbeat.quiet_s > self.limit_s:
-                    there = [rank for rank in range(self.size) if self.store.check([self.key(rank)])]
-                    self.answers = {rank: Heartbeat(**json.loads(self.store.get(self.key(rank)))) for rank in there}
+                    there = [rank for rank in range(self.size) if self.store.check([f"{self.name}/{rank}"])]
+                    self.answers = {
+                        rank: Heartbeat(**json.loads(self.store.get(f"{self.name}/{rank}"))) for rank in there
+                    }
                 self.answered_s = time.monotonic()
         except RuntimeError:
             self.store_ended = True
@@ -166,36 +171,31 @@ class Monitor:
 
 @dataclass(eq=False)
 class HangDetector(pl.Callback):
-    """Monitors the processes of a run, from its setup to its teardown. A hook of a batch only assigns a number."""
+    """Monitors the processes of a run, from its first setup to the end of the job: between training and test a process may hang as
+    well, and requests to its store wait for ever. A hook of a batch only assigns a number."""
 
     timeout_s: float
-    monitor: Monitor | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if trainer.world_size > 1 and process.store is not None:
+        if trainer.world_size > 1 and process.store is not None and process.monitor is None:
             place, folder = (trainer.global_rank, trainer.world_size), RunFolder(trainer.default_root_dir)
             name = f"watch/{next(monitors)}"
-            self.monitor = Monitor(process.store.clone(), name, *place, self.timeout_s, folder)
-            self.monitor.start()
+            process.monitor = Monitor(process.store.clone(), name, *place, self.timeout_s, folder)
+            process.monitor.start()
 
     def move_on(self, *_: Any, **__: Any) -> None:
-        if self.monitor is not None:
-            batch, part = self.monitor.place
-            self.monitor.place = batch, part + 1
+        if process.monitor is not None:
+            batch, part = process.monitor.place
+            process.monitor.place = batch, part + 1
 
     on_before_backward = on_train_batch_end = move_on
     on_validation_batch_start = on_validation_batch_end = on_test_batch_start = on_test_batch_end = move_on
     on_predict_batch_start = on_predict_batch_end = move_on
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if self.monitor is not None:
-            self.monitor.place = self.monitor.place[0] + 1, 0
+        if process.monitor is not None:
+            process.monitor.place = process.monitor.place[0] + 1, 0
 
-    def leave(self, *_: Any, **__: Any) -> None:
-        if self.monitor is not None:
-            self.monitor.over.set()
-            with suppress(RuntimeError):  # rank 0 is gone, and the store with it
-                process.store.set(self.monitor.key("left"), "")
-            self.monitor = None
-
-    teardown = on_exception = leave
+    def on_exception(self, *_: Any) -> None:
+        if process.monitor is not None:
+            process.monitor.leave()

@@ -110,7 +110,11 @@ def exit_with_parent(owns_terminal: bool) -> None:
 def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
     """This process's part of a run; what it prints also goes to its log."""
     with process.breakpoints(), process.RankLog(run_dir(cfg), world.rank) if process.owned else nullcontext():
-        return run(cfg, world)
+        try:
+            return run(cfg, world)
+        finally:
+            if process.monitor is not None:
+                process.monitor.leave()
 
 
 def report_out_of_memory(call: Callable[[], None]) -> None:

@@ -281,6 +281,7 @@ def breakpoints() -> Iterator[None]:
 # --- Tunes processes that Lockstep started; restores a caller's process. Free of torch ---
 
 FAILED = "failed"  # in the store: a rank that has ended in failure
+monitor: Any = None  # of callbacks/hang_detector.py, from the setup of the first trainer to the end of the job
 store: Any = None  # of torch.distributed, which the processes of this attempt share (strategies/rendezvous.py)
 trains = False  # whether the status of the run is this process's to write; not in an evaluation of the run
 owned = False  # whether this process exists to run a command; not in a notebook or a caller of `lockstep.train`
