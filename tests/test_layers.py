@@ -71,6 +71,7 @@ PRIVATE = {
     "_foreach_lerp_": "the same",
     "_python_dispatch": "torch's documented module of modes that see every operation",
     "_version": "torch's count of changes to a tensor in place, which its documentation names",
+    "_fields": "documented: the fields of a named tuple, by which it is told from other tuples",
     "_per_s": "how names of rates end",
     "_memory_gib": "how the name of a measured figure ends",
     "_repr_html_": "IPython's documented name of a method that says how a notebook shows an object",

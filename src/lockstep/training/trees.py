@@ -33,7 +33,7 @@ def by_sample(tree: Tree, size: int, samples: Change, other: Change, name: str) 
         if len(tree) == size and not (isinstance(tree, tuple) and all(has_rows(value, size) for value in tree)):
             return samples(tree, name)
         values = [changed(value, f"[{place}]") for place, value in enumerate(tree)]
-        return type(tree)(values) if type(tree) in (list, tuple) else type(tree)(*values)  # a named tuple
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a named tuple
     if isinstance(tree, Mapping):
         new: Any = copy.copy(tree)
         for key, value in tree.items():
