@@ -84,23 +84,33 @@ def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_stops_between_training_and_test_is_named(rank, forked_command, tmp_path):
-    """The processes were monitored within `fit` and `test` only, and a request to the store of a stopped one waits for ever."""
+@pytest.mark.parametrize(
+    ("rank", "name"),
+    [
+        (0, "lockstep.build.evaluate"),
+        (1, "lockstep.build.evaluate"),
+        (0, "lockstep.reporting.recorder.Recorder.__exit__"),
+    ],
+)
+def test_a_process_that_stops_outside_training_and_test_is_named(rank, name, forked_command, tmp_path):
+    """They were monitored within `fit` and `test` only: a request to the store of a stopped one waits for ever, and what rank 0 does
+    in the end is done by it alone."""
     (tmp_path / "hook.py").write_text(f"""
-import os, signal
-from lockstep import build
-original = build.evaluate
+import os, pkgutil, signal
+owner, _, name = "{name}".rpartition(".")
+owner = pkgutil.resolve_name(owner)
+original = getattr(owner, name)
 def hook(*args, **kwargs):
     if os.environ.get("RANK") == "{rank}": os.kill(os.getpid(), signal.SIGSTOP)
     return original(*args, **kwargs)
-build.evaluate = hook
+setattr(owner, name, hook)
 """)
     env = {forked.HOOK: str(tmp_path / "hook.py")}
     done = forked_command(
         "train.py", "run=a", *TWO, "trainer.max_steps=2", "strategy.timeout_s=20", env=env, timeout_s=120
     )
     assert (done.code, f"rank {rank} of 2" in done.err) == (1, True), done
+    assert report(forked_command, "a")["status"] == "failed"
     assert left_over(forked_command.folder) == []
 
 

@@ -17,8 +17,8 @@ LOCKSTEP = SRC / "lockstep"
 # runs the scripts that call `build`. `extras` are not needed to train: scripts use them, and configs name them.
 ORDER = (
     "errors",
-    "compat",
     "machine",
+    "compat",
     "run",
     "config",
     "models",
@@ -223,7 +223,7 @@ CEILINGS = House(
     engine_modules=122,
     extras_lines=1_932,
     extras_modules=16,
-    one_statement_functions=482,
+    one_statement_functions=480,
     functions_with_cfg=114,
     files_with_cfg=19,
     switches=42,

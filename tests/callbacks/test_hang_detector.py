@@ -135,6 +135,30 @@ def test_one_that_answers_and_gets_on_is_waited_for(monitor, ended):
     assert ended[0][0].startswith("rank 1 of 2 hung (in mine.py:1 (f))")
 
 
+def test_one_that_has_done_its_part_watches_and_is_not_waited_for(monitor, ended):
+    seen = {}
+    for of, left in (({}, {1}), ({1: sign(5, 1, quiet_s=3)}, {0})):
+        monitor.answers, monitor.left = of, left
+        monitor.look_for_hanging(seen, 100)
+        monitor.look_for_hanging(seen, 105)
+    assert not ended
+    monitor.look_for_hanging(seen, 111)
+    assert ended[0][0].startswith("rank 1 of 2 hung (no answer")
+
+
+def test_the_last_one_that_ends_its_part_lets_the_others_go(tmp_path, monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(process, "store", store)
+    ranks = [Monitor(store.clone(), "watch/1", rank, 3, 60.0, RunFolder(tmp_path)) for rank in range(3)]
+    waits = threading.Thread(target=ranks[0].leave, kwargs={"failed": False})
+    waits.start()
+    ranks[1].leave(failed=True)
+    assert ranks[1].over.is_set() and not ranks[0].over.is_set()
+    ranks[2].leave(failed=False)
+    waits.join(60)
+    assert ranks[0].over.is_set()
+
+
 def test_a_store_that_does_not_answer_is_rank_0s_or_its_launchers(monitor, ended):
     monitor.answered_s, seen = 100.0, {}
     monitor.look_for_hanging(seen, 106.1)
@@ -193,7 +217,7 @@ def test_stacks_go_to_the_log_once_and_only_when_a_batch_takes_long(tmp_path, mo
     def wait(_: float) -> bool:
         now_s[0] += 5
         monitor.place = (min(3, len(looks)), 0) if len(looks) > 30 else monitor.place
-        monitor.left = True
+        monitor.left, monitor.answered_s = {1}, now_s[0]
         return not looks.pop() if len(looks) > 1 else True
 
     monkeypatch.setattr(monitor.over, "wait", wait)

@@ -28,7 +28,7 @@ import json, os, sys, time
 from pathlib import Path
 from lockstep.errors import OutOfMemory
 from lockstep.launch import local
-from lockstep.launch.local import received_job, report_out_of_memory
+from lockstep.launch.local import received_job, report_end
 cfg, world = received_job()
 local_rank = os.environ["LOCAL_RANK"]
 folder = Path(__file__).parent
@@ -39,11 +39,11 @@ while not all((folder / f"rank{other}").exists() for other in range(world.size))
 what = sys.stdin  # the parent's pipe; never read here
 if (folder / f"fail{local_rank}").exists():
     sys.exit(int((folder / f"fail{local_rank}").read_text()))
-def out_of_memory():
+def out_of_memory(*_):
     raise OutOfMemory("it does not fit", json.loads((folder / f"memory{local_rank}").read_text()))
 if (folder / f"memory{local_rank}").exists():
     local.GRACE_S = 600  # the parent ends it before
-    report_out_of_memory(out_of_memory)
+    report_end(out_of_memory, cfg, world)
 if (folder / f"killed{local_rank}").exists():
     (folder / "vmstat").write_text((folder / f"killed{local_rank}").read_text())
     os.kill(os.getpid(), 9)
@@ -260,6 +260,22 @@ def test_one_that_writes_a_checkpoint_has_time_to_finish_it(part, tmp_path, monk
         assert local.wait([failed, writer], checkpoints=tmp_path) == 3
         assert writer.poll() == (0 if part == "last.ckpt.part" else None)
         ends.join() if ends.is_alive() else writer.kill()
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_one_that_hangs_in_its_exit_handlers_is_ended_if_all_are_done(done, tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "EXIT_S", 0.0)
+    end_files = [tmp_path / "0", tmp_path / "1"]
+    for path in end_files[: 2 if done else 1]:
+        path.touch()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    assert ended.wait(60) == 0
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as hangs:
+        ends = threading.Timer(1.0, lambda: hangs.communicate(b"\n"))
+        ends.start() if not done else None
+        assert local.wait([ended, hangs], end_files) == 0
+        assert hangs.poll() == (None if done else 0)
+        ends.join() if not done else hangs.kill()
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.machine.world import objects_of_all
 from lockstep.run.folder import RunFolder
 from lockstep.training.steps import completes_step, steps_done
 
@@ -37,19 +38,12 @@ class Digests(Callback):
         if not completes_step(trainer, batch_idx):
             return
         arithmetic: Any = pl_module.arithmetic  # of logical ranks: the option needs them
-        losses = self.of_all_ranks(arithmetic.losses)
+        own = {rank: digest(loss.reshape(1)) for rank, loss in arithmetic.losses.items()}
+        losses = sorted(pair for found in objects_of_all(own) for pair in found.items())
         weights = [(name, digest(tensor)) for name, tensor in pl_module.state_dict().items()]
         if trainer.is_global_zero:
             parts = {"loss of logical rank": losses, "gradient": self.gradients, "weight": weights}
-            for_all = ((what, *pair) for what, named in parts.items() for pair in named)
-            columns = ("step", "what", "name", "digest")
-            self.csv.append(*(dict(zip(columns, (steps_done(trainer), *row), strict=True)) for row in for_all))
-
-    @staticmethod
-    def of_all_ranks(losses: dict[int, Tensor]) -> list[tuple[str, str]]:
-        own = {rank: digest(loss.reshape(1)) for rank, loss in losses.items()}
-        gathered: list[Any] = [own]
-        if torch.distributed.is_initialized():
-            gathered = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(gathered, own)
-        return [(str(rank), value) for rank, value in sorted(pair for found in gathered for pair in found.items())]
+            found = [
+                {"what": what, "name": name, "digest": bits} for what, named in parts.items() for name, bits in named
+            ]
+            self.csv.append(*({"step": steps_done(trainer), **row} for row in found))

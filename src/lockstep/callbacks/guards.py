@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, step_of
 from lockstep.compat.torch import CollectiveCounter
 from lockstep.errors import LossNotFinite, TrainingFailed, UserError, did_you_mean
+from lockstep.machine.world import objects_of_all
 from lockstep.training.steps import completes_step, has_row, steps_done
 from lockstep.training.workload import workload
 
@@ -59,9 +59,7 @@ class FiniteLoss(Callback):
 
     def message(self, trainer: Trainer) -> str:
         """Every process must call it."""
-        everyone: list[Any] = [self.first()] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(everyone, everyone[trainer.global_rank])
+        everyone = objects_of_all(self.first())
         step, rank = min((first[0], rank) for rank, first in enumerate(everyone) if first)
         _, loss, samples = everyone[rank]
         where = f" on rank {rank}" if trainer.world_size > 1 else ""
@@ -107,9 +105,7 @@ class MonitorGuard(Callback):
                 self.save(trainer)
             again = " resume=auto to continue" if self.save else ""
             name = workload(trainer.lightning_module, trainer.datamodule).title  # type: ignore[attr-defined]
-            last = (
-                ", or checkpoint.monitor=null to keep the last checkpoint only" if key == "checkpoint.monitor" else ""
-            )
+            last = ", or checkpoint.monitor=null to keep only the last" if key == "checkpoint.monitor" else ""
             raise TrainingFailed(
                 f"{key}={monitor} is not logged by {name}, which logs {', '.join(logged) or 'nothing'}{did_you_mean(monitor, logged)}. "
                 f"Set {key}=<one of them>{again}{last}."
@@ -164,10 +160,9 @@ class CollectivesGuard(Callback):
         del vars(task)["loss"], vars(task)["outputs"]
         vars(task).update(self.own)
         self.own = None
-        if not self.counter.count:
-            return
-        raise UserError(
-            f"{type(task).__name__} communicates between processes in its loss or outputs, and {self.division} divides each process's samples: the "
-            "result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes without "
-            f"communicating; then leave {self.division} out."
-        )
+        if self.counter.count:
+            raise UserError(
+                f"{type(task).__name__} communicates between processes in its loss or outputs, and {self.division} divides each process's samples: "
+                "the result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes "
+                f"without communicating; then leave {self.division} out."
+            )

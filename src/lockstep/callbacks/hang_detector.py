@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +24,7 @@ from lockstep.run.folder import RunFolder
 
 QUIET, PATIENCE = 0.75, 0.1  # fractions of strategy.timeout_s: without a batch, and without an answer; together below 1
 LOOK_S = 2.0  # seconds between two looks, at most
+FOR_EVER = timedelta(days=20)  # torch counts milliseconds in 32 bits
 END_S, SAVE_S = 6.0, 60.0  # seconds for a process to end by itself after another failed, and more while it saves
 LIBRARIES = f"lib{os.sep}python"
 WAITING = tuple(f"torch{os.sep}{part}{os.sep}" for part in ("distributed", "autograd"))  # DDP waits in backward
@@ -74,34 +76,41 @@ class Monitor:
         self.answers: dict[int, Heartbeat] = {}
         self.answered_s = time.monotonic()
         self.failed: int | None = None  # a rank
-        self.left = False  # whether a process has ended its part
+        self.left: set[int] = set()  # the ranks that have ended their part
         self.store_ended = False  # with the process that keeps it, which has said why
 
     def start(self) -> None:
         for loop in (self.exchange, self.decide):
             threading.Thread(target=loop, daemon=True).start()
 
-    def leave(self) -> None:
+    def leave(self, *, failed: bool) -> None:
+        """Ends this process's part. One that has done it stays to watch the others: rank 0 may hang while it writes the report."""
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
-            process.store.set(f"{self.name}/left", "")
-        self.over.set()  # not before: where rank 0 is stopped, the request waits for ever
+            process.store.set(f"{self.name}/left/{self.rank}", "")
+            if process.store.add(f"{self.name}/left", 1) == self.size:
+                process.store.set(f"{self.name}/over", "")
+            elif not failed:
+                process.store.wait([f"{self.name}/over"], FOR_EVER)
+        self.over.set()  # not before: where rank 0 is stopped, the requests wait for ever
         process.monitor = None
 
     def exchange(self) -> None:
         try:
             while not self.over.wait(self.look_s):
                 self.store.set(f"{self.name}/{self.rank}", json.dumps(asdict(self.heartbeat)))
-                self.left = self.store.check([f"{self.name}/left"])
                 if self.store.check([process.FAILED]):
                     self.failed = int(self.store.get(process.FAILED))
                 if self.heartbeat.quiet_s > self.limit_s:
-                    there = [rank for rank in range(self.size) if self.store.check([f"{self.name}/{rank}"])]
-                    self.answers = {
-                        rank: Heartbeat(**json.loads(self.store.get(f"{self.name}/{rank}"))) for rank in there
-                    }
+                    left = self.ranks_with("left/")
+                    names = {rank: f"{self.name}/{rank}" for rank in self.ranks_with("") - left}
+                    answers = {rank: Heartbeat(**json.loads(self.store.get(name))) for rank, name in names.items()}
+                    self.left, self.answers = left, answers
                 self.answered_s = time.monotonic()
         except RuntimeError:
             self.store_ended = True
+
+    def ranks_with(self, key: str) -> set[int]:
+        return {rank for rank in range(self.size) if self.store.check([f"{self.name}/{key}{rank}"])}
 
     def decide(self) -> None:
         place, since_s, failed_s = self.place, time.monotonic(), float("inf")
@@ -131,16 +140,17 @@ class Monitor:
                 saving = any(self.folder.checkpoints.glob("*.part"))
                 if now_s > failed_s + saving * SAVE_S:
                     self.end(f"ended, because rank {self.failed} failed", reports=True)
-            if quiet_s > self.limit_s and not self.left:
+            if quiet_s > self.limit_s:
                 self.look_for_hanging(seen, now_s)
 
     def look_for_hanging(self, seen: dict[int, tuple[int, float]], now_s: float) -> None:
-        beats = self.answers | {self.rank: self.heartbeat}
-        for rank in range(self.size):
+        beats = self.answers | ({} if self.rank in self.left else {self.rank: self.heartbeat})
+        for rank in set(range(self.size)) - self.left:
             beat = beats[rank].beat if rank in beats else -1
             if rank not in seen or seen[rank][0] != beat:
                 seen[rank] = beat, now_s
-        silent = [rank for rank, (_, s) in seen.items() if rank != self.rank and now_s - s > self.patience_s]
+        others = {rank: s for rank, (_, s) in seen.items() if rank not in {self.rank, *self.left}}
+        silent = [rank for rank, s in others.items() if now_s - s > self.patience_s]
         if lost := now_s - self.answered_s > self.patience_s:  # all are silent then
             silent = [0]
         ranks = hanging(beats, silent, self.limit_s)
@@ -149,11 +159,10 @@ class Monitor:
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         who += f" of {self.size}" + (", or the launcher that keeps its store," if lost else "")
         how = "no answer, as from a stopped process" if silent else f"in {beats[ranks[0]].where}"
-        first = self.rank == min(set(range(self.size)) - set(silent))
         self.end(
             f"{who} hung ({how}) and the others waited for it: no batch was finished for {self.heartbeat.quiet_s:.0f} s, at "
             f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.folder.log_file}.",
-            reports=not self.store_ended and (lost or first),
+            reports=not self.store_ended and (lost or self.rank == min(set(range(self.size)) - set(silent))),
         )
 
     def end(self, message: str, *, reports: bool) -> NoReturn:
@@ -178,9 +187,8 @@ class HangDetector(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if trainer.world_size > 1 and process.store is not None and process.monitor is None:
-            place, folder = (trainer.global_rank, trainer.world_size), RunFolder(trainer.default_root_dir)
-            name = f"watch/{next(monitors)}"
-            process.monitor = Monitor(process.store.clone(), name, *place, self.timeout_s, folder)
+            store, name, folder = process.store.clone(), f"watch/{next(monitors)}", RunFolder(trainer.default_root_dir)
+            process.monitor = Monitor(store, name, trainer.global_rank, trainer.world_size, self.timeout_s, folder)
             process.monitor.start()
 
     def move_on(self, *_: Any, **__: Any) -> None:
@@ -198,4 +206,4 @@ class HangDetector(pl.Callback):
 
     def on_exception(self, *_: Any) -> None:
         if process.monitor is not None:
-            process.monitor.leave()
+            process.monitor.leave(failed=True)

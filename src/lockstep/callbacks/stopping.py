@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
@@ -76,15 +76,13 @@ class Preemption(Callback):
 
     on_test_start = on_predict_start = on_validation_start
 
-    def on_test_batch_start(self, *_: Any) -> None:
+    def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Everything is saved already, so processes need not agree."""
         if process.received:
-            raise self.kind()(f"ended by {process.received[0].name} during the test; {AGAIN}.")
+            told = f"test; {AGAIN}" if trainer.testing else "prediction; nothing was written. Run it again"
+            raise self.kind()(f"ended by {process.received[0].name} during the {told}.")
 
-    def on_predict_batch_start(self, *_: Any) -> None:
-        if process.received:
-            by = process.received[0].name
-            raise self.kind()(f"ended by {by} during the prediction; nothing was written. Run it again.")
+    on_predict_batch_start = cast(Any, on_test_batch_start)
 
     def kind(self) -> type[Preempted]:
         return Interrupted if process.received[:1] == [signal.SIGINT] else Preempted

@@ -16,6 +16,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
+from lockstep.machine.world import objects_of_all
+
 ENDS = "lengths_by_batch"  # the attribute of a metric for the lengths of its list states after each batch
 MISSING = object()
 PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
@@ -65,13 +67,8 @@ def of_all_processes(metrics: Sequence[Metric]) -> Iterator[None]:
     order. A state with dist_reduce_fx="mean" is the mean over processes, whatever their shares.
     """
     found, before = parts(metrics), []
-    if (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    ):
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, [sent(metric) for metric in found])
+    everyone = objects_of_all([sent(metric) for metric in found])
+    if len(everyone) > 1:
         for metric, *given in zip(found, *everyone, strict=True):
             new = joined(metric, given) | {"distributed_available_fn": None}  # or compute would gather again
             before.append((vars(metric), {name: vars(metric).get(name, MISSING) for name in new}))

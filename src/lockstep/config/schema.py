@@ -102,10 +102,6 @@ def is_duration(v: Any) -> bool:
     return bool(re.fullmatch(r"\d{1,6}:\d\d:\d\d:\d\d", str(v))) and any(char in "123456789" for char in str(v))
 
 
-def is_pair(v: Any, *kinds: Callable[[Any], bool]) -> bool:
-    return isinstance(v, list) and len(v) == 2 and all(kind(each) for kind, each in zip(kinds, v, strict=True))
-
-
 def is_text(v: Any) -> bool:
     """Also a path: each name in it can be one of a file."""
     return isinstance(v, str) and v != "" and "\0" not in v and all(len(n.encode()) <= LONGEST for n in v.split("/"))
@@ -113,7 +109,6 @@ def is_text(v: Any) -> bool:
 
 # --- The values that each config key accepts. Free of torch, like all checks of a config ---
 
-pass  # MOVED  # fmt: skip
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 
@@ -252,7 +247,10 @@ KEYS: dict[str, Kind] = {
         "[layer1.*]",
     ),
     "callbacks.freeze.unfreeze": Kind(
-        lambda v: isinstance(v, list) and all(is_pair(each, is_text, whole(0, 1).accepts) for each in v),
+        lambda v: (
+            isinstance(v, list)
+            and all(isinstance(x, list) and len(x) == 2 and is_text(x[0]) and whole(0, 1).accepts(x[1]) for x in v)
+        ),
         "pairs of a pattern of parameter names and an epoch",
         "[[layer4.*,1]]",
     ),

@@ -71,7 +71,7 @@ def decided(job: Job) -> Launch:
     launch = partial(Launch, job.script.parent)
     try:
         if (received := local.received_job()) is not None:
-            todo = partial(local.report_out_of_memory, partial(local.in_run, job.run, *received))
+            todo = partial(local.report_end, job.run, *received)
             return launch(todo, received[1].rank, is_one_of_several=True)
         if (given := sweeps.received_config()) is not None:
             return launch(partial(start, job, *given))

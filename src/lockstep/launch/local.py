@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,11 @@ from lockstep.run.folder import RunFolder
 # (Lightning#11300). Here each process gets the resolved config of its job, and LOCAL_RANK tells Lightning that it is started.
 
 JOB = "LOCKSTEP_JOB"
-ERROR_FILE = "LOCKSTEP_ERROR_FILE"  # where a process reports that memory ran out
+END_FILE = "LOCKSTEP_END_FILE"  # where a process reports that its part is done (empty), or that memory ran out
 # Seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s.
 FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
+EXIT_S = 60.0  # for exit handlers, when all is done
 GRACE_S = 10.0  # seconds between the request to end and the kill
 
 
@@ -109,22 +110,25 @@ def exit_with_parent(owns_terminal: bool) -> None:
 
 def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
     """This process's part of a run; what it prints also goes to its log."""
-    with process.breakpoints(), process.RankLog(run_dir(cfg), world.rank) if process.owned else nullcontext():
-        try:
-            return run(cfg, world)
-        finally:
-            if process.monitor is not None:
-                process.monitor.leave()
+    log = process.RankLog(run_dir(cfg), world.rank) if process.owned else nullcontext()
+    with process.breakpoints(), log, ExitStack() as end:
+        end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
+        return run(cfg, world)
 
 
-def report_out_of_memory(call: Callable[[], None]) -> None:
-    """Runs `call`. When memory runs out, reports it to the parent and waits until the parent ends all processes.
+def report_end(run: Run, *job: Any) -> None:
+    """`in_run`, telling the parent that this process's part is done, or that memory ran out; then waits until the parent ends all.
 
     If this process ended first, each of the others would fail with a traceback about a lost connection.
     """
-    path = Path(os.environ.pop(ERROR_FILE))
+    path = Path(os.environ.pop(END_FILE))
+
+    def reported(*job: Any) -> None:
+        run(*job)
+        path.touch()  # before it waits for the others
+
     try:
-        call()
+        in_run(reported, *job)
     except OutOfMemory as e:
         write_text(path, json.dumps(e.args))
         time.sleep(GRACE_S)
@@ -141,10 +145,10 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
     """
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, held_port() as port:
-        error_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
+        end_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
         kills = kernel_kills()
-        code, rank = run_and_wait(script, cfg, world, error_files, port)
-        errors = [OutOfMemory(*json.loads(path.read_text())) for path in error_files if path.exists()]
+        code, rank = run_and_wait(script, cfg, world, end_files, port)
+        errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_text())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
@@ -157,20 +161,18 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
 
 
-def run_and_wait(
-    script: Path, cfg: DictConfig, world: World, error_files: Sequence[Path], port: int
-) -> tuple[int, int]:
+def run_and_wait(script: Path, cfg: DictConfig, world: World, end_files: Sequence[Path], port: int) -> tuple[int, int]:
     """The first exit code that is not 0, and the rank of its process; or 0."""
     if script.stem not in EVALUATIONS or process.debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
     processes = []
-    for local_rank, path in enumerate(error_files):
-        env, rank = environment(cfg, world, local_rank, port) | {ERROR_FILE: str(path)}, world.rank + local_rank
+    for local_rank, path in enumerate(end_files):
+        env, rank = environment(cfg, world, local_rank, port) | {END_FILE: str(path)}, world.rank + local_rank
         terminal = None if rank == process.debug_rank else subprocess.PIPE
         out = None if rank == (process.debug_rank or 0) else subprocess.DEVNULL
         processes.append(subprocess.Popen([sys.executable, str(script)], env=env, stdin=terminal, stdout=out))
     try:
-        code = wait(processes, error_files, run_dir(cfg) / "checkpoints")
+        code = wait(processes, end_files, run_dir(cfg) / "checkpoints")
         return code, world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
     finally:
         for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
@@ -183,12 +185,13 @@ def run_and_wait(
 
 
 def wait(
-    processes: list[subprocess.Popen[bytes]], error_files: Sequence[Path] = (), checkpoints: Path | None = None
+    processes: list[subprocess.Popen[bytes]], end_files: Sequence[Path] = (), checkpoints: Path | None = None
 ) -> int:
     """0 when all processes succeed, else the first other exit code, after FAILING_S for the others to fail too.
 
-    A process that has written its error file waits to be ended, and counts as failed with exit code 1. Signals that warn this
-    process are passed on: the processes save what they have and end.
+    A process that has reported that memory ran out waits to be ended, and counts as failed with exit code 1. When all have reported
+    that they are done, they have EXIT_S for what Python does at exit. Signals that warn this process are passed on: the processes
+    save what they have and end.
     """
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
@@ -197,12 +200,15 @@ def wait(
                 child.send_signal(warning)
             passed_on += 1
         codes = [child.poll() for child in processes]
-        waiting = sum(path.exists() for path in error_files)
+        told = [path.read_text() for path in end_files if path.exists()]
+        waiting = len([error for error in told if error])
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
             saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
             first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
+        elif deadline == float("inf") and told.count("") == len(processes):
+            deadline = time.monotonic() + EXIT_S
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)

@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -177,6 +178,18 @@ def available(accelerator: str) -> int | None:
 def rank_of(env: Mapping[str, str] = os.environ) -> int:
     """This process's rank, known before the config; 0 if it is the only process."""
     return number(env, "SLURM_PROCID" if external_launcher(env) == "slurm" else "RANK", default=0)
+
+
+def objects_of_all(value: Any) -> list[Any]:
+    """The objects of all processes of a run by rank, where `value` is this one's; called on every rank. Imports torch."""
+    import torch
+
+    dist: Any = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
 
 
 def device_count(devices: int | str | list[int], accelerator: str, *, one_device: bool) -> int:

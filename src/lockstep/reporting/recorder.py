@@ -166,10 +166,10 @@ class Recorder:
             self.logs.open(self.folder.path)
         if outcome.error:  # train.log gets the traceback of an unexpected error
             logging.getLogger("lockstep").info("%s", outcome.error, exc_info=None if outcome.is_explained else error)
+        from lockstep.reporting.page import show_run, write_page
+
         panels = [*self.panels, *(panel for more in from_callbacks(self.trainer, "report_panels") for panel in more)]
         if not is_refused:
-            from lockstep.reporting.page import write_page
-
             self.folder.write_report(self.report)  # first, because a logger's server may take its time
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
                 write_page(self.info, self.report, self.module, panels)
@@ -182,8 +182,6 @@ class Recorder:
             if not self.folder.has_config():
                 gone = f"{self.folder.config_file} was removed while the run was going on: eval.py needs it."
                 print(f"WARNING: {gone}", file=sys.stderr)
-            from lockstep.reporting.page import show_run
-
             show_run(self.info, self.report, self.module)
 
     @cached_property

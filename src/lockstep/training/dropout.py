@@ -169,7 +169,7 @@ class Alpha(ByRow):
 
 
 class AlphaByChannel(Alpha, ByChannel):
-    pass
+    """Keeps or drops whole channels (`FeatureAlphaDropout`)."""
 
 
 class BySample(ByRow):

@@ -18,6 +18,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Batch
 from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
+from lockstep.machine.world import objects_of_all
 from lockstep.tasks import Task
 from lockstep.tasks.panel import EXACT
 from lockstep.training.tree_reduction import tree_sum
@@ -99,9 +100,7 @@ def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> t
     def of_batch(value: Any, _: str) -> Any:
         if isinstance(value, Tensor):
             return gather(value)
-        every: list[Any] = [None] * world
-        # over the CPU: a tensor would arrive on the sender's GPU
-        torch.distributed.all_gather_object(every, move_data_to_device(value, "cpu"))
+        every = objects_of_all(move_data_to_device(value, "cpu"))  # a tensor would arrive on the sender's GPU
         return move_data_to_device([item for part in every for item in part], batch["index"].device)
 
     def refused(value: Any, name: str) -> Any:
