@@ -143,6 +143,8 @@ def whole_of_two(monkeypatch, output: Any, batch: Batch) -> tuple[Any, Batch]:
         for part in parts:
             part.copy_(own)
 
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather_object", exchange)
     monkeypatch.setattr(torch.distributed, "all_gather", gather)
     task, trainer = SimpleNamespace(between_samples=True), SimpleNamespace(global_rank=0, world_size=2)
