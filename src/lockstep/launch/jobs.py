@@ -39,9 +39,8 @@ def script(name: str) -> Path:
     """Raises UserError: there is no script of that name."""
     found = scripts()
     if name not in found:
-        raise UserError(
-            f"lockstep {name}: there is no such command{did_you_mean(name, list(found))}; use one of {', '.join(found)}."
-        )
+        hint = did_you_mean(name, found)
+        raise UserError(f"lockstep {name}: there is no such command{hint}; use one of {', '.join(found)}.")
     return found[name]
 
 

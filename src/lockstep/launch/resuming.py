@@ -12,7 +12,7 @@ from lockstep.checkpoints.finding import outline, step_of
 from lockstep.config.batches import accumulated
 from lockstep.config.checks import without_effect
 from lockstep.config.compose import dotted, is_group, key_of
-from lockstep.config.identity import name_of_job, restarted
+from lockstep.config.identity import name_of_job, restarted, run_dir
 from lockstep.config.project import command
 from lockstep.config.rules import batches_of, epochs_of
 from lockstep.config.schema import PREDICT, RECIPES
@@ -26,46 +26,27 @@ from lockstep.run.folder import RunFolder, find_run
 # Another network does not fit the checkpoint. Another split would validate on images that were trained on. Other batches would
 # repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
 FIXED = (
-    "task._target_",
-    "model._target_",
-    "model.name",
-    "data._target_",
-    "data.val_fraction",
-    "data.folds",
-    "data.fold",
-    "data.limit_train",
-    "data.balance",
-    "data.batch_size",
-    "data.repeats",
-    "exact.shards",
-    "exact.threads",
-    "seed",
-    "optim",
-    "callbacks.ema",
-)
-
-
-def values(cfg: DictConfig, key: str) -> dict[str, Any]:
-    """The values at and below `key`, by their dotted keys."""
-    return dotted(plain(OmegaConf.select(cfg, key)), key)
+    "task._target_", "model._target_", "model.name", "seed", "optim", "callbacks.ema", "exact.shards", "exact.threads",
+    "data._target_", "data.val_fraction", "data.folds", "data.fold", "data.limit_train", "data.balance", "data.batch_size", "data.repeats",
+)  # fmt: skip
 
 
 def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
     """Where the resumed run `cfg` differs from `saved` in what must stay."""
-    now, then = ({key: value for fixed in FIXED for key, value in values(c, fixed).items()} for c in (cfg, saved))
+
+    def fixed(config: DictConfig) -> dict[str, Any]:
+        return {key: value for at in FIXED for key, value in dotted(plain(OmegaConf.select(config, at)), at).items()}
+
+    now, then = fixed(cfg), fixed(saved)
     for key in {**now, **then}:
         if now.get(key) != then.get(key):
-            yield (
-                f"{key}={now.get(key)} cannot be changed when resuming; the run has {then.get(key)}. "
-                "Pass init_from=<run> for a new run."
-            )
+            kept = f"cannot be changed when resuming; the run has {then.get(key)}"
+            yield f"{key}={now.get(key)} {kept}. Pass init_from=<run> for a new run."
     parts, before = (c.trainer.accumulate_grad_batches for c in (cfg, saved))
     for key in ("limit_train_batches", "val_check_interval"):  # integers count micro-batches
         if parts != before and isinstance(cfg.trainer[key], int):
-            yield (
-                f"trainer.accumulate_grad_batches={parts} cannot be changed in a run with trainer.{key}={cfg.trainer[key]}, which "
-                f"counts micro-batches; there it is {before}. Set trainer.accumulate_grad_batches={before}."
-            )
+            counts = f"in a run with trainer.{key}={cfg.trainer[key]}, which counts micro-batches; there it is {before}"
+            yield f"trainer.accumulate_grad_batches={parts} cannot be changed {counts}. Set trainer.accumulate_grad_batches={before}."
 
 
 # --- The config of a run that starts from an earlier one: `resume=`, `init_from=`, and `run=` or `checkpoint=` of eval.py and predict.py ---
@@ -73,27 +54,13 @@ def changes(cfg: DictConfig, saved: DictConfig) -> Iterator[str]:
 MACHINE = ("strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.sync_batchnorm")
 # Keys of these values are decided when the run first begins, then kept.
 AUTO = {
-    "trainer.precision": "auto",
-    "trainer.log_every_n_steps": "auto",
-    "data.num_workers": "auto",
-    "data.mean": "model",
-    "data.std": "model",
-}
+    "trainer.precision": "auto", "trainer.log_every_n_steps": "auto", "data.num_workers": "auto", "data.mean": "model", "data.std": "model",
+    "seed": None,
+}  # fmt: skip
 TRAINING = (  # keys without effect in an evaluation
-    "augment",
-    "data.repeats",
-    "optim",
-    "schedule",
-    "callbacks",
-    "logger",
-    "checkpoint.",
-    "resume",
-    "init_from",
-    "experiment",
-    "debug",
-    "seed",
-    "trainer.accumulate_grad_batches",
-)
+    "augment", "data.repeats", "optim", "schedule", "callbacks", "logger", "checkpoint.", "resume", "init_from", "experiment", "debug",
+    "seed", "trainer.accumulate_grad_batches",
+)  # fmt: skip
 
 
 def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> DictConfig:
@@ -117,28 +84,34 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
         UserError: there is nothing to continue, or the run directory is taken.
     """
     cfg = composed.copy()
-    if cfg.init_from and cfg.resume not in (None, "auto"):
-        raise UserError(
-            f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
-            "Pass resume=auto to start run=<name> from weights, and to continue it once it has begun."
-        )
-    if cfg.resume == "auto" and not cfg.trainer.enable_checkpointing:
-        raise UserError("resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them.")
+    raise_problems(contradictions(cfg))
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = name_of_job(cfg)
-        again = cfg.run is not None and RunFolder(Path(cfg.runs_dir, cfg.run)).has_config()
-        if again and not cfg.resume and not restarted() and world_of(cfg).external is None:
+        if has_begun(cfg) and not cfg.resume and not restarted() and world_of(cfg).external is None:
             cfg.run = None  # a second command in the same SLURM job
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
         cfg.resume = "auto"  # the system restarted this command: continue in the same directory
     if cfg.resume:
         return resumed(cfg, overrides)
     # only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made
-    if world_of(cfg).rank == 0 and cfg.run and RunFolder(Path(cfg.runs_dir, str(cfg.run))).has_config():
-        raise UserError(
-            f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists. Pass resume=auto to continue it, or another name."
-        )
+    if world_of(cfg).rank == 0 and has_begun(cfg):
+        place = f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists"
+        raise UserError(f"{place}. Pass resume=auto to continue it, or another name.")
     return from_weights(cfg)
+
+
+def contradictions(cfg: DictConfig) -> Iterator[str]:
+    if cfg.init_from and cfg.resume not in (None, "auto"):
+        yield (
+            f"resume={cfg.resume} and init_from exclude each other: continue a run, or start a new one from weights. "
+            "Pass resume=auto to start run=<name> from weights, and to continue it once it has begun."
+        )
+    if cfg.resume == "auto" and not cfg.trainer.enable_checkpointing:
+        yield "resume=auto has no effect with trainer.enable_checkpointing=false. Remove one of them."
+
+
+def has_begun(cfg: DictConfig) -> bool:
+    return cfg.run is not None and RunFolder(run_dir(cfg)).has_config()
 
 
 def from_weights(cfg: DictConfig) -> DictConfig:
@@ -149,33 +122,30 @@ def from_weights(cfg: DictConfig) -> DictConfig:
 
 
 def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    run_dir, checkpoint = finding.resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
+    place, checkpoint = finding.resume_point(str(cfg.resume), cfg.run, cfg.runs_dir)
+    before = RunFolder(place)
     if checkpoint is None:
         cfg.resume = None
-        return same_identity(from_weights(cfg), RunFolder(run_dir))
-    RunFolder(run_dir).validate()
-    saved = RunFolder(run_dir).config()
+        return same_identity(from_weights(cfg), before)
+    before.validate()
+    saved, place, runs_dir = before.config(), place.resolve(), Path(cfg.runs_dir).resolve()
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
     # With a recipe on the command line, that is the whole config again; otherwise keys that were not passed stay as they were.
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
     result = cfg.copy() if recipe else merged(saved, cfg, own)
-    runs_dir, run_dir = Path(cfg.runs_dir), run_dir.resolve()
-    inside = run_dir.is_relative_to(runs_dir.resolve())  # the run may have been moved there
-    own_name = str(run_dir.relative_to(runs_dir.resolve())) if inside else str(saved.run)
+    inside = place.is_relative_to(runs_dir)  # the run may have been moved there
+    own_name = str(place.relative_to(runs_dir) if inside else saved.run)
     with open_dict(result):
         for key, undecided in AUTO.items():
             if OmegaConf.select(result, key) == undecided:
                 OmegaConf.update(result, key, OmegaConf.select(saved, key))
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
-        result.seed = saved.seed if result.seed is None else result.seed  # the seed is drawn only once
     set_aside(result, own)
-    if world_of(result).rank == 0 and result.run != own_name and RunFolder(runs_dir / result.run).has_config():
-        raise UserError(
-            f"run={result.run}: {cfg.runs_dir}/{result.run} is another run. Remove run, or pass another name."
-        )
+    if world_of(result).rank == 0 and result.run != own_name and has_begun(result):
+        raise UserError(f"run={result.run}: {run_dir(result)} is another run. Remove run, or pass another name.")
     raise_problems(changes(result, saved))
-    return same_identity(result, RunFolder(run_dir)) if result.run == own_name else result
+    return same_identity(result, before) if result.run == own_name else result
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
@@ -212,13 +182,12 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         typed, more = command(job), " input=<folder>" if job == "predict" else ""
         raise UserError(f"Run {typed} run=<name>{more}, or {typed} checkpoint=<path>{more}; one of the two.")
     if composed.run is not None:
-        run_dir = find_run(str(composed.run), composed.runs_dir, key="run").path
-        checkpoint = outline(finding.checkpoint_of_report(run_dir))
+        folder = find_run(str(composed.run), composed.runs_dir, key="run")
+        checkpoint = outline(finding.checkpoint_of_report(folder.path))
     else:
         checkpoint = outline(finding.complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint"))
-        run_dir = checkpoint.path.resolve().parents[1]
+        folder = RunFolder(checkpoint.path.resolve().parents[1])
     # a checkpoint that was moved out of its run directory has the config as well
-    folder = RunFolder(run_dir)
     saved = folder.config() if folder.has_config() else OmegaConf.create(checkpoint.config)
     predicts = job == "predict"
     what = ("run", "runs_dir", "checkpoint", "debug_rank", *(PREDICT if predicts else ()))  # the command's own keys
@@ -227,7 +196,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         raise UserError(f"{idle[0]} has no effect in {'a prediction' if predicts else 'an evaluation'}. Remove it.")
     cfg = merged(saved, composed, [*own, *MACHINE])
     with open_dict(cfg):
-        cfg.runs_dir = composed.runs_dir if composed.run is not None else str(run_dir.parent)
+        cfg.runs_dir = composed.runs_dir if composed.run is not None else str(folder.path.parent)
         cfg.run = str(saved.run if composed.run is None else composed.run)
         cfg.resume, cfg.init_from, cfg.checkpoint.sharded = None, str(checkpoint.path), False
         cfg.callbacks, cfg.trainer.accumulate_grad_batches = {}, 1
@@ -237,10 +206,6 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
 # --- A finished run that is started again, with nothing left to train ---
 
 PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that change nothing of the training
-
-
-def training(cfg: DictConfig) -> dict[str, Any]:
-    return {key: value for key, value in dotted(plain(cfg)).items() if not key.startswith(PLACE)}
 
 
 def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
@@ -266,7 +231,8 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
     if 0 < cfg.trainer.max_steps <= steps:
         longer.append(f"trainer.max_steps={2 * steps}")
     reached = bool(longer and per_epoch)
-    if not reached and training(cfg) != training(folder.config()):
+    now, then = (dotted(plain(config)) for config in (cfg, folder.config()))
+    if not reached and any(now.get(key) != then.get(key) for key in {**now, **then} if not key.startswith(PLACE)):
         return None
     early = ["trainer.max_time=<longer>"] if cfg.trainer.max_time else []
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]

@@ -76,15 +76,12 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
     else:
         wrong = list(dict.fromkeys(name for pair in contradictions(env, launcher) for name in pair))
         what = " contradict each other"
-    if not wrong:
-        return []
     # A launcher's variables go together: without one of them the others are refused.
     families = [{STARTED_BY[who], *NEEDED[who], *chain.from_iterable(PLACES[who])} for who in NEEDED]
     together = set(wrong).union(*(family for family in families if family & {*wrong, *missing}))
     found, unset = ", ".join(f"{name}={env[name]}" for name in wrong), " ".join(sorted(together & env.keys()))
-    return [
-        f"{found} in the environment{what}. If they are left over from another job, type unset {unset}, then the command again."
-    ]
+    problem = f"{found} in the environment{what}. If they are left over from another job, type unset {unset}, then the command again."
+    return [problem] if wrong else []
 
 
 # --- The processes and devices of a run. Free of torch ---
