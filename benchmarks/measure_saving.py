@@ -25,7 +25,7 @@ from sections import write_section
 
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import run_dir
-from lockstep.launch.local import received_job, run_processes
+from lockstep.launch.local import received, run_processes
 from lockstep.machine.world import World, world_of
 from lockstep.run.report import versions
 
@@ -185,7 +185,7 @@ what steps beside a write take longer, together. Made by `python benchmarks/meas
 """
 
 if __name__ == "__main__":
-    if job := received_job():
-        timed_run(*job)
+    if (job := received()) and job.world:
+        timed_run(job.config, job.world)
     else:
         sys.exit(main())

@@ -82,8 +82,7 @@ def noted(stages: int) -> None:
 
     def alone(script: Path, cfg: Any, world: World) -> None:
         with local.held_port() as port:
-            os.environ.update(local.environment(cfg, world, 0, port))
-        os.environ.pop(local.JOB)
+            os.environ.update(local.environment(world, port))
         jobs.load(script)(cfg, world)
 
     stage: Any = start

@@ -19,13 +19,25 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
 from typing import Any
 
-__all__ = ["DEVNULL", "HOOK", "PIPE", "STDOUT", "Popen", "TimeoutExpired", "call", "start_server"]
+__all__ = [
+    "DEVNULL",
+    "HOOK",
+    "PIPE",
+    "STDOUT",
+    "Popen",
+    "TimeoutExpired",
+    "call",
+    "start_server",
+    "until",
+    "working_in",
+]
 
 ADDRESS = "TEST_FORK_SERVER"
 HOOK = "TEST_HOOK"  # a file that a process runs before its script: to change what the script is about to use
@@ -33,7 +45,7 @@ START_S = 300.0  # for the imports on a busy machine
 
 
 class Popen:
-    """`python <script> [args]`, forked; what launch/local.py and launch/sweeps.py use of subprocess.Popen."""
+    """`python <script> [args]`, forked; what launch/local.py uses of subprocess.Popen."""
 
     def __init__(self, command: list[str], *, cwd: Any = None, env: dict[str, str] | None = None, stdin: Any = None,
                  stdout: Any = None, stderr: Any = None, start_new_session: bool = False) -> None:  # fmt: skip
@@ -107,6 +119,26 @@ class Popen:
 def call(file: str, function: str, *arguments: str) -> Popen:
     """A function of a test file, with texts as arguments."""
     return Popen([sys.executable, str(Path(__file__).with_name("called.py")), file, function, *arguments])
+
+
+# --- what tests ask of processes ---
+
+
+def until(true: Callable[[], Any], limit_s: float = 180) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"it did not come true in {limit_s:.0f} s"
+        time.sleep(0.05)
+
+
+def working_in(folder: Path) -> list[str]:
+    """The processes whose working directory that is, in whatever session they are."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (path / "cwd").readlink() == folder and (path / "cmdline").read_bytes():
+                found.append(path.name)
+    return found
 
 
 # --- the server ---
@@ -270,10 +302,10 @@ def in_this_process() -> None:
     import kills
     import torch
 
-    from lockstep.launch import local, sweeps
+    from lockstep.launch import local
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     this: Any = sys.modules[__name__]
-    local.subprocess = sweeps.subprocess = this
+    local.subprocess = this
     if os.environ.get(kills.RANK, "") == os.environ.get("RANK"):
         kills.count_events()

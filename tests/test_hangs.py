@@ -1,6 +1,5 @@
 """A process that hangs, or that fails where the others do not notice, ends the whole run; and Ctrl-C on several processes."""
 
-import json
 import os
 import re
 import signal
@@ -8,11 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import forked
 import pytest
-from in_process import SMALL
+from forked import until, working_in
+from in_process import SMALL, report
 
 from lockstep import ROOT
 
@@ -33,23 +32,6 @@ def hook(folder: Path, bodies: dict[int, str]) -> dict[str, str]:
     ]
     (folder / "hook.py").write_text("\n".join(lines))
     return {forked.HOOK: str(folder / "hook.py")}
-
-
-def report(command: Any, run: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((command.folder / "runs" / run / "report.json").read_text())
-    return found
-
-
-def left_over(folder: Path) -> list[str]:
-    """Processes that work in `folder`."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (process / "cwd").resolve() == folder and (process / "cmdline").read_bytes():
-                found.append(process.name)
-        except OSError:
-            continue
-    return found
 
 
 STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
@@ -78,9 +60,9 @@ def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_com
     stacks = {int(of) for of in re.findall(r"\[rank (\d)\] no batch finished for", log)}
     assert stacks == ({0, 1} if body != STOPPED else {1 - rank})
     assert ("hook.py" in log) is (body != STOPPED)
-    found = report(forked_command, "a")
+    found = report(forked_command.folder / "runs/a")
     assert (found["status"], f"rank {rank} of 2" in found["error"]) == ("failed", True)
-    assert left_over(forked_command.folder) == []
+    assert working_in(forked_command.folder) == []
 
 
 @pytest.mark.slow
@@ -110,8 +92,8 @@ setattr(owner, name, hook)
         "train.py", "run=a", *TWO, "trainer.max_steps=2", "strategy.timeout_s=20", env=env, timeout_s=120
     )
     assert (done.code, f"rank {rank} of 2" in done.err) == (1, True), done
-    assert report(forked_command, "a")["status"] == "failed"
-    assert left_over(forked_command.folder) == []
+    assert report(forked_command.folder / "runs/a")["status"] == "failed"
+    assert working_in(forked_command.folder) == []
 
 
 @pytest.mark.slow
@@ -129,22 +111,15 @@ def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, 
     assert time.monotonic() - began_s < 10
     assert done.code == 1, done
     assert "error: ended, because rank 1 failed" in done.err
-    found = report(forked_command, "a")
+    found = report(forked_command.folder / "runs/a")
     assert (found["status"], found["error"]) == ("failed", "TrainingFailed: ended, because rank 1 failed")
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not path.exists():
-        assert time.monotonic() < deadline, f"waited in vain for {path}"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
 def test_ctrl_c_twice_ends_several_processes_at_once(forked_command, tmp_path):
     env = hook(tmp_path, {0: f"open({str(tmp_path / 'stuck')!r}, 'w'), time.sleep(600)"})
     started = forked_command.start("train.py", "run=a", *TWO, env=env)
-    wait_for(tmp_path / "stuck")
+    until((tmp_path / "stuck").exists)
     os.killpg(started.process.pid, signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):  # it waits for the step
         started.process.wait(1)
@@ -153,9 +128,9 @@ def test_ctrl_c_twice_ends_several_processes_at_once(forked_command, tmp_path):
     done = started.done(60)
     assert time.monotonic() - began_s < 5
     assert done.code == 130, done
-    assert report(forked_command, "a")["status"] == "interrupted"
+    assert report(forked_command.folder / "runs/a")["status"] == "interrupted"
     assert "Traceback" not in done.err
-    assert left_over(forked_command.folder) == []
+    assert working_in(forked_command.folder) == []
 
 
 @pytest.mark.slow
@@ -166,11 +141,11 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
     process = subprocess.Popen(
         [*launcher, *arguments], cwd=command.folder, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    wait_for(command.folder / "runs/a/metrics.csv")
+    until((command.folder / "runs/a/metrics.csv").exists)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 1  # torchrun's own
-    found = report(command, "a")
+    found = report(command.folder / "runs/a")
     assert found["status"] == "interrupted"
     assert re.search(r"error: ended by SIGINT after \d+ steps; type the command again with resume=auto", err), err
     assert (command.folder / "runs/a/checkpoints/last.ckpt").is_file()
@@ -205,10 +180,10 @@ def test_a_worker_that_waits_for_others_ends_with_its_agent(command, port):
         [sys.executable, "-c", AGENT, sys.executable, "worker.py", *data, "run=a", *TWO],
         cwd=command.folder, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )  # fmt: skip
-    wait_for(command.folder / "waits")
+    until((command.folder / "waits").exists)
     agent.kill()
     began_s = time.monotonic()
     _, err = agent.communicate(timeout=60)  # until the worker, which has the same pipe, ends
     assert time.monotonic() - began_s < 10
     assert err.count(f"error: torchrun's agent (process {agent.pid}) was ended, so its processes end too.") == 1, err
-    assert left_over(command.folder) == []
+    assert working_in(command.folder) == []

@@ -1,6 +1,5 @@
 """Runs on a real SLURM of two nodes: submitted, requeued, at its time limit, and when a node is lost."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 import slurm
-from in_process import SMALL
+from in_process import SMALL, report
 
 from lockstep import ROOT
 from lockstep.extras import comparison
@@ -109,10 +108,6 @@ def ended(cluster: slurm.Cluster, job: str, place: Path) -> None:
     slurm.until(over, 400, f"the end of job {job}")
 
 
-def report(place: Path, run: str) -> dict:
-    return json.loads((place / "runs" / run / "report.json").read_text())
-
-
 TWO_NODES = ["hydra/launcher=slurm", "trainer.num_nodes=2", "trainer.devices=1"]
 
 
@@ -141,8 +136,8 @@ def test_a_submitted_multirun_gives_the_result_of_one_machine_and_one_job_stops_
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 2, out  # of the job that cannot run
     assert sorted(path.name for path in (place / "runs/sweep").iterdir() if path.name.isdigit()) == ["0", "1"]
-    assert [report(place, f"sweep/{job}")["status"] for job in range(2)] == ["failed", "done"]
-    done = report(place, "sweep/1")
+    assert [report(place / "runs" / f"sweep/{job}")["status"] for job in range(2)] == ["failed", "done"]
+    done = report(place / "runs" / "sweep/1")
     assert (done["train/steps"], done["world_size"], done["nodes"]) == (STEPS, 2, 2)
     assert "sweep/1" in out
     identical(place, "sweep/1")
@@ -169,8 +164,8 @@ def test_trials_of_a_search_are_jobs_of_slurm(cluster, place, data):
     process = typed(cluster, place, *OPTIONS, *search, "hydra/sweeper/pruner=median", "run=search", *data)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
-    assert [report(place, f"search/{trial}")["status"] for trial in range(2)] == ["done", "done"]
-    best = max(report(place, f"search/{trial}")["val/acc"] for trial in range(2))
+    assert [report(place / "runs" / f"search/{trial}")["status"] for trial in range(2)] == ["done", "done"]
+    best = max(report(place / "runs" / f"search/{trial}")["val/acc"] for trial in range(2))
     assert f"val/acc={best:.6g}" in (place / "runs/search/experiment/best.yaml").read_text()
 
 
@@ -182,8 +177,8 @@ def test_a_requeued_run_goes_on_in_its_own_directory(cluster, place, data):
     cluster.run("scontrol", "requeue", job)
     ended(cluster, job, place)
     assert cluster.job(job)["Restarts"] == "1"
-    assert (report(place, run)["status"], report(place, run)["train/steps"]) == ("done", STEPS)
-    assert report(place, run)["resumed_from"].endswith("last.ckpt")
+    assert (report(place / "runs" / run)["status"], report(place / "runs" / run)["train/steps"]) == ("done", STEPS)
+    assert report(place / "runs" / run)["resumed_from"].endswith("last.ckpt")
     identical(place, run)
 
 
@@ -196,7 +191,7 @@ def test_before_its_time_limit_a_run_saves_and_goes_back_into_the_queue(cluster,
     text = (place / f"slurm-{job}.out").read_text()
     assert "SIGUSR2: everything is saved" in text
     assert int(cluster.job(job)["Restarts"]) >= 1
-    assert report(place, "limited")["train/steps"] == STEPS
+    assert report(place / "runs" / "limited")["train/steps"] == STEPS
     identical(place, "limited")
 
 
@@ -208,7 +203,7 @@ def test_a_run_that_loses_a_node_goes_on_when_it_is_back(cluster, place, data):
     slurm.until(lambda: cluster.states()["n2"].startswith("down"), 60, "the loss of n2")
     cluster.start_node("n2")
     ended(cluster, job, place)
-    assert report(place, "lost")["train/steps"] == STEPS
+    assert report(place / "runs" / "lost")["train/steps"] == STEPS
     identical(place, "lost")
 
 
@@ -226,5 +221,5 @@ def test_submitit_requeues_a_job_before_its_time_limit(cluster, place, data):
         process.kill()
         process.communicate()
     assert cluster.job(job)["Restarts"] == "1"
-    assert report(place, "warned/0")["train/steps"] == STEPS
+    assert report(place / "runs" / "warned/0")["train/steps"] == STEPS
     identical(place, "warned/0")

@@ -1,6 +1,5 @@
 """Multiruns: strategies side by side, jobs on slots of the machine, and Optuna's sweeps. Commands and jobs are forked."""
 
-import contextlib
 import csv
 import json
 import os
@@ -9,13 +8,13 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import forked
 import optuna
 import pytest
+from forked import until, working_in
 from in_process import SMALL
 
 pytestmark = pytest.mark.slow
@@ -51,23 +50,6 @@ def report(folder: Path, run: str) -> dict:
 
 def study(folder: Path, name: str) -> optuna.Study:
     return optuna.load_study(study_name=name, storage=f"sqlite:///{folder}/runs/{name}/study.db")
-
-
-def until(true, limit_s: float = 180) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def processes_in(folder: Path) -> list[str]:
-    """Those that run there; the jobs of a multirun are in sessions of their own."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cwd"):
-        with contextlib.suppress(OSError):
-            if path.readlink() == folder:
-                found.append(path.parent.name)
-    return found
 
 
 def holding(folder: Path, *jobs: int) -> dict[str, str]:
@@ -118,7 +100,7 @@ def test_ctrl_c_ends_all_jobs_and_processes(command):
     os.killpg(started.process.pid, signal.SIGINT)
     done = started.done(120)
     assert done.code == 130, done
-    until(lambda: not processes_in(command.folder))
+    until(lambda: not working_in(command.folder))
     assert [report(command.folder, f"stopped/{job}").get("status") for job in range(3)] == [
         "interrupted",
         "interrupted",
@@ -151,7 +133,7 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command, tmp_path):
     until(lambda: all((command.folder / f"runs/search/{number}/config.yaml").exists() for number in (4, 5)), 300)
     os.killpg(started.process.pid, signal.SIGKILL)
     started.done()
-    until(lambda: not processes_in(command.folder))
+    until(lambda: not working_in(command.folder))
     left = [t for t in study(command.folder, "search").trials if t.state.name == "RUNNING"]
     assert [t.number for t in left] == [4, 5]
     done = command("train.py", "-m", *args, timeout_s=600)

@@ -168,12 +168,11 @@ def test_a_rank_that_there_is_not_is_rejected(options, said, forked_command):
     assert said in done.err
 
 
-@pytest.mark.parametrize("variable", ["LOCKSTEP_JOB", "LOCKSTEP_CONFIG"])
 @pytest.mark.parametrize("value", ["garbage", "", "3", "{}"])
-def test_a_stale_variable_is_rejected(variable, value, forked_command):
-    done = forked_command("train.py", env={variable: value})
+def test_a_stale_variable_is_rejected(value, forked_command):
+    done = forked_command("train.py", env={"LOCKSTEP_JOB": value})
     assert (done.code, done.err.count("\n")) == (2, 1), done
-    assert f"Run unset {variable}" in done.err
+    assert "Run unset LOCKSTEP_JOB" in done.err
 
 
 def test_a_value_that_hydra_cannot_read_says_how_to_quote_it(forked_command):

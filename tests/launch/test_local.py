@@ -13,11 +13,12 @@ from pathlib import Path
 import forked as forked_processes
 import pytest
 import torch.distributed
+from forked import until
 
 from lockstep import ROOT
 from lockstep.config.compose import compose_config
 from lockstep.errors import OutOfMemory, RunFailed
-from lockstep.launch import exits, local
+from lockstep.launch import local
 from lockstep.machine import process
 from lockstep.machine.world import World
 
@@ -28,8 +29,8 @@ import json, os, sys, time
 from pathlib import Path
 from lockstep.errors import OutOfMemory
 from lockstep.launch import local
-from lockstep.launch.local import received_job, report_end
-cfg, world = received_job()
+job = local.received()
+cfg, world = job.config, job.world
 local_rank = os.environ["LOCAL_RANK"]
 folder = Path(__file__).parent
 (folder / f"rank{local_rank}.part").write_text(json.dumps({"pid": os.getpid(), "run": cfg.run, "rank": world.rank}))
@@ -43,7 +44,7 @@ def out_of_memory(*_):
     raise OutOfMemory("it does not fit", json.loads((folder / f"memory{local_rank}").read_text()))
 if (folder / f"memory{local_rank}").exists():
     local.GRACE_S = 600  # the parent ends it before
-    report_end(out_of_memory, cfg, world)
+    local.report_end(out_of_memory, job)
 if (folder / f"killed{local_rank}").exists():
     (folder / "vmstat").write_text((folder / f"killed{local_rank}").read_text())
     os.kill(os.getpid(), 9)
@@ -56,16 +57,13 @@ import sys
 from pathlib import Path
 from lockstep.launch import local
 from lockstep.config.compose import compose_config
-from lockstep.machine.world import World
+from lockstep.launch.exits import exit_code
 from lockstep.machine import process
-from lockstep.errors import RunFailed
-try:
+from lockstep.machine.world import World
+def run():
     with process.noted():
         local.run_processes(Path(sys.argv[1]), compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp"))
-except RunFailed as e:
-    sys.exit(e.exit_code)
-except KeyboardInterrupt:
-    sys.exit(130)
+sys.exit(exit_code(run))
 """
 # A job that is done while gloo's threads still let go of tensors: in 5 of 6 pairs, one was aborted as Python was taken down.
 BUSY = """
@@ -105,18 +103,15 @@ def worker(tmp_path: Path) -> Path:
     return tmp_path / "worker.py"
 
 
-def until(condition, what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
-
-
 def started(worker: Path) -> list[int]:
     """Waits until both processes are there; returns their ids."""
     paths = [worker.parent / f"rank{i}" for i in range(2)]
-    until(lambda: all(path.exists() for path in paths), "the processes")
+    until(lambda: all(path.exists() for path in paths))
     return [json.loads(path.read_text())["pid"] for path in paths]
+
+
+def run_both(script: Path) -> None:
+    local.run_processes(script, compose_config("train", ["run=r"]), WORLD)
 
 
 def gone(pid: int) -> bool:
@@ -128,7 +123,7 @@ def gone(pid: int) -> bool:
 
 
 def test_each_process_gets_the_resolved_job_and_its_rank(worker, capfd):
-    local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+    run_both(worker)
     jobs = [json.loads((worker.parent / f"rank{i}").read_text()) for i in range(2)]
     assert [(job["run"], job["rank"]) for job in jobs] == [("r", 0), ("r", 1)]
     assert capfd.readouterr().out == "hello from 0\n"  # only rank 0 talks
@@ -145,35 +140,24 @@ def test_rank_0_alone_can_open_the_port_of_the_run(port):
 
 def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_path, capfd):
     (tmp_path / "busy.py").write_text(BUSY)
-    local.run_processes(tmp_path / "busy.py", compose_config("train", ["run=r"]), WORLD)
+    run_both(tmp_path / "busy.py")
     assert capfd.readouterr().out == "done\nexit handler\n"
 
 
-@pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_a_process_of_torchrun_ends_after_its_agent_and_one_of_them_says_so(local_rank, monkeypatch, capsys):
-    parents, ended = [7, 7, 7, 1], []
-    monkeypatch.setattr(exits.os, "getppid", lambda: parents.pop(0))
-    monkeypatch.setattr(exits.time, "sleep", lambda _: None)
-    monkeypatch.setattr(exits, "exit_process", ended.append)
-    exits.exit_with_agent(7, {"LOCAL_RANK": local_rank})
-    assert (parents, ended) == ([], [1])
-    assert ("torchrun's agent (process 7) was ended" in capsys.readouterr().err) is (local_rank == "0")
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")
-@pytest.mark.parametrize("code", [0, 3])
-@pytest.mark.parametrize("output", [">/dev/full", ">&- 2>&-", "2>/dev/full", "| true", ">ascii"])
+@pytest.mark.parametrize(
+    ("output", "code"), [(">/dev/full", 0), (">&- 2>&-", 3), ("2>/dev/full", 3), ("| true", 0), (">ascii", 0)]
+)
 def test_a_screen_that_fails_changes_neither_the_run_nor_its_exit_code(output, code, tmp_path):
     python = f"""
 import sys
 from pathlib import Path
-from lockstep.launch import exits
 from lockstep.machine import process
 process.secure()
 for stream in (sys.stdout, sys.stderr) * 999:
     print("a word \u00b7", file=stream, flush=stream is sys.stderr)
 Path("done").write_text("not the screen")
-exits.exit_process({code})
+process.exit_process({code})
 """
     (tmp_path / "run.py").write_text(python)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -208,7 +192,7 @@ def test_one_that_fails_ends_the_others(worker, failing, code, expected, monkeyp
     (worker.parent / f"fail{failing}").write_text(str(code))
     (worker.parent / "wait").touch()
     with pytest.raises(RunFailed) as error:
-        local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+        run_both(worker)
     assert error.value.exit_code == expected
     assert all(gone(pid) for pid in started(worker))
 
@@ -224,7 +208,7 @@ def test_out_of_memory_in_one_ends_all_and_is_reported_once(answers, expected, w
     (worker.parent / "wait").touch()
     began_s = time.monotonic()
     with pytest.raises(OutOfMemory, match="it does not fit") as error:
-        local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+        run_both(worker)
     assert error.value.accumulate == expected
     assert time.monotonic() - began_s < 300
     assert all(gone(pid) for pid in started(worker))
@@ -242,40 +226,34 @@ def test_a_process_that_was_killed_has_its_words_from_the_parent(kills, accumula
     (worker.parent / "killed1").write_text(f"oom_kill {kills}")
     (worker.parent / "wait").touch()
     with pytest.raises(OutOfMemory, match=part) as error:
-        local.run_processes(worker, compose_config("train", ["run=r"]), WORLD)
+        run_both(worker)
     assert error.value.accumulate == accumulate
     assert "trainer.accumulate_grad_batches=2 (the global batch stays 64)" in str(error.value)
 
 
-@pytest.mark.parametrize("part", ["last.ckpt.part", "last.ckpt"])
-def test_one_that_writes_a_checkpoint_has_time_to_finish_it(part, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "done", "files", "waits"),
+    [
+        (3, 0, ["last.ckpt.part"], True),  # a checkpoint is being written
+        (3, 0, ["last.ckpt"], False),
+        (0, 1, [], True),
+        (0, 2, [], False),  # only exit handlers are left
+    ],
+)
+def test_the_last_process_has_time_for_what_it_does(code, done, files, waits, tmp_path, monkeypatch):
     monkeypatch.setattr(local, "FAILING_S", 0.0)
-    (tmp_path / part).touch()
-    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    assert failed.wait(60) == 3
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as writer:
-        ends = threading.Timer(1.0, lambda: writer.communicate(b"\n"))
-        if part == "last.ckpt.part":
-            ends.start()
-        assert local.wait([failed, writer], checkpoints=tmp_path) == 3
-        assert writer.poll() == (0 if part == "last.ckpt.part" else None)
-        ends.join() if ends.is_alive() else writer.kill()
-
-
-@pytest.mark.parametrize("done", [True, False])
-def test_one_that_hangs_in_its_exit_handlers_is_ended_if_all_are_done(done, tmp_path, monkeypatch):
     monkeypatch.setattr(local, "EXIT_S", 0.0)
     end_files = [tmp_path / "0", tmp_path / "1"]
-    for path in end_files[: 2 if done else 1]:
+    for path in [*end_files[:done], *(tmp_path / name for name in files)]:
         path.touch()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    assert ended.wait(60) == 0
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as hangs:
-        ends = threading.Timer(1.0, lambda: hangs.communicate(b"\n"))
-        ends.start() if not done else None
-        assert local.wait([ended, hangs], end_files) == 0
-        assert hangs.poll() == (None if done else 0)
-        ends.join() if not done else hangs.kill()
+    ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+    assert ended.wait(60) == code
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as last:
+        ends = threading.Timer(1.0, lambda: last.communicate(b"\n"))
+        ends.start() if waits else None
+        assert local.wait([ended, last], end_files, tmp_path) == code
+        assert last.poll() == (0 if waits else None)
+        ends.join() if waits else last.kill()
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])
@@ -287,11 +265,26 @@ def test_none_is_left_when_the_parent_is_ended(worker, how, code, fork_server):
     pids = started(worker)
     parent.send_signal(how)
     assert parent.wait(60) == code
-    until(lambda: all(gone(pid) for pid in pids), "the end of the processes")
+    until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_a_process_without_a_pipe_ends_with_its_parent_too():
+    child = """
+import time
+from lockstep.machine import process
+process.end_with_parent(has_pipe=False, message="the parent is gone")
+print("begun", flush=True)
+time.sleep(600)"""
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", command], **pipes, text=True) as parent:
+        assert parent.stdout.readline() == "begun\n"
+        parent.kill()
+        assert parent.communicate(timeout=60)[1] == "the parent is gone\n"  # it reads until the child ends as well
 
 
 def test_it_can_be_called_off_the_main_thread(worker, forked):
-    thread = threading.Thread(target=local.run_processes, args=(worker, compose_config("train", ["run=r"]), WORLD))
+    thread = threading.Thread(target=run_both, args=(worker,))
     thread.start()
     thread.join(60)
     assert not thread.is_alive()

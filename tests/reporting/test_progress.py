@@ -78,11 +78,10 @@ def test_a_notebook_gets_one_line_that_is_written_again(now_s, capsys, monkeypat
 
 def test_the_processes_of_a_run_know_that_a_notebook_started_them(monkeypatch):
     kernels_stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    cfg = lockstep.config.compose.compose_config("train", [])
-    assert "LOCKSTEP_NOTEBOOK" not in local.environment(cfg, World("cpu", 2, 1, "ddp"), 0, 1)
+    assert "LOCKSTEP_NOTEBOOK" not in local.environment(World("cpu", 2, 1, "ddp"), 1)
     monkeypatch.setattr(sys, "stdout", kernels_stream)
     assert in_notebook()
-    assert local.environment(cfg, World("cpu", 2, 1, "ddp"), 0, 1)["LOCKSTEP_NOTEBOOK"] == "1"
+    assert local.environment(World("cpu", 2, 1, "ddp"), 1)["LOCKSTEP_NOTEBOOK"] == "1"
 
 
 @pytest.mark.parametrize("total", [1000, None])

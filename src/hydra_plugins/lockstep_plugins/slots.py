@@ -5,8 +5,6 @@ Heavy imports come late: Hydra imports this module at every start.
 """
 
 import queue
-import signal
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,22 +26,20 @@ class SlotsLauncher(Launcher):
         self.script: Path = getattr(task_function, "script")  # noqa: B009  # launch/cli.py has put it there
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system ends the launcher."""
-        from lockstep.launch import local, sweeps
+        """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system or Ctrl-C ends the launcher."""
+        from lockstep.launch import sweeps
         from lockstep.machine import process
 
         free: queue.Queue[dict[str, str]] = queue.Queue()
         for slot in sweeps.environments(self.config, self.jobs):
             free.put(slot)
-        stopped = threading.Event()
 
         def run(job: tuple[DictConfig, list[str]]) -> JobReturn:
-            environment = free.get()
+            slot = free.get()
             try:
-                starts = not stopped.is_set() and not process.received
-                return sweeps.run_job(self.script, *job, environment if starts else None)
+                return sweeps.run_job(self.script, *job, slot)
             finally:
-                free.put(environment)
+                free.put(slot)
 
         Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
         jobs: list[tuple[DictConfig, list[str]]] = []
@@ -53,13 +49,9 @@ class SlotsLauncher(Launcher):
                 config.hydra.job.num = number
             task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
             jobs.append((sweeps.named(task_config, config.hydra), list(filter_overrides(overrides))))
-        with process.noted(), ThreadPoolExecutor(free.qsize()) as pool:
-            try:
-                returns = list(pool.map(run, jobs))
-            except KeyboardInterrupt:  # running jobs end with their parent
-                stopped.set()
-                local.stop(list(sweeps.running), signal.SIGINT)  # the terminal's Ctrl-C reaches only this process
-                raise
+        # Warnings and each Ctrl-C are passed on to the running jobs, which save and end, or end at once.
+        with process.noted(interrupt=process.on_interrupt), ThreadPoolExecutor(free.qsize()) as pool:
+            returns = list(pool.map(run, jobs))
             if process.received:
                 process.requeue(0)
                 raise KeyboardInterrupt

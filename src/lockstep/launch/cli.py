@@ -3,10 +3,8 @@
 import atexit
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from lockstep.config.checks import wrong_values
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import jobs, local, sweeps
-from lockstep.launch.exits import INTERRUPTED, exit_code, exit_process, exit_with_agent
+from lockstep.launch.exits import INTERRUPTED, exit_code
 from lockstep.launch.jobs import EVALUATIONS, Job, Run
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
@@ -38,50 +36,45 @@ def main(run: Run, name: str) -> None:
     """The body of `train.py`, `eval.py` and `predict.py`; exits with 0 done, 2 wrong config or input, 1 failed while running.
 
     Call it last in a script: it ends the process with that code, even if SystemExit is caught.
+
+    The process is a command, maybe one of several that torchrun or SLURM started; or Lockstep started it, as a process of a run or for
+    a job of a multirun.
     """
     process.secure()
     ended: list[int] = []
-    atexit.register(lambda: exit_process(ended[0]) if ended else None)  # registered first, called last
+    atexit.register(lambda: process.exit_process(ended[0]) if ended else None)  # registered first, called last
     process.owned = True
-    launch = decided(Job(name, Path(sys.argv[0]).resolve(), run))
-    with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
-        ended.append(exit_code(launch.run, launch.rank))
-    if ended[0] and launch.is_one_of_several:
-        process.report_failure(launch.rank)
-        exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
-    sys.exit(ended[0])
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What this process does in a command, and its place among the processes that do the same."""
-
-    folder: Path  # of the script
-    todo: Callable[[], Any]
-    rank: int = 0  # 0 as well if it cannot be known: that process reports why
-    is_one_of_several: bool = False
-
-    def run(self) -> None:
-        project.enter(self.folder)
-        self.todo()
-
-
-def decided(job: Job) -> Launch:
-    """From the environment: a process of a run or a job of a multirun, which Lockstep started, or a command, maybe of torchrun or SLURM."""
-    launch = partial(Launch, job.script.parent)
+    job, handover, problems = Job(name, Path(sys.argv[0]).resolve(), run), None, list[str]()
     try:
-        if (received := local.received_job()) is not None:
-            todo = partial(local.report_end, job.run, *received)
-            return launch(todo, received[1].rank, is_one_of_several=True)
-        if (given := sweeps.received_config()) is not None:
-            return launch(partial(start, job, *given))
-        raise_problems(launcher_problems(os.environ))
+        handover = local.received()
+        problems = launcher_problems(os.environ) if handover is None else []
     except UserError as e:
-        return launch(partial(raise_problems, e.problems))
-    launcher = external_launcher(os.environ)
+        problems = list(e.problems)
+    launcher = None if problems else external_launcher(os.environ)
+    rank = 0 if problems else rank_of()  # 0 if it cannot be known, because rank 0 reports why
     if launcher == TORCHRUN:
-        threading.Thread(target=exit_with_agent, args=(os.getppid(),), daemon=True).start()
-    return launch(partial(command, job, sys.argv[1:]), rank_of(), is_one_of_several=launcher is not None)
+        # Without its agent a new process would wait `strategy.timeout_s` for the others, and one that trains would be left behind.
+        agent = f"error: torchrun's agent (process {os.getppid()}) was ended, so its processes end too."
+        process.end_with_parent(has_pipe=False, message=agent if os.environ["LOCAL_RANK"] == "0" else "")
+
+    def work() -> None:
+        project.enter(job.script.parent)
+        raise_problems(problems)
+        if handover is None:
+            command(job, sys.argv[1:])
+        elif handover.world:
+            local.report_end(job.run, handover)
+        else:
+            start(job, handover.config, list(handover.overrides))
+
+    with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
+        ended.append(exit_code(work, rank))
+    if ended[0] and (
+        process.supervised or launcher
+    ):  # at once: exit handlers might wait for what the failed job left behind
+        process.report_failure(rank)
+        process.exit_process(ended[0])
+    sys.exit(ended[0])
 
 
 def command(job: Job, argv: list[str]) -> None:

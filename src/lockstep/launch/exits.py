@@ -7,25 +7,20 @@ import sys
 import time
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 from lockstep.config.words import readable
 from lockstep.errors import RunFailed, TrainingFailed, UserError, outcome_of
 from lockstep.machine import process
 
 INTERRUPTED = outcome_of(KeyboardInterrupt()).exit_code
-LOOK_S = 1.0  # seconds between two looks for torchrun's agent
 SPOKEN_S = 5.0  # for rank 0 to say what is wrong: torchrun ends all processes as soon as one has ended
 # Of gloo and nccl where another process has ended. The traceback is in train.log.
-LOST = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "NCCL communicator was aborted",
-    "Connection was likely closed",
+LOST = re.compile(
+    "Connection closed by peer|Connection reset by peer|Broken pipe|Connection was likely closed|NCCL communicator was aborted"
 )
-SILENT = ("Timed out waiting", "Application timeout caused pair closure")  # gloo, after strategy.timeout_s
+SILENT = re.compile("Timed out waiting|Application timeout caused pair closure")  # gloo, after strategy.timeout_s
 PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # how gloo names it
 
 
@@ -39,33 +34,15 @@ def disk_error(error: Exception) -> str:
     )
 
 
-def lost_process(e: Exception) -> str:
+def lost_process(error: Exception) -> str:
     """What an error of gloo or nccl means for people; empty if no other process is missing."""
-    error = str(e) if isinstance(e, RuntimeError) and process.store is not None else ""
-    if any(sign in error for sign in SILENT):
+    text = str(error) if isinstance(error, RuntimeError) and process.store is not None else ""
+    if SILENT.search(text):
         return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
-    address = PEER.search(error)
+    address = PEER.search(text)
     whose = f" at {address[1]}" if address else ""
-    lost = any(sign in error for sign in LOST)
+    lost = LOST.search(text)
     return f"the connection to another process{whose} is lost: the first error is that one's" if lost else ""
-
-
-def exit_process(code: int) -> NoReturn:
-    """Ends the process without Python's shutdown. During shutdown, gloo threads that release tensors need the GIL and abort the
-    process ("terminate called without an active exception"), even after a run that was done."""
-    for stream in (sys.stdout, sys.stderr):  # which never raise: machine/process.py
-        stream.flush()
-    os._exit(code)
-
-
-def exit_with_agent(agent: int, env: Mapping[str, str] = os.environ) -> NoReturn:
-    """Ends this process soon after torchrun's agent, its parent. Without its agent a new process would wait `strategy.timeout_s`
-    for the others, and one that trains would be left behind."""
-    while os.getppid() == agent:
-        time.sleep(LOOK_S)
-    if env.get("LOCAL_RANK") == "0":
-        print(f"error: torchrun's agent (process {agent}) was ended, so its processes end too.", file=sys.stderr)
-    exit_process(1)
 
 
 def refused_variable(error: Exception) -> str:
@@ -81,21 +58,10 @@ def refused_variable(error: Exception) -> str:
 
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
-    prefix = f"[rank {rank}] " if rank else ""
+    prefix, lines = f"[rank {rank}] " if rank else "", list[str]()
     try:
         call()
-    except UserError as e:
-        if rank == 0:  # all ranks found the same mistakes
-            print(readable("\n".join(f"error: {problem}" for problem in e.problems)), file=sys.stderr)
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(SPOKEN_S)
-        return e.exit_code
-    except TrainingFailed as e:
-        if rank == 0 or not e.alike:
-            print(readable(f"error: {prefix}{e}"), file=sys.stderr)
-        return e.exit_code
-    except RunFailed as e:  # the failed process printed the reason
-        return e.exit_code
+        return 0
     except (KeyboardInterrupt, BdbQuit):  # Ctrl-C, or `quit` in the debugger
         return INTERRUPTED
     except SystemExit as e:
@@ -104,12 +70,24 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
         if process.received:  # Lightning's answer to SIGTERM
             return 1
         raise
+    except UserError as e:
+        code = e.exit_code
+        if rank == 0:  # all ranks found the same mistakes
+            lines = [f"error: {problem}" for problem in e.problems]
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(SPOKEN_S)
+    except TrainingFailed as e:
+        code = e.exit_code
+        if rank == 0 or not e.alike:
+            lines = [f"error: {prefix}{e}"]
+    except RunFailed as e:  # the failed process printed the reason
+        code = e.exit_code
     except Exception as e:
         refused = refused_variable(e)
+        code = 2 if refused else 1
         if why := refused or disk_error(e) or lost_process(e):
-            print(readable(f"error: {prefix}{why}"), file=sys.stderr)
-            return 2 if refused else 1
-        lines = readable(traceback.format_exc()).splitlines()
-        print("".join(prefix + line + "\n" for line in lines), end="", file=sys.stderr)
-        return 1
-    return 0
+            lines = [f"error: {prefix}{why}"]
+        else:
+            lines = [prefix + line for line in readable(traceback.format_exc()).splitlines()]
+    print(readable("".join(f"{line}\n" for line in lines)), end="", file=sys.stderr)
+    return code

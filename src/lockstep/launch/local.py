@@ -8,11 +8,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +23,63 @@ from lockstep.config.batches import accumulations, batches, unit
 from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError
-from lockstep.launch.exits import INTERRUPTED, LOOK_S
+from lockstep.launch.exits import INTERRUPTED
 from lockstep.launch.jobs import EVALUATIONS, Run
 from lockstep.machine import process
 from lockstep.machine.files import write_text
-from lockstep.machine.process import NOTEBOOK, in_notebook
 from lockstep.machine.world import World, cores
 from lockstep.run.folder import RunFolder
 
-# --- The processes of a run on this machine, one per device. All end when one fails or when their parent dies ---
+# --- What a process that Lockstep starts gets from its parent ---
 #
 # Lightning starts processes by repeating the command line; under a Hydra multirun, each child would repeat the whole sweep
-# (Lightning#11300). Here each process gets the resolved config of its job, and LOCAL_RANK tells Lightning that it is started.
+# (Lightning#11300). Here each process gets the config of its job, and LOCAL_RANK tells Lightning that it is started.
 
-JOB = "LOCKSTEP_JOB"
-END_FILE = "LOCKSTEP_END_FILE"  # where a process reports that its part is done (empty), or that memory ran out
+VARIABLE = "LOCKSTEP_JOB"
+
+
+@dataclass(frozen=True)
+class Handover:
+    """For a rank of a run, which has a `world`; or for a job of a multirun, a command of its own."""
+
+    config: Any  # plain values; in the process that receives it, a DictConfig
+    overrides: Sequence[str] = ()  # of a job of a multirun
+    world: World | None = None
+    debug_rank: int | None = None
+    end_file: str = ""  # where a rank reports that its part is done (empty), or that memory ran out
+
+
+def spawn(script: Path, env: Mapping[str, str], handover: Handover, **options: Any) -> subprocess.Popen[bytes]:
+    """Runs `script` in a process that ends with this one, whose pipe its standard input is."""
+    env = {**env, **project.environment(), VARIABLE: json.dumps(asdict(handover))}
+    return subprocess.Popen([sys.executable, str(script)], env=env, **{"stdin": subprocess.PIPE, **options})
+
+
+def received() -> Handover | None:
+    """What the parent handed over; None in a process that a user started. Raises UserError: it is something else."""
+    text = os.environ.pop(VARIABLE, None)
+    if text is None:
+        return None
+    try:
+        given = json.loads(text)
+        world = World(**given["world"]) if given["world"] else None
+        handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
+    except (ValueError, TypeError, KeyError):
+        raise UserError(
+            f"{VARIABLE}={text[:40]} in the environment is none of Lockstep's. Run unset {VARIABLE}."
+        ) from None
+    process.supervised, process.debug_rank = world is not None, handover.debug_rank
+    process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)
+    return handover
+
+
+# --- The processes of a run on this machine, one per device. All end when one fails or when their parent dies ---
+
 # Seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s.
 FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
 EXIT_S = 60.0  # for exit handlers, when all is done
-GRACE_S = 10.0  # seconds between the request to end and the kill
+GRACE_S = 10.0  # for the parent to end a process that has reported that memory ran out
 
 
 @contextmanager
@@ -61,51 +97,15 @@ def held_port() -> Iterator[int]:
         yield port
 
 
-def environment(cfg: DictConfig, world: World, local_rank: int, port: int) -> dict[str, str]:
-    rank, count = world.rank + local_rank, world.size // world.nodes
-    job = {
-        "config": OmegaConf.to_container(cfg, resolve=True),
-        "world": {**asdict(world), "rank": rank},
-        "debug_rank": process.debug_rank,
-    }
+def environment(world: World, port: int) -> dict[str, str]:
+    """For the process of rank `world.rank`."""
+    count, (node, local_rank) = world.size // world.nodes, divmod(world.rank, world.devices)
     # A thread per core in each process would slow all of them down. A single process keeps torch's default.
     several = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
-    found = several | dict(os.environ) | project.environment() | here | ({NOTEBOOK: "1"} if in_notebook() else {})
-    place = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(world.rank // world.devices)}
-    return found | place | {JOB: json.dumps(job)}
-
-
-def received_job() -> tuple[DictConfig, World] | None:
-    """The job that `run_processes` gave to this process; None in a process that a user started."""
-    if not (job := received(JOB, "config", "world", "debug_rank")):
-        return None
-    process.supervised, process.debug_rank = True, job["debug_rank"]
-    return OmegaConf.create(job["config"]), World(**job["world"])
-
-
-def received(variable: str, *keys: str) -> dict[str, Any]:
-    """What a parent that this process must not outlive put into the environment; empty without one. Raises UserError: something else."""
-    if variable not in os.environ:
-        return {}
-    given = os.environ.pop(variable)
-    try:
-        job = {key: json.loads(given)[key] for key in keys}
-    except (ValueError, TypeError, KeyError):
-        raise UserError(
-            f"{variable}={given[:40]} in the environment is none of Lockstep's. Run unset {variable}."
-        ) from None
-    debugs = "world" in job and job["debug_rank"] == job["world"]["rank"]
-    threading.Thread(target=exit_with_parent, args=(debugs,), daemon=True).start()
-    return job
-
-
-def exit_with_parent(owns_terminal: bool) -> None:
-    """Standard input closes when the parent ends, in whatever way; the parent never writes to it. A terminal stays open."""
-    parent = os.getppid()
-    while os.getppid() == parent if owns_terminal else os.read(0, 1):
-        time.sleep(owns_terminal * LOOK_S)
-    os._exit(1)
+    notebook = {process.NOTEBOOK: "1"} if process.in_notebook() else {}
+    place = {"RANK": str(world.rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(node)}
+    return {**several, **os.environ, **here, **notebook, **place}
 
 
 def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
@@ -116,27 +116,28 @@ def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
         return run(cfg, world)
 
 
-def report_end(run: Run, *job: Any) -> None:
+def report_end(run: Run, handover: Handover) -> None:
     """`in_run`, telling the parent that this process's part is done, or that memory ran out; then waits until the parent ends all.
 
     If this process ended first, each of the others would fail with a traceback about a lost connection.
     """
-    path = Path(os.environ.pop(END_FILE))
+    assert handover.world is not None
+    end_file = Path(handover.end_file)
 
-    def reported(*job: Any) -> None:
-        run(*job)
-        path.touch()  # before it waits for the others
+    def reported(cfg: DictConfig, world: World) -> None:
+        run(cfg, world)
+        end_file.touch()  # before it waits for the others
 
     try:
-        in_run(reported, *job)
+        in_run(reported, handover.config, handover.world)
     except OutOfMemory as e:
-        write_text(path, json.dumps(e.args))
+        write_text(end_file, json.dumps(e.args))
         time.sleep(GRACE_S)
         raise
 
 
 def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
-    """Runs `script` once for each process of this node and waits.
+    """Runs `script` once for each process of this node and waits. None is left afterwards.
 
     Raises:
         RunFailed: with the exit code of the first process that failed; the others have been ended.
@@ -144,44 +145,42 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         LostProcess: a signal ended one of them.
         KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
     """
+    trains, debug_rank, kills = script.stem not in EVALUATIONS, process.debug_rank, kernel_kills()
+    if trains or debug_rank is not None:
+        process.install(interrupt=process.on_interrupt)
+    job = Handover(OmegaConf.to_container(cfg, resolve=True), debug_rank=debug_rank)
+    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, held_port() as port:
         end_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]
-        kills = kernel_kills()
-        code, rank = run_and_wait(script, cfg, world, end_files, port)
+        try:
+            for rank, end_file in enumerate(end_files, world.rank):
+                place = replace(world, rank=rank)
+                streams: dict[str, Any] = {"stdin": None} if rank == debug_rank else {}
+                if rank != (debug_rank or 0):
+                    streams["stdout"] = subprocess.DEVNULL
+                handover = replace(job, world=place, end_file=str(end_file))
+                processes.append(spawn(script, environment(place, port), handover, **streams))
+            code = wait(processes, end_files, run_dir(cfg) / "checkpoints")
+            rank = world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
+        finally:
+            for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
+                child.kill()
+            for child in processes:
+                with child:  # waits and closes its pipe
+                    pass
+            if debug_rank is not None and os.isatty(0):
+                os.system("stty sane")  # a killed debugger leaves the terminal without echo
         errors = [OutOfMemory(*json.loads(told)) for path in end_files if path.exists() and (told := path.read_text())]
     if code and signal.SIGINT in process.received:
         raise KeyboardInterrupt
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
-        raise killed(cfg, world, rank, by_kernel=kernel_kills() > kills, trains=script.stem not in EVALUATIONS)
+        raise killed(cfg, world, rank, by_kernel=kernel_kills() > kills, trains=trains)
     if code < 0:
         raise LostProcess(f"rank {rank} was ended by {signal.Signals(-code).name}, so the others were ended too.")
     if code:
         raise RunFailed(f"a process of the run ended with exit code {code}", code if code in (2, INTERRUPTED) else 1)
-
-
-def run_and_wait(script: Path, cfg: DictConfig, world: World, end_files: Sequence[Path], port: int) -> tuple[int, int]:
-    """The first exit code that is not 0, and the rank of its process; or 0."""
-    if script.stem not in EVALUATIONS or process.debug_rank is not None:
-        process.install(interrupt=process.on_interrupt)
-    processes = []
-    for local_rank, path in enumerate(end_files):
-        env, rank = environment(cfg, world, local_rank, port) | {END_FILE: str(path)}, world.rank + local_rank
-        terminal = None if rank == process.debug_rank else subprocess.PIPE
-        out = None if rank == (process.debug_rank or 0) else subprocess.DEVNULL
-        processes.append(subprocess.Popen([sys.executable, str(script)], env=env, stdin=terminal, stdout=out))
-    try:
-        code = wait(processes, end_files, run_dir(cfg) / "checkpoints")
-        return code, world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
-    finally:
-        for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
-            child.kill()
-        for child in processes:
-            with child:  # waits and closes its pipe
-                pass
-        if process.debug_rank is not None and os.isatty(0):
-            os.system("stty sane")  # a killed debugger leaves the terminal without echo
 
 
 def wait(
@@ -212,18 +211,6 @@ def wait(
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
         time.sleep(0.05)
-
-
-def stop(processes: list[subprocess.Popen[bytes]], how: signal.Signals) -> None:
-    for child in processes:
-        child.send_signal(how)
-    deadline = time.monotonic() + GRACE_S
-    for child in processes:
-        try:
-            child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
 
 
 # --- Restarts a run with smaller micro-batches, for `trainer.accumulate_grad_batches=auto`. Free of torch ---

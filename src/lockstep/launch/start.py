@@ -61,14 +61,12 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
     return data, train.count
 
 
-def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
+def check_classes(cfg: DictConfig, world: World, overrides: list[str]) -> None:
     """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for keys without a Kind."""
     from lockstep.config.classes import component_problems, data_problems, operation_problems
 
-    # What has trained is right.
-    components = () if evaluating else component_problems(cfg, everything=beyond_schema(overrides))
-    operations = () if evaluating else operation_problems(cfg, world)
-    raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating), *operations])
+    components = component_problems(cfg, everything=beyond_schema(overrides))
+    raise_problems([*components, *data_problems(cfg, world, evaluating=False), *operation_problems(cfg, world)])
 
 
 def checked(overrides: list[str]) -> tuple[DictConfig, World]:
@@ -77,7 +75,7 @@ def checked(overrides: list[str]) -> tuple[DictConfig, World]:
     cfg = composed("train", overrides)
     raise_problems(check(cfg))
     world = world_of(cfg)
-    check_classes(cfg, world, overrides, evaluating=False)
+    check_classes(cfg, world, overrides)
     return cfg, world
 
 
@@ -98,87 +96,94 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
-    evaluating, predicting = job.name in EVALUATIONS, job.name == "predict"
     raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
-    asked_for = [p for key, kind in PREDICT.items() for p in problem_of(cfg, key, key, kind)] if predicting else []
+    kinds = PREDICT if job.name == "predict" else {}
+    asked_for = [problem for key, kind in kinds.items() for problem in problem_of(cfg, key, key, kind)]
     raise_problems([*wrong_values(cfg, FIRST), *asked_for])
     cfg = cfg.copy()
     for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
         cfg[key] = cfg[key]
     process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
-    again = not evaluating and (cfg.resume == "auto" or restarted())
-    cfg = cfg if evaluating else without_replaced_defaults(cfg, overrides)
-    fresh = not evaluating and not cfg.resume  # otherwise the run's own config is loaded first
+    return (start_evaluation if job.name in EVALUATIONS else start_training)(job, cfg, overrides)
+
+
+def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> Report:
+    again = cfg.resume == "auto" or restarted()
+    cfg = without_replaced_defaults(cfg, overrides)
+    fresh = not cfg.resume  # otherwise the run's own config is loaded first
     if fresh:
         raise_problems(check(cfg))
-    if not evaluating and rank_of() == 0:
+    if rank_of() == 0:
         files.refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
-    asked = cfg
-    cfg = resuming.for_evaluation(cfg, overrides, job.name) if evaluating else resuming.for_training(cfg, overrides)
+    cfg = resuming.for_training(cfg, overrides)
     # a fresh run has got no more than its name and the path of its weights
-    raise_problems(wrong_values(cfg, FIRST) if fresh and not cfg.resume else check(cfg, evaluating=evaluating))
-    if predicting:
-        cfg = with_request(cfg, asked, overrides)
+    raise_problems(wrong_values(cfg, FIRST) if fresh and not cfg.resume else check(cfg))
     world = world_of(cfg)
-    debug(cfg, world)
+    raise_problems(debug_problems(world))
     try:
-        check_classes(cfg, world, overrides, evaluating=evaluating)
-        of_files = predicting and cfg.predict.part is None
-        data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
+        check_classes(cfg, world, overrides)
+        data, samples = prepare_data(cfg)
     except Exception as e:
-        if not evaluating and project.of_users_code(e):
+        if project.of_users_code(e):
             cfg = identify(cfg, None)
             recorder = Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
             if not recorder.folder.has_config():  # a run that has begun keeps its report
                 recorder.__exit__(type(e), e, e.__traceback__)
         raise
-    if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
-        print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     cfg = identify(decided(cfg, world, data, samples), data.source if data else None, experiment)
-    if not evaluating and (told := resuming.already_finished(cfg, samples)):
+    if told := resuming.already_finished(cfg, samples):
         if world.rank == 0:
             print(readable(told))
         return Report(RunFolder(Path(cfg.resume).resolve().parents[1]))
-    if not evaluating:
-        folder = RunFolder(run_dir(cfg))
-        patience_s = RESTART_S if restarted() else PATIENCE_S
-        with folder.locked(patience_s) if world.rank == 0 else nullcontext():  # before any file is changed
-            if again and not cfg.resume and world.rank == 0:
-                if checkpoint_if_any(folder.path):  # saved since this command looked, by a run that has ended meanwhile
-                    raise UserError(f"{folder.path} has been trained meanwhile. Run the command again to continue it.")
-                folder.discard()  # the run died before its first checkpoint
-            execute(job, cfg, world)
-        return Report(folder)
+    folder = RunFolder(run_dir(cfg))
+    lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
+    with lock:  # before any file is changed
+        if again and not cfg.resume and world.rank == 0:
+            if checkpoint_if_any(folder.path):  # saved since this command looked, by a run that has ended meanwhile
+                raise UserError(f"{folder.path} has been trained meanwhile. Run the command again to continue it.")
+            folder.discard()  # the run died before its first checkpoint
+        execute(job, cfg, world)
+    return Report(folder)
+
+
+def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[str, Any]:
+    from lockstep.config.classes import data_problems
+
+    cfg = resuming.for_evaluation(asked, overrides, job.name)
+    raise_problems(check(cfg, evaluating=True))
+    if job.name == "predict":
+        cfg = with_request(cfg, asked, overrides)
+    world = world_of(cfg)
+    raise_problems(debug_problems(world))
+    raise_problems(data_problems(cfg, world, evaluating=True))  # what has trained is right
+    data = None if job.name == "predict" and cfg.predict.part is None else prepare_data(cfg, evaluating=True)[0]
+    cfg = identify(decided(cfg, world, data), data.source if data else None)
     execute(job, cfg, world)
     path = evaluation_file(cfg, job.name)
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
     return result
 
 
-def debug(cfg: DictConfig, world: World) -> None:
-    """Prepares a run in which a rank has the terminal. Raises UserError: it cannot have it."""
+def debug_problems(world: World) -> Iterator[str]:
+    """Why `debug_rank` cannot have the terminal."""
     rank = process.debug_rank
-    if rank is None:
-        return
-    if world.external or world.nodes > 1:
-        raise UserError(
-            "debug_rank needs processes that Lockstep starts on one machine. Remove it, or run without torchrun and srun."
-        )
-    if rank >= world.size:
-        raise UserError(
-            f"debug_rank={rank}: the run has {world.size} processes. Set a rank of at most {world.size - 1}."
-        )
-    if "num_workers" in cfg.data:
-        cfg.data.num_workers = 0  # workers have no terminal
+    if rank is not None and (world.external or world.nodes > 1):
+        yield "debug_rank needs processes that Lockstep starts on one machine. Remove it, or run without torchrun and srun."
+    elif rank is not None and rank >= world.size:
+        yield f"debug_rank={rank}: the run has {world.size} processes. Set a rank of at most {world.size - 1}."
 
 
 def execute(job: Job, cfg: DictConfig, world: World) -> None:
     """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
-    in_processes = partial(local.run_processes, job.script)
+    if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
+        print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
+    if process.debug_rank is not None and "num_workers" in cfg.data:
+        cfg.data.num_workers = 0  # workers have no terminal
     if process.debug_rank is not None and world.size > 1:
-        told = f"rank {process.debug_rank} has the terminal; each rank also prints to {run_dir(cfg)}/logs"
-        print(told, file=sys.stderr)
+        logs = run_dir(cfg) / "logs"
+        print(f"rank {process.debug_rank} has the terminal; each rank also prints to {logs}", file=sys.stderr)
+    in_processes = partial(local.run_processes, job.script)
     with process.noted():
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":
@@ -207,20 +212,19 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     Raises:
         UserError: all that is wrong with them.
     """
-    found: dict[str, Any] = {key: asked[key] for key in PREDICT}
     folder = run_dir(cfg) if run_dir(cfg).is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
-    output = Path(found["output"] or folder / "predictions.csv").expanduser()
-    part = found["input"] if found["input"] in PARTS else None
-    problems, count = [*output_problems(output, found["overwrite"], found["gallery"])], 0
+    output = Path(asked.output or folder / "predictions.csv").expanduser()
+    part = asked.input if asked.input in PARTS else None
+    problems, count = list(output_problems(output, asked.overwrite, asked.gallery)), 0
     try:
-        count = 0 if part else len(find_inputs(found["input"]).paths)
+        count = 0 if part else len(find_inputs(asked.input).paths)
     except UserError as e:
         problems += e.problems
     raise_problems(problems)
     files.refuse_unwritable(output.parent, "output")
     cfg = cfg.copy()
     with open_dict(cfg):
-        cfg.predict = {**found, "output": str(output), "part": part}
+        cfg.predict = {**{key: asked[key] for key in PREDICT}, "output": str(output), "part": part}
         typed = "data.num_workers" in map(key_of, overrides) and cfg.data.num_workers != "auto"
         if part is None and not typed:
             cfg.data.num_workers = workers(None, world_of(cfg)) if count > FEW else 0

@@ -1,11 +1,8 @@
 """The jobs of a multirun side by side on one machine, and the table of their results."""
 
-import json
 import os
 import shlex
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,12 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lockstep.config import project
 from lockstep.config.identity import run_dir
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
+from lockstep.machine import process
 from lockstep.machine.files import write_csv
-from lockstep.machine.world import accelerator_of, cores, visible_gpus, world_of
+from lockstep.machine.world import cores, visible_gpus, world_of
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import tested
 
@@ -73,8 +70,8 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         figures: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
         numbers = {key: v for key, v in figures.items() if all(type(each) in (int, float) for each in v)}
         for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
-            of_jobs = {key: of(values) for key, values in numbers.items()}
-            found.append({"run": f"{name} of {len(jobs)}", "overrides": own, **of_jobs})
+            head = {"run": f"{name} of {len(jobs)}", "overrides": own}
+            found.append({**head, **{key: of(values) for key, values in numbers.items()}})
     return found
 
 
@@ -83,14 +80,9 @@ class SweepTable(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         sweep_dir = Path(config.hydra.sweep.dir)
-        reports = sorted(
-            sweep_dir.glob("*/report.json"),
-            key=lambda path: int(path.parent.name) if path.parent.name.isdigit() else -1,
-        )
-        rows = []
-        for folder in (path.parent for path in reports):
-            rows.append({"run": f"{sweep_dir.name}/{folder.name}", **RunFolder(folder).report()})
-        last[:] = rows
+        folders = [path.parent for path in sweep_dir.glob("*/report.json")]
+        folders.sort(key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
+        rows = last[:] = [{"run": f"{sweep_dir.name}/{each.name}", **RunFolder(each).report()} for each in folders]
         if not rows:
             return
         names, repeated = columns(rows), spread(rows)
@@ -104,9 +96,6 @@ class SweepTable(Callback):
 
 # --- Runs jobs of a multirun side by side on one machine: assigns devices and starts a process per job ---
 
-CONFIG = "LOCKSTEP_CONFIG"
-running: list[subprocess.Popen[bytes]] = []
-
 
 def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     """One environment per simultaneous job: its GPUs, or its share of the cores.
@@ -117,12 +106,10 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
         raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
     if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
-        raise UserError(
-            f"trainer.devices={cfg.trainer.devices}: hydra/launcher=slots assigns the GPUs. Type trainer.devices=<how many per job>."
-        )
-    accelerator = accelerator_of(str(cfg.trainer.accelerator))
+        each = "hydra/launcher=slots assigns the GPUs. Type trainer.devices=<how many per job>"
+        raise UserError(f"trainer.devices={cfg.trainer.devices}: {each}.")
     each = world_of(cfg).devices
-    if accelerator == "cuda":
+    if world_of(cfg).accelerator == "cuda":
         gpus = visible_gpus()
         count = len(gpus) // each if jobs == "auto" else int(jobs)
         if not count or count * each > len(gpus):
@@ -135,50 +122,31 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     return [{"OMP_NUM_THREADS": str(max(1, cores() // count // each))}] * count
 
 
-def run_job(script: Path, cfg: DictConfig, overrides: list[str], environment: dict[str, str] | None) -> JobReturn:
-    """Runs `script` for one job and waits, or only reports a job without an environment as failed. A killed process gets a report too."""
+def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str, str]) -> JobReturn:
+    """Runs `script` for one job and waits; only reports one that a warning came before. A killed process gets a report too."""
     done = JobReturn(overrides=overrides, cfg=cfg, status=JobStatus.FAILED)
-    if environment is None:
+    if process.received:
         done.return_value = RunFailed(f"{cfg.run} was not started")
         return done
-    folder, gpus = run_dir(cfg), environment.get("CUDA_VISIBLE_DEVICES")
-    output = folder.with_name(f"{folder.name}.log")
+    folder, gpus = RunFolder(run_dir(cfg)), slot.get("CUDA_VISIBLE_DEVICES")
+    output = folder.path.with_name(f"{folder.path.name}.log")
     line = f"{cfg.run} begins" + (f" on GPU {gpus}" if gpus else "") + f": {' '.join(typed(overrides))}"
     print(f"{line}\n", end="", flush=True)  # one write, because several threads print
     output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job around all jobs: the launcher requeues that one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    job = {CONFIG: json.dumps({"config": OmegaConf.to_container(cfg), "overrides": overrides})}
-    # In a session of its own, so Ctrl-C reaches it once, through the launcher.
+    job = local.Handover(OmegaConf.to_container(cfg), overrides)
+    # In a session of its own, so the terminal's Ctrl-C reaches it through the launcher alone.
     with (
         output.open("ab") as log,
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**outside, **environment, **project.environment(), **job},
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        ) as process,
+        local.spawn(script, {**outside, **slot}, job, stdout=log, stderr=log, start_new_session=True) as child,
     ):
-        running.append(process)
-        try:
-            code = local.wait([process])
-        finally:
-            running.remove(process)
+        code = local.wait([child])
     if code:
-        RunFolder(folder).record_end(RunFailed(f"its process ended with exit code {code}", code))
-    record(folder, overrides, failed=bool(code))
-    report = RunFolder(folder).report()
+        folder.record_end(RunFailed(f"its process ended with exit code {code}", code))
+    record(folder.path, overrides, failed=bool(code))
+    report = folder.report()
     print(f"{cfg.run} {report.get('status')}\n", end="", flush=True)
-    if not code:
-        done.status, done.return_value = JobStatus.COMPLETED, report
-    else:
-        done.return_value = RunFailed(f"{cfg.run} failed; see {output}", 2 if code == 2 else 1)
+    done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
+    done.return_value = RunFailed(f"{cfg.run} failed; see {output}", 2 if code == 2 else 1) if code else report
     return done
-
-
-def received_config() -> tuple[DictConfig, list[str]] | None:
-    """The config and the overrides that `run_job` gave to this process."""
-    job = local.received(CONFIG, "config", "overrides")
-    return (OmegaConf.create(job["config"]), job["overrides"]) if job else None

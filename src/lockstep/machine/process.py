@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from lockstep.errors import Interrupted, Preempted
 
@@ -62,10 +62,11 @@ def on_signal(number: int, _: FrameType | None) -> None:
 
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
-    """Notes a first Ctrl-C; a second one raises KeyboardInterrupt."""
-    if signal.SIGINT in received:
-        signal.default_int_handler(number, frame)
+    """Notes each Ctrl-C, which those who wait for processes pass on; the second one raises KeyboardInterrupt as well."""
+    is_second = signal.SIGINT in received
     on_signal(number, frame)
+    if is_second:
+        signal.default_int_handler(number, frame)
     if multiprocessing.parent_process() is not None:  # a worker of a dataloader, which the terminal interrupts too
         return
     with contextlib.suppress(OSError):  # not print, which may be running now
@@ -133,6 +134,36 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
         subprocess.run(["scontrol", "requeue", job], check=True)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(END_S)
+
+
+# --- The end of a process ---
+
+LOOK_S = 1.0  # seconds between two looks for the parent process
+
+
+def exit_process(code: int) -> NoReturn:
+    """Ends the process without Python's shutdown. During shutdown, gloo threads that release tensors need the GIL and abort the
+    process ("terminate called without an active exception"), even after a run that was done."""
+    for stream in (sys.stdout, sys.stderr):  # which never raise, see below
+        stream.flush()
+    os._exit(code)
+
+
+def end_with_parent(*, has_pipe: bool, message: str = "") -> None:
+    """Ends this process soon after its parent, in whatever way that ended.
+
+    `has_pipe`: standard input is a pipe to which the parent never writes, so it closes with the parent. Otherwise it may be a terminal.
+    """
+    parent = os.getppid()
+
+    def wait() -> None:
+        while os.read(0, 1) if has_pipe else os.getppid() == parent:
+            time.sleep(LOOK_S)
+        if message:
+            print(message, file=sys.stderr, flush=True)
+        os._exit(1)  # at once: standard output may be stuck
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 # --- Standard output and error of a process of a run. Free of torch ---
