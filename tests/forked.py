@@ -124,10 +124,10 @@ def call(file: str, function: str, *arguments: str) -> Popen:
 # --- what tests ask of processes ---
 
 
-def until(true: Callable[[], Any], limit_s: float = 180) -> None:
+def until(true: Callable[[], Any], limit_s: float = 180, what: str = "it") -> None:
     deadline = time.monotonic() + limit_s
     while not true():
-        assert time.monotonic() < deadline, f"it did not come true in {limit_s:.0f} s"
+        assert time.monotonic() < deadline, f"{what} did not come true in {limit_s:.0f} s"
         time.sleep(0.05)
 
 

@@ -15,21 +15,13 @@ from lockstep.extras import comparison
 SETUPS = {
     "single": ["strategy=single"],
     "foreground": ["strategy=single", "checkpoint.background=false"],
-    "plain": [
-        "strategy=single",
-        "callbacks.early_stopping.patience=9",
-        "trainer.val_check_interval=null",
-    ],  # validated at its last step
+    # validated at its last step
+    "plain": ["strategy=single", "callbacks.early_stopping.patience=9", "trainer.val_check_interval=null"],
     "ddp": ["strategy=ddp", "trainer.devices=2"],
     "ddp3": ["strategy=ddp", "trainer.devices=3"],  # sums of three numbers depend on their order
     "fsdp": ["strategy=fsdp", "trainer.devices=2"],
-    "norms": [
-        "strategy=fsdp",
-        "trainer.devices=2",
-        "model=timm",
-        "model.name=test_resnet",
-        "data.image_size=28",
-    ],  # each with its own statistics
+    # each with its own statistics
+    "norms": ["strategy=fsdp", "trainer.devices=2", "model=timm", "model.name=test_resnet", "data.image_size=28"],
     "shards": ["strategy=fsdp", "trainer.devices=2", "checkpoint.sharded=true"],
 }
 # All that has a state: dropout, momentum, schedule, average, best scores, early stopping, a mean loss over three steps.

@@ -11,6 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 import slurm
+from forked import until
 from in_process import SMALL, report
 
 from lockstep import ROOT
@@ -105,7 +106,7 @@ def ended(cluster: slurm.Cluster, job: str, place: Path) -> None:
         assert not lost or lost[-1] - lost[0] < 15, (place / f"slurm-{job}.out").read_text()
         return state["JobState"] == "COMPLETED"
 
-    slurm.until(over, 400, f"the end of job {job}")
+    until(over, 400, f"the end of job {job}")
 
 
 TWO_NODES = ["hydra/launcher=slurm", "trainer.num_nodes=2", "trainer.devices=1"]
@@ -127,7 +128,7 @@ def holding(place: Path) -> str:
 
 def held(place: Path, run: str) -> None:
     """Waits until the run has logged the step at which it is held."""
-    slurm.until(lambda: rows(place / "runs" / run / "metrics.csv") >= HELD_AT, 300, f"step {HELD_AT}")
+    until(lambda: rows(place / "runs" / run / "metrics.csv") >= HELD_AT, 300, f"step {HELD_AT}")
 
 
 @pytest.mark.slow
@@ -146,11 +147,11 @@ def test_a_submitted_multirun_gives_the_result_of_one_machine_and_one_job_stops_
 @pytest.mark.full
 def test_ctrl_c_takes_the_jobs_back(cluster, place, data):
     process = typed(cluster, place, *OPTIONS, "run=stopped", "seed=0,1", "trainer.max_epochs=500", *data)
-    slurm.until(lambda: all(rows(place / f"runs/stopped/{job}/metrics.csv") > 5 for job in range(2)), 300, "both jobs")
+    until(lambda: all(rows(place / f"runs/stopped/{job}/metrics.csv") > 5 for job in range(2)), 300, "both jobs")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    slurm.until(lambda: not cluster.run("squeue", "-h").strip(), 60, "the end of all jobs")
+    until(lambda: not cluster.run("squeue", "-h").strip(), 60, "the end of all jobs")
 
 
 @pytest.mark.full
@@ -200,7 +201,7 @@ def test_a_run_that_loses_a_node_goes_on_when_it_is_back(cluster, place, data):
     job = submit(cluster, place, holding(place), overrides=["run=lost", *data])
     held(place, "lost")
     cluster.kill_node("n2")
-    slurm.until(lambda: cluster.states()["n2"].startswith("down"), 60, "the loss of n2")
+    until(lambda: cluster.states()["n2"].startswith("down"), 60, "the loss of n2")
     cluster.start_node("n2")
     ended(cluster, job, place)
     assert report(place / "runs" / "lost")["train/steps"] == STEPS

@@ -44,7 +44,8 @@ def main(run: Run, name: str) -> None:
     ended: list[int] = []
     atexit.register(lambda: process.exit_process(ended[0]) if ended else None)  # registered first, called last
     process.owned = True
-    job, handover, problems = Job(name, Path(sys.argv[0]).resolve(), run), None, list[str]()
+    job = Job(name, Path(sys.argv[0]).resolve(), run)
+    handover: local.Handover | None = None
     try:
         handover = local.received()
         problems = launcher_problems(os.environ) if handover is None else []
@@ -69,11 +70,9 @@ def main(run: Run, name: str) -> None:
 
     with process.noted(interrupt=process.end_once) if process.supervised else nullcontext():
         ended.append(exit_code(work, rank))
-    if ended[0] and (
-        process.supervised or launcher
-    ):  # at once: exit handlers might wait for what the failed job left behind
+    if ended[0] and (process.supervised or launcher):
         process.report_failure(rank)
-        process.exit_process(ended[0])
+        process.exit_process(ended[0])  # at once, because exit handlers might wait for what the failed job left behind
     sys.exit(ended[0])
 
 
