@@ -256,6 +256,17 @@ def test_the_last_process_has_time_for_what_it_does(code, done, files, waits, tm
         ends.join() if waits else last.kill()
 
 
+def test_a_process_that_ignores_two_ctrl_c_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(local, "GRACE_S", 0.0)
+    monkeypatch.setattr(process, "received", [signal.SIGINT] * 2)
+    ignores = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", ignores], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        assert local.wait([child]) == 0
+        assert child.poll() is None
+        child.kill()
+
+
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])
 def test_none_is_left_when_the_parent_is_ended(worker, how, code, fork_server):
     (worker.parent / "wait").touch()

@@ -79,7 +79,7 @@ def received() -> Handover | None:
 FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
 EXIT_S = 60.0  # for exit handlers, when all is done
-GRACE_S = 10.0  # for the parent to end a process that has reported that memory ran out
+GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until the parent ends a process
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def wait(
 
     A process that has reported that memory ran out waits to be ended, and counts as failed with exit code 1. When all have reported
     that they are done, they have EXIT_S for what Python does at exit. Signals that warn this process are passed on: the processes
-    save what they have and end.
+    save what they have and end. After a second Ctrl-C they have GRACE_S.
     """
     first, deadline, passed_on = 0, float("inf"), 0
     while True:
@@ -198,6 +198,8 @@ def wait(
             for child in processes:
                 child.send_signal(warning)
             passed_on += 1
+        if process.received.count(signal.SIGINT) > 1:
+            deadline = min(deadline, time.monotonic() + GRACE_S)
         codes = [child.poll() for child in processes]
         told = [path.read_text() for path in end_files if path.exists()]
         waiting = len([error for error in told if error])

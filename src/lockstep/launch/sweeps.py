@@ -141,7 +141,9 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
         output.open("ab") as log,
         local.spawn(script, {**outside, **slot}, job, stdout=log, stderr=log, start_new_session=True) as child,
     ):
-        code = local.wait([child])
+        local.wait([child])
+        child.kill()  # if it has not obeyed
+        code = child.wait()
     if code:
         folder.record_end(RunFailed(f"its process ended with exit code {code}", code))
     record(folder.path, overrides, failed=bool(code))
