@@ -106,20 +106,19 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
         raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
     if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
-        each = "hydra/launcher=slots assigns the GPUs. Type trainer.devices=<how many per job>"
-        raise UserError(f"trainer.devices={cfg.trainer.devices}: {each}.")
-    each = world_of(cfg).devices
-    if world_of(cfg).accelerator == "cuda":
-        gpus = visible_gpus()
-        count = len(gpus) // each if jobs == "auto" else int(jobs)
-        if not count or count * each > len(gpus):
-            raise UserError(
-                f"hydra.launcher.jobs={jobs} with {each} GPUs per job needs {max(1, count) * each} GPUs; this machine has {len(gpus)}. "
-                f"Type hydra.launcher.jobs={max(1, len(gpus) // each)}, or fewer trainer.devices."
-            )
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
-    count = max(1, cores() // each) if jobs == "auto" else int(jobs)
-    return [{"OMP_NUM_THREADS": str(max(1, cores() // count // each))}] * count
+        advice = "hydra/launcher=slots assigns the GPUs. Type trainer.devices=<how many per job>"
+        raise UserError(f"trainer.devices={cfg.trainer.devices}: {advice}.")
+    world, gpus = world_of(cfg), visible_gpus()
+    on_gpus, each = world.accelerator == "cuda", world.devices
+    there = len(gpus) if on_gpus else cores()
+    count = max(1, there // each) if jobs == "auto" else int(jobs)
+    if not on_gpus:
+        return [{"OMP_NUM_THREADS": str(max(1, there // count // each))}] * count
+    if count * each > there:
+        needs = f"with {each} GPUs per job needs {count * each} GPUs; this machine has {there}"
+        advice = f"Type hydra.launcher.jobs={max(1, there // each)}, or fewer trainer.devices"
+        raise UserError(f"hydra.launcher.jobs={jobs} {needs}. {advice}.")
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
 
 
 def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str, str]) -> JobReturn:
