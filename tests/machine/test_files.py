@@ -15,23 +15,17 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_reader_sees_the_old_file_until_the_new_one_is_whole(tmp_path):
-    path = tmp_path / "report.json"
-    path.write_text("old")
-    with files.replacing(path) as part:
-        part.write_text("half of")
-        assert path.read_text() == "old"
-    assert path.read_text() == "half of"
-    assert names(tmp_path) == ["report.json"]
-
-
-def test_an_error_keeps_the_old_file_and_leaves_no_part(tmp_path):
+def test_a_reader_sees_the_old_file_until_the_new_one_is_whole_and_an_error_keeps_it(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("old")
     with pytest.raises(KeyboardInterrupt), files.replacing(path) as part:
         part.write_text("half of")
         raise KeyboardInterrupt
     assert (names(tmp_path), path.read_text()) == (["report.json"], "old")
+    with files.replacing(path) as part:
+        part.write_text("new")
+        assert path.read_text() == "old"
+    assert (names(tmp_path), path.read_text()) == (["report.json"], "new")
 
 
 def test_a_kill_keeps_the_old_file_and_the_next_write_leaves_no_part(tmp_path):
