@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import identify, name_of_job, stamp
+from lockstep.config.run_config import identify, name_of_job, stamp
 from lockstep.machine import world
 from lockstep.machine.world import world_of
 

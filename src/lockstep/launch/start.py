@@ -13,13 +13,10 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.auto import decided, workers
-from lockstep.config.batches import first_report
-from lockstep.config.checks import check, missing_keys, problem_of, wrong_values
+from lockstep.config.checks import about_problems, check, keys_of, missing_keys, step_problems
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
-from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
-from lockstep.config.rules import about_problems, step_problems
-from lockstep.config.schema import PREDICT
+from lockstep.config.run_config import decided, evaluation_file, first_report, identify, restarted, run_dir, workers
+from lockstep.config.schema import PREDICT, problem_of, wrong_values
 from lockstep.config.words import readable
 from lockstep.data.images import find_inputs
 from lockstep.data.sampler import PARTS
@@ -61,24 +58,13 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
     return data, train.count
 
 
-def check_classes(cfg: DictConfig, world: World, overrides: list[str], *, evaluating: bool) -> None:
-    """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for keys without a Kind."""
-    from lockstep.config.classes import component_problems, data_problems, operation_problems
-
-    # What has trained is right.
-    components = () if evaluating else component_problems(cfg, everything=beyond_schema(overrides))
-    operations = () if evaluating else operation_problems(cfg, world)
-    raise_problems([*components, *data_problems(cfg, world, evaluating=evaluating), *operations])
-
-
 def checked(overrides: list[str]) -> tuple[DictConfig, World]:
     """The config of a training, with its processes, for scripts that train differently. Raises UserError: it is wrong."""
     project.make_importable()
     cfg = composed("train", overrides)
     raise_problems(check(cfg))
-    world = world_of(cfg)
-    check_classes(cfg, world, overrides, evaluating=False)
-    return cfg, world
+    raise_problems(check(cfg, imported=True, shipped=beyond_schema(overrides)))
+    return cfg, world_of(cfg)
 
 
 def runs_here(world: World) -> bool:
@@ -99,7 +85,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     """
     project.make_importable()
     evaluating, predicting = job.name in EVALUATIONS, job.name == "predict"
-    raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
+    raise_problems([*fixed_keys(overrides), *missing_keys(cfg, keys_of(""))])
     asked_for = [p for key, kind in PREDICT.items() for p in problem_of(cfg, key, key, kind)] if predicting else []
     raise_problems([*wrong_values(cfg, FIRST), *asked_for])
     cfg = cfg.copy()
@@ -117,12 +103,11 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     cfg = resuming.for_evaluation(cfg, overrides, job.name) if evaluating else resuming.for_training(cfg, overrides)
     # a fresh run has got no more than its name and the path of its weights
     raise_problems(wrong_values(cfg, FIRST) if fresh and not cfg.resume else check(cfg, evaluating=evaluating))
-    if predicting:
-        cfg = with_request(cfg, asked, overrides)
     world = world_of(cfg)
-    debug(cfg, world)
     try:
-        check_classes(cfg, world, overrides, evaluating=evaluating)
+        raise_problems(check(cfg, evaluating=evaluating, imported=True, shipped=beyond_schema(overrides)))
+        cfg = with_request(cfg, asked, overrides) if predicting else cfg
+        debug(cfg, world)
         of_files = predicting and cfg.predict.part is None
         data, samples = (None, None) if of_files else prepare_data(cfg, evaluating=evaluating)
     except Exception as e:
