@@ -251,7 +251,7 @@ def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any
     if parameter.annotation is inspect.Parameter.empty or any(nodes(value, key)):
         return
     if key in KEYS and is_shipped({"_target_": target}):
-        return  # config/checks.py has better words
+        return  # config/schema.py has the better message
     from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not wait for
 
     try:
