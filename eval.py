@@ -11,7 +11,7 @@ from lockstep import launch
 def evaluate(cfg: DictConfig, world: launch.World) -> None:
     """The part of one process. `cfg` is the run's config with the strategy and devices of this command line."""
     from lockstep import build
-    from lockstep.config.identity import evaluation_file
+    from lockstep.config.run_config import evaluation_file
     from lockstep.reporting.page import show_evaluation
 
     build.process(cfg, world)

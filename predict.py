@@ -11,7 +11,7 @@ from lockstep import launch
 def predict(cfg: DictConfig, world: launch.World) -> None:
     """The part of one process. `cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
     from lockstep import build
-    from lockstep.config.identity import evaluation_file
+    from lockstep.config.run_config import evaluation_file
     from lockstep.extras import prediction
     from lockstep.reporting.page import show_predictions
 

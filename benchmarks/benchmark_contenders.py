@@ -29,8 +29,8 @@ from torchvision import transforms
 
 from lockstep import build
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import create_data
+from lockstep.config.run_config import run_dir
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
 from lockstep.launch import jobs

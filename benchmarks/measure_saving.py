@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from sections import write_section
 
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import run_dir
+from lockstep.config.run_config import run_dir
 from lockstep.launch.local import received, run_processes
 from lockstep.machine.world import World, world_of
 from lockstep.run.report import versions

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader
 
 from lockstep import build, strategies
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import create
+from lockstep.config.run_config import run_dir
 from lockstep.data.datamodule import DataModule
 from lockstep.launch import jobs
 from lockstep.launch.start import start

@@ -87,7 +87,8 @@ def noted(stages: int) -> None:
 
     stage: Any = start
     recorder: Any = Recorder
-    stage.check_classes = note(b"c", stage.check_classes)
+    check, check_imported = stage.check, note(b"c", stage.check)
+    stage.check = lambda cfg, **given: (check_imported if given.get("imported") else check)(cfg, **given)
     stage.identify = note(b"t", stage.identify)
     recorder.open = note(b"r", recorder.open)
     local.run_processes = alone

@@ -17,9 +17,8 @@ from omegaconf import DictConfig
 from rich.table import Table
 
 from lockstep import train
-from lockstep.config.batches import accumulated, parts_of_step
 from lockstep.config.instantiate import create
-from lockstep.config.rules import batches_of, total_steps
+from lockstep.config.run_config import accumulated, batches_of, parts_of_step, total_steps
 from lockstep.config.targets import locate
 from lockstep.config.words import seconds, size
 from lockstep.errors import UserError

@@ -30,8 +30,7 @@ COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for C
 
 def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) -> None:
     """Raises UserError if the arguments are wrong, or the data has no images."""
-    from lockstep.config.auto import decided
-    from lockstep.config.identity import identify
+    from lockstep.config.run_config import decided, identify
     from lockstep.launch.start import checked, prepare_data
 
     cfg, world = checked(overrides)

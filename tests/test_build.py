@@ -9,10 +9,9 @@ from pictures import write_classes
 
 import lockstep
 from lockstep import CONFIGS, build, build_trainer
-from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import identify
 from lockstep.config.instantiate import create, create_data, network, to_plain
+from lockstep.config.run_config import decided, identify
 from lockstep.data import Cifar10
 from lockstep.machine.world import World, world_of
 from lockstep.training.schedules import scheduler

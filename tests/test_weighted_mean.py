@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import lockstep
 from lockstep import build
 from lockstep.checkpoints.weights import read
-from lockstep.config.auto import decided
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
+from lockstep.config.run_config import decided
 from lockstep.data.loaders import fetch
 from lockstep.data.sampler import TrainBatches
 from lockstep.machine.world import world_of

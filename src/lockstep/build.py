@@ -22,23 +22,31 @@ from lockstep.augment import Augmentation
 from lockstep.build_trainer import arithmetic, evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
-from lockstep.config import batches
-from lockstep.config.classes import optimizer_node
-from lockstep.config.custom_module import create_custom_module, uses_custom_module
-from lockstep.config.identity import run_dir, title
+from lockstep.config.checks import monitor_problems, whole_batch_problems
 from lockstep.config.instantiate import (
     ENGINE,
     ENGINE_DATA,
     create,
+    create_custom_module,
     create_data,
     has_own_loaders,
     network,
     operations,
     to_plain,
+    uses_custom_module,
     with_numbers,
 )
 from lockstep.config.project import of_users_code
-from lockstep.config.rules import missing_groups, monitor_problems, total_steps
+from lockstep.config.run_config import (
+    accumulations,
+    batches,
+    first_report,
+    optimizer_node,
+    run_dir,
+    title,
+    total_steps,
+    unit,
+)
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
@@ -89,7 +97,7 @@ def seed(cfg: DictConfig) -> None:
 
 
 def recorder(cfg: DictConfig, world: World) -> Recorder:
-    return Recorder(RunFolder(run_dir(cfg)), cfg, batches.first_report(cfg, world), world.rank)
+    return Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
 
 
 def data(cfg: DictConfig) -> pl.LightningDataModule:
@@ -143,7 +151,6 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
         if weights:
             load_module_weights(custom, Path(weights))
         return custom
-    raise_problems(missing_groups(cfg))
     goal: Task = create(cfg.task, "task")
     if not isinstance(data, DataModule):
         raise UserError(
@@ -153,7 +160,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     goal.bind(data.about)
     if goal.between_samples:
         whole = undivided_evaluation(data, title(cfg.task), world_of(cfg).size)
-        raise_problems([*batches.division_of_whole_batch(cfg), *whole])
+        raise_problems([*whole_batch_problems(cfg), *whole])
     if own := ", ".join(goal.state_dict()):
         raise UserError(
             f"task={title(cfg.task)} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
@@ -196,8 +203,6 @@ def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
     for name, node in (cfg.task.get("metrics") or {}).items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
-    taken = sorted(found.keys() & {"loss", "count"})
-    raise_problems(f"task.metrics.{name}: every task already logs {name}. Type another name." for name in taken)
     return found
 
 
@@ -207,7 +212,7 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, 
         return
     if debugging.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
         return
-    samples = batches.batches(cfg, world)["micro_batch"]
+    samples = batches(cfg, world)["micro_batch"]
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
     trial = DryRun(
@@ -239,7 +244,7 @@ def oom_advice(
     return oom.oom_advice(
         trainer,
         workload(module, data),
-        accumulations=lambda: batches.accumulations(cfg.data.batch_size, world, batches.unit(cfg)[0]),
+        accumulations=lambda: accumulations(cfg.data.batch_size, world, unit(cfg)[0]),
         alone=not spec_of(cfg.strategy).is_sharded and not (cfg.trainer.sync_batchnorm and world > 1),
     )
 
@@ -284,12 +289,20 @@ def evaluate(
         return {}
     if panels is not None:
         work.collect_panels(panels, compiled=bool(cfg.compile))
-    figures = figures_of(cfg, world, data, subject, run)
+
+    def run_and_collect(subject: pl.LightningModule) -> dict[str, float]:
+        trainer = evaluator(cfg, world)
+        with oom_advice(cfg, trainer, subject, data):
+            by_loader = getattr(trainer, run)(subject, data, verbose=False, weights_only=True)
+        figures = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
+        return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
+
+    figures = run_and_collect(subject)
     raw = read(Path(tested)).raw_state_dict if isinstance(tested, str) else None
     if raw is not None:  # the run averaged its weights: training goes on with these
         subject = module(cfg, data, weights=str(tested))
         load_into(subject.state_dict(), raw, tested)
-        of_raw = figures_of(cfg, world, data, subject, run)
+        of_raw = run_and_collect(subject)
         figures |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
     return figures
 
@@ -297,13 +310,3 @@ def evaluate(
 def evaluation_info(cfg: DictConfig, world: World) -> dict[str, Any]:
     """What eval.json and predict.json say of the evaluation itself."""
     return {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": world.size}
-
-
-def figures_of(
-    cfg: DictConfig, world: World, data: pl.LightningDataModule, subject: pl.LightningModule, run: str
-) -> dict[str, float]:
-    trainer = evaluator(cfg, world)
-    with oom_advice(cfg, trainer, subject, data):
-        found = getattr(trainer, run)(subject, data, verbose=False, weights_only=True)  # one for each dataloader
-    figures = {name: value for each in found for name, value in each.items() if name != "val/count"}
-    return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}

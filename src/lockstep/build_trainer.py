@@ -21,12 +21,9 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
-from lockstep.config.auto import SPARSEST, log_interval
-from lockstep.config.batches import parts_of_step
-from lockstep.config.custom_module import uses_custom_module
-from lockstep.config.identity import model_title, run_dir, title
-from lockstep.config.instantiate import create, has_own_loaders, to_plain
+from lockstep.config.instantiate import create, has_own_loaders, to_plain, uses_custom_module
 from lockstep.config.rules import COUNTED
+from lockstep.config.run_config import SPARSEST, log_interval, model_title, parts_of_step, run_dir, title
 from lockstep.config.targets import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
@@ -55,27 +52,24 @@ class NoProfiler(PassThroughProfiler):
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
-    """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
-    place = {"run_dir": run_dir(cfg), "run": cfg.run}
-    offered = {**place, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
-    made: list[Logger] = [MetricsCsv(**place)]
+    """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it.
+
+    One with the key `group` gets a sweep's name. `auto` among its `tags` stands for the model, the data and the strategy.
+    """
+    own = {"run_dir": run_dir(cfg), "run": cfg.run}
+    offered = {**own, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
+    made: list[Logger] = [MetricsCsv(**own)]
     for name, node in cfg.logger.items():
         if name != "csv":
-            given = accepted(node["_target_"], offered) | labels(cfg, node)
+            given = accepted(node["_target_"], offered)
+            if "group" in node and node.group is None:
+                given["group"] = str(cfg.run).rpartition("/")[0] or None
+            if "auto" in (tags := list(node.get("tags") or ())):
+                place = tags.index("auto")
+                tags[place : place + 1] = [model_title(cfg), title(cfg.data), title(cfg.strategy)]
+                given["tags"] = list(dict.fromkeys(tags))
             made.append(in_background(create(node, f"logger.{name}", **given), str(name)))
     return made
-
-
-def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
-    """For a logger with the keys: its `group`, a sweep's name; and `tags` with what stands for the word `auto` among them."""
-    found: dict[str, Any] = {}
-    if "group" in node and node.group is None:
-        found["group"] = str(cfg.run).rpartition("/")[0] or None
-    if "auto" in (tags := list(node.get("tags") or ())):
-        place = tags.index("auto")
-        tags[place : place + 1] = [model_title(cfg), title(cfg.data), title(cfg.strategy)]
-        found["tags"] = list(dict.fromkeys(tags))
-    return found
 
 
 def arithmetic(cfg: DictConfig) -> StepArithmetic:
@@ -96,10 +90,12 @@ def custom_module_callbacks(cfg: DictConfig) -> list[pl.Callback]:
     ]
 
 
-def monitor_guard(cfg: DictConfig, save: Callable[[pl.Trainer], None] | None) -> pl.Callback:
-    validated = {"checkpoint.monitor": cfg.checkpoint.monitor} if save and cfg.checkpoint.monitor else {}
+def monitor_guard(
+    callbacks: DictConfig, checkpoint_monitor: str | None, save: Callable[[pl.Trainer], None] | None
+) -> pl.Callback:
+    validated = {"checkpoint.monitor": checkpoint_monitor} if save and checkpoint_monitor else {}
     later: dict[str, str] = {}
-    for name, node in cfg.callbacks.items():
+    for name, node in callbacks.items():
         if node.get("monitor") is not None:
             monitors = validated if node.get("check_on_train_epoch_end") is False else later
             monitors[f"callbacks.{name}.monitor"] = node.monitor
@@ -154,7 +150,8 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(config)  # before those that log when a batch begins
-    every = [*custom_module_callbacks(cfg), monitor_guard(cfg, save), position, *chosen, *own]
+    guard = monitor_guard(cfg.callbacks, cfg.checkpoint.monitor, save)
+    every = [*custom_module_callbacks(cfg), guard, position, *chosen, *own]
     return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 

@@ -11,14 +11,10 @@ from your_own import forget
 
 from lockstep import CONFIGS, ROOT
 from lockstep.augment import Augmentation
-from lockstep.config.batches import accumulations, unit
 from lockstep.config.checks import check
-from lockstep.config.classes import data_problems, operation_problems
-from lockstep.config.compose import beyond_schema, compose_config, tried_alone
-from lockstep.config.custom_module import custom_module_problems
+from lockstep.config.compose import compose_config, tried_alone
 from lockstep.config.instantiate import operations
-from lockstep.config.rules import batches_of
-from lockstep.machine.world import World
+from lockstep.config.run_config import accumulations, batches_of, unit
 
 PAGE = (ROOT / "docs/augment.md").read_text()
 FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -32,8 +28,11 @@ def base(module, name):
 class Loaders(base("lightning.pytorch.core.datamodule", "LightningDataModule")):
     def __init__(self, batch_size=1):
         pass
+
+
+class Module(base("lightning.pytorch.core.module", "LightningModule")):
+    pass
 """
-CPU = World("cpu", 1, 1, "single")
 
 
 @pytest.fixture
@@ -55,8 +54,7 @@ def config(*overrides: str):
 
 
 def problems(*overrides: str) -> str:
-    cfg = config(*overrides)
-    return "\n".join([*check(cfg), *operation_problems(cfg, CPU)])
+    return "\n".join(check(config(*overrides), imported=True))
 
 
 def test_the_operation_of_the_page_changes_each_image_by_its_own_draws(project):
@@ -92,23 +90,16 @@ def test_every_option_is_right_and_in_the_table_of_the_page(option):
     assert f"`{option}`" in PAGE.partition("## What is exact")[0]
 
 
-def test_keys_of_operations_do_not_make_the_check_import_torch():
-    assert not beyond_schema(
-        ["augment=[crop,flip]", "augment.crop.scale=[0.5,1]", "~augment.flip", "data.batch_size=8"]
-    )
-    assert beyond_schema(["~optim.eps"])
-
-
 def test_batches_of_ones_own_loaders_are_not_augmented(project):
     cfg = config("data=bare", "augment=flip")
     told = "augment.flip has no effect: mywork.loaders.Loaders makes its own batches. Type augment=none."
-    assert told in [*check(cfg), *operation_problems(cfg, CPU), *data_problems(cfg, CPU, evaluating=False)]
+    assert told in check(cfg, imported=True)
 
 
-def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples():
-    module = ["task=lightning_module", "task._target_=mine.Module"]
-    assert list(custom_module_problems(config(*module, "augment=standard"))) == []
-    (told,) = custom_module_problems(config(*module, "augment=strong"))
+def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples(project):
+    module = ["task=lightning_module", "task._target_=mywork.loaders.Module"]
+    assert check(config(*module, "augment=standard"), imported=True) == []
+    (told,) = check(config(*module, "augment=strong"), imported=True)
     assert told.startswith("augment.mixup_cutmix mixes the losses of two targets, which a task computes")
 
 

@@ -12,10 +12,10 @@ from shipped_data import shipped
 
 from lockstep import CONFIGS
 from lockstep.config import rules
-from lockstep.config.checks import OWNED, check, wrong_values
+from lockstep.config.checks import OWNED, check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, tried_alone
 from lockstep.config.instantiate import ENGINE, SPECIAL
-from lockstep.config.schema import CLOSED, KEYS
+from lockstep.config.schema import CLOSED, KEYS, wrong_values
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
 from lockstep.launch import resuming

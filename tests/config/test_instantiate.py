@@ -9,6 +9,7 @@ import thin_project
 
 import lockstep
 from lockstep.config.instantiate import create
+from lockstep.config.targets import accepted, parameters
 from lockstep.errors import UserError
 
 OWN = """from collections.abc import Sequence
@@ -44,6 +45,29 @@ def net(**keys):
 
 def half(width):
     return 1 / width  # its bug
+
+
+class Base(nn.Module):
+    def __init__(self, *, width: int, depth: int = 1) -> None:
+        super().__init__()
+        self.width, self.depth = width, depth
+
+class Middle(Base):
+    pass
+
+class Own(Middle):
+    def __init__(self, *, gamma: float = 2.0, **given: object) -> None:
+        super().__init__(**given)
+        self.gamma = gamma
+
+class Narrow(Base):
+    def __init__(self, **given: object) -> None:
+        super().__init__(width=1, **given)
+
+class Open(nn.Module):
+    def __init__(self, *, width: int, **rest: object) -> None:
+        super().__init__()
+        self.rest = rest
 """
 OFFERED = {"in_channels": 1, "num_classes": 10}
 
@@ -139,3 +163,27 @@ def test_a_run_whose_component_gets_a_wrong_key_writes_nothing(tmp_path, mnist, 
         lockstep.train(["model=mine", "+model.witdh=4", "model.width=wide", *data])
     assert [problem.split()[0] for problem in error.value.problems] == ["model.width=wide", "model.witdh"]
     assert not Path("runs").exists()
+
+
+# --- A class that hands `**kwargs` on takes the arguments of its base classes too ---
+
+
+def test_arguments_of_base_classes_are_known_and_offered():
+    assert list(parameters("mine.Own")) == ["width", "depth", "gamma"]
+    assert accepted("mine.Own", {"width": 3, "classes": 10}) == {"width": 3}
+    made = create({"_target_": "mine.Own", "gamma": 1.0, "depth": 2}, "model", width=3)
+    assert (made.width, made.depth, made.gamma) == (3, 2, 1.0)
+
+
+def test_a_class_may_give_an_argument_of_its_base_class_itself():
+    assert create({"_target_": "mine.Narrow", "depth": 2}, "model").width == 1
+
+
+def test_mistakes_in_keys_of_base_classes_are_named():
+    misspelt, wrong = told("mine.Own", width=1, depht=2, depth="two")
+    assert misspelt.startswith("model.depht is not an argument of mine.Own (did you mean depth?)")
+    assert wrong.startswith("model.depth=two is not possible; it takes int")
+
+
+def test_a_class_that_takes_anything_gets_it():
+    assert create({"_target_": "mine.Open", "width": 1, "other": 2}, "model").rest == {"other": 2}

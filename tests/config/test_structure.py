@@ -4,9 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 from test_checks import problems
 
-from lockstep.config.checks import check
+from lockstep.config.checks import check, step_problems
 from lockstep.config.compose import beyond_schema, compose_config, fixed_keys
-from lockstep.config.rules import step_problems
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES
 from lockstep.launch.cli import refused_options
 from lockstep.launch.resuming import set_aside
@@ -91,6 +90,7 @@ def test_the_facts_about_a_strategy_are_not_set():
 
 def test_only_keys_without_a_kind_need_their_class():
     assert not beyond_schema(["optim.lr=1", "model=resnet50d", "data.anything=1", "trainer.max_steps=1"])
+    assert not beyond_schema(["augment=[crop,flip]", "augment.crop.scale=[0.5,1]", "~augment.flip"])
     assert beyond_schema(["~optim.fused"])
     assert beyond_schema(["+optim.amsgrad=true"])
 

@@ -7,7 +7,7 @@ import pytest
 import lockstep
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import identify, name_of_job, stamp
+from lockstep.config.run_config import identify, name_of_job, stamp
 from lockstep.errors import UserError
 from lockstep.machine import world
 from lockstep.machine.world import external_launcher, launcher_problems, rank_of, world_of

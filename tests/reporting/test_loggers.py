@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import identify
+from lockstep.config.run_config import identify
 from lockstep.launch import resuming
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep
 from lockstep.build_trainer import labels
 from lockstep.config.compose import compose_config
-from lockstep.config.identity import identify
+from lockstep.config.run_config import identify
 from lockstep.errors import Preempted, UserError
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import RunEnd, flat

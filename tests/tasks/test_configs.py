@@ -3,10 +3,9 @@
 import pytest
 
 from lockstep import CONFIGS, build, tasks
-from lockstep.config.checks import check
+from lockstep.config.checks import about_problems, check
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create
-from lockstep.config.rules import about_problems
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 

@@ -15,9 +15,7 @@ from lockstep import build
 from lockstep.callbacks.step_seed import step_seed
 from lockstep.checkpoints.finding import step_of
 from lockstep.config.checks import check
-from lockstep.config.classes import own_loader_problems
 from lockstep.config.compose import compose_config
-from lockstep.config.custom_module import custom_module_problems
 from lockstep.config.project import make_importable
 from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
 from lockstep.extras.export import export
@@ -278,7 +276,7 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
     ],
 )  # fmt: skip
 def test_what_the_module_would_not_notice_is_refused(overrides, words):
-    assert words in "\n".join(custom_module_problems(config(*overrides)))
+    assert words in "\n".join(check(config(*overrides), imported=True))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +318,7 @@ def test_a_task_of_locksteps_refuses_dataloaders_of_ones_own():
 
 def test_keys_that_divide_locksteps_batches_are_refused_for_dataloaders_of_ones_own():
     cfg = config("data=odd", "task._target_=odd.Small", "trainer.accumulate_grad_batches=auto", "data.num_workers=auto")
-    found = "\n".join(own_loader_problems(cfg))
+    found = "\n".join(check(cfg, imported=True))
     assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data=data makes its own" in found
     assert "data.num_workers=auto is for Lockstep's dataloaders" in found
 
@@ -486,7 +484,7 @@ def test_an_order_that_processes_share_depends_on_no_process(train):
 
 
 def test_runs_of_a_module_are_called_after_it():
-    from lockstep.config.identity import model_and_data
+    from lockstep.config.run_config import model_and_data
 
     assert model_and_data(config("task._target_=odd.Small")) == "small-mnist"
 

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 import lockstep
 from lockstep import ROOT
-from lockstep.config.batches import accumulations
 from lockstep.config.compose import compose_config
+from lockstep.config.run_config import accumulations
 from lockstep.errors import OutOfMemory
 from lockstep.extras import comparison
 from lockstep.launch import local

@@ -76,7 +76,7 @@ class FiniteLoss(Callback):
 
 @dataclass(eq=False)
 class MonitorGuard(Callback):
-    """Ends a run that monitors a metric which nothing logs; config/rules.py rejects what is known before the run.
+    """Ends a run that monitors a metric which nothing logs; config/checks.py rejects what is known before the run.
 
     After the first validation, or at the end of training for callbacks that may look later. It saves a checkpoint first. A training
     that ends before its first validation logs no metric of one, and passes.

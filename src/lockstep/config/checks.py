@@ -1,98 +1,25 @@
-"""Every check of a config, across its groups, without torch: reports all mistakes together."""
+"""Every check of a config without torch, whose problems are reported together, and those that need the classes of the user."""
 
-import importlib
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.batches import accumulated, auto_problems, batch_problems, fold_problems
-from lockstep.config.instantiate import operation_problems
-from lockstep.config.rules import (
-    device_problems,
-    environment_problems,
-    exact_problems,
-    length_problems,
-    process_problems,
-    task_problems,
-)
-from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, Kind
-from lockstep.config.targets import is_shipped
+from lockstep.config import rules
+from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, operations, problems, to_plain
+from lockstep.config.rules import Context
+from lockstep.config.run_config import accumulated, batches_of, optimizer_node, title, total_steps
+from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
+from lockstep.config.targets import target_of, unnamed
 from lockstep.config.words import plain, shown
-from lockstep.errors import did_you_mean
-from lockstep.machine.world import World, accelerator_of, spec_of, world_of
+from lockstep.errors import UserError, did_you_mean
+from lockstep.machine.world import world_of
 
-# --- Whether a config has the groups, classes and keys that the engine reads. Free of torch ---
+# --- Whether a config has the groups, classes and keys that the engine reads, and no others ---
 
-CLASS = "my_package.my_module.MyClass"
-
-
-def missing_keys(cfg: DictConfig) -> Iterator[str]:
-    """Keys outside of groups, which the engine reads before all others."""
-    yield from without(cfg, "", [key for key in KEYS if "." not in key])
-
-
-def without(node: Mapping[Any, Any], group: str, names: list[str]) -> Iterator[str]:
-    for name in names:
-        if name not in list(node.keys()):  # `in` denies missing ones
-            key = f"{group}.{name}".lstrip(".")
-            example = KEYS[key].example if key in KEYS else "<value>"
-            yield f"{key} is not in the config, and the engine reads it. Type for example {key}={example}."
-
-
-def structure_problems(cfg: DictConfig) -> Iterator[str]:
-    """Groups that are missing or hold no keys; classes and keys that are missing in them."""
-    yield from missing_keys(cfg)
-    for group in (name for name in GROUPS if name not in RECIPES):
-        node = plain_node(cfg, group)
-        if not isinstance(node, Mapping):
-            there = f"{group}={shown(node)} is not possible" if group in cfg else f"{group} is not in the config"
-            yield f"{there}: the engine reads the keys of this group. Choose an option, {group}=<name>, or set single keys, {group}.<key>=<value>."
-        elif group in CLOSED:
-            yield from without(node, group, [key.partition(".")[2] for key in KEYS if key.startswith(f"{group}.")])
-        elif group in SEVERAL:
-            yield from node_problems(node, group)
-        elif node or group not in OPTIONAL:
-            yield from class_problems(node, group)
-            if group != "data" or is_shipped(node):  # config/classes.py asks other data
-                yield from without(node, group, list(NEEDED.get(group, ())))
-            if group == "task" and "metrics" in node:
-                yield from node_problems(node["metrics"], f"{group}.metrics")
-
-
-def plain_node(cfg: DictConfig, group: str) -> Any:
-    """The group without looking up what it refers to; as it stands if that is not possible."""
-    try:
-        node = cfg.get(group)
-        return OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
-    except OmegaConfBaseException as e:
-        return str(e).partition("\n")[0]
-
-
-def class_problems(node: Any, key: str) -> Iterator[str]:
-    if not isinstance(node, Mapping):
-        yield f"{key}={shown(node)} is not possible: it names a class and its arguments. Type for example {key}={{_target_: {CLASS}}}."
-        return
-    target = node.get("_target_")
-    if target in (None, "???"):
-        yield f"{key}._target_ is missing; it names the class, for example {key}._target_={CLASS}."
-    elif not isinstance(target, str) or "." not in target.strip("."):
-        yield f"{key}._target_={shown(target)} is not possible; it names a class, for example {key}._target_={CLASS}."
-
-
-def node_problems(nodes: Any, key: str) -> Iterator[str]:
-    """Problems of a group of named nodes, such as `callbacks`."""
-    if not isinstance(nodes, Mapping):
-        yield f"{key}={shown(nodes)} is not possible: it holds classes by name. Type for example {key}={{}}."
-        return
-    for name, node in nodes.items():
-        yield from class_problems(node, f"{key}.{name}")
-
-
-# --- Every check of a config, across its groups, without torch: reports all mistakes together ---
-
+TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
+MEASURED = ("_per_s", "_memory_gib")  # endings of figures that depend on the data's unit or on the device
 # Arguments of Lightning's Trainer that Lockstep sets from other keys.
 OWNED = {
     "trainer.strategy": "choose it with strategy=ddp",
@@ -110,182 +37,255 @@ OWNED = {
 }
 
 
+def keys_of(group: str) -> list[str]:
+    """The keys of a group; of "", those outside of groups."""
+    return [key for key in KEYS if key.rpartition(".")[0] == group]
+
+
+def missing_keys(node: Mapping[Any, Any], keys: Iterable[str]) -> Iterator[str]:
+    """Keys of one group, or outside of groups, that are not in its node."""
+    names = [str(name) for name in node.keys()]  # noqa: SIM118  # `in` denies those that are ???
+    for key in keys:
+        if key.rpartition(".")[2] not in names:
+            example = KEYS[key].example if key in KEYS else "<value>"
+            yield f"{key} is not in the config, and the engine reads it. Type for example {key}={example}."
+
+
+def structure_problems(cfg: DictConfig) -> Iterator[str]:
+    """Groups that are missing or hold no keys; classes and keys that are missing in them."""
+    yield from missing_keys(cfg, keys_of(""))
+    for group in (name for name in GROUPS if name not in RECIPES):
+        try:
+            node: Any = cfg.get(group)
+            node = OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
+        except OmegaConfBaseException as e:  # it refers to what there is not
+            node = str(e).partition("\n")[0]
+        if not isinstance(node, Mapping):
+            there = f"{group}={shown(node)} is not possible" if group in cfg else f"{group} is not in the config"
+            yield f"{there}: the engine reads the keys of this group. Choose an option, {group}=<name>, or set single keys, {group}.<key>=<value>."
+        elif group in CLOSED:
+            yield from missing_keys(node, keys_of(group))
+        elif group in SEVERAL:
+            yield from named_nodes(node, group)
+        elif node or group not in OPTIONAL:
+            yield from unnamed(node, group)
+            if group != "data" or is_shipped(node):  # other data is asked once its class is imported
+                yield from missing_keys(node, [f"{group}.{name}" for name in NEEDED.get(group, ())])
+            if group == "task" and "metrics" in node:
+                yield from named_nodes(node["metrics"], "task.metrics")
+
+
+def named_nodes(nodes: Any, key: str) -> Iterator[str]:
+    """Problems of a group of named nodes, such as `callbacks`."""
+    if not isinstance(nodes, Mapping):
+        yield f"{key}={shown(nodes)} is not possible: it holds classes by name. Type for example {key}={{}}."
+        return
+    for name, node in nodes.items():
+        yield from unnamed(node, f"{key}.{name}")
+
+
 def unknown_keys(cfg: DictConfig) -> Iterator[str]:
     """Keys added with `+key=value` that nothing reads."""
-    top = [key for key in KEYS if "." not in key] + list(GROUPS)
-    for key in map(str, cfg):
-        if key not in top:
-            yield f"{key} is not a key of this project{did_you_mean(key, top)}."
-    for group in CLOSED:
-        known = [key for key in KEYS if key.startswith(f"{group}.")]
-        for name in cfg[group] if isinstance(cfg.get(group), DictConfig) else ():
-            key = f"{group}.{name}"
+    closed = {group: cfg[group] for group in CLOSED if isinstance(cfg.get(group), DictConfig)}
+    for group, node in {"": cfg, **closed}.items():
+        known = keys_of(group) if group else [*keys_of(""), *GROUPS]
+        for key in (f"{group}.{name}".lstrip(".") for name in node):
             if key in OWNED:
                 yield f"{key} cannot be set: {OWNED[key]}."
             elif key not in known:
                 yield f"{key} is not a key of this project{did_you_mean(key, known)}."
 
 
-def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator[str]:
-    """Problems of `keys`. Without them: of all KEYS, except those of a class of the user's, whose signature decides."""
-    for key in KEYS if keys is None else keys:
-        group, _, name = key.rpartition(".")
-        inside = isinstance(cfg.get(group.partition(".")[0]), DictConfig)
-        node = OmegaConf.select(cfg, group) if inside else cfg if not group else None
-        if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
-            continue
-        if keys is None and "_target_" in node and not is_shipped(node):
-            continue
-        yield from problem_of(node, name, key, KEYS[key])
+# --- Signatures ---
 
 
-def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> Iterator[str]:
-    """The problem of the value `name` of a node, if there is one; `key` is its place in the config."""
-    if OmegaConf.is_missing(node, name):
-        yield f"{key} is missing; type {key}=<{name}>."
+def signature_problems(cfg: DictConfig, *, shipped: bool) -> Iterator[str]:
+    """Keys that a class of the user's does not take, and of the `shipped` ones too, which take seconds to import. Without `data`."""
+    groups = ("task", "model", "strategy", "optim", "schedule")
+    nodes: dict[str, Any] = {key: cfg[key] for key in groups if "_target_" in cfg[key]}
+    nodes |= {"optim": optimizer_node(cfg)} if "optim" in nodes else {}
+    for key, group in (("task.metrics", cfg.task.get("metrics")), ("callbacks", cfg.callbacks), ("logger", cfg.logger)):
+        nodes |= {f"{key}.{name}": node for name, node in (group or {}).items()}
+    for key, node in nodes.items():
+        if shipped or not is_shipped(node):
+            from lockstep.compat import others  # noqa: F401  # before Lightning
+
+            yield from problems(to_plain(node), key)
+
+
+# --- The classes of data and task ---
+
+
+def data(run: Context) -> Iterator[str]:
+    """The keys of `data`, by its class. Lockstep's own data sets import no torch; adapters of other libraries wait."""
+    node = to_plain(run.cfg.data)
+    if not run.imported and not str(node["_target_"]).startswith("lockstep.data."):
         return
-    written = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
-    try:
-        value = plain(node[name])
-    except InterpolationResolutionError:
-        yield f"{key}={written} refers to a key that is not in the config. Set that key, or {key}."
+    if not run.own_loaders:
+        yield from data_set_problems(node)
+        if "batch_size" not in node:
+            yield "data.batch_size is missing: it is the global batch of one optimizer step. Type +data.batch_size=64."
+        if not is_shipped(node):
+            yield from wrong_values(run.cfg, [f"data.{key}" for key in ENGINE_DATA])
         return
-    refers = KEYS.get(written[2:-1]) if OmegaConf.is_interpolation(node, name) else None
-    if not kind.accepts(value) and (refers is None or refers.accepts(value)):  # else that key is told
-        given = f"{shown(value)}, from {written}," if value != written else shown(value)
-        yield f"{key}={given} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
+    yield from problems(node, "data")
+    own = f"divides Lockstep's batches, but data={title(run.cfg.data)} makes its own"
+    if run.cfg.exact.shards:
+        yield f"exact.shards={run.cfg.exact.shards} {own}. Leave it out."
+    if run.cfg.trainer.accumulate_grad_batches == "auto":
+        yield f"trainer.accumulate_grad_batches=auto {own}. Type a number."
+    if node.get("num_workers") == "auto":
+        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={title(run.cfg.data)} has its own. Type a number."
 
 
-def loading_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    on_device, workers = cfg.data.get("on_device"), cfg.data.get("num_workers")
-    if on_device is True and world.accelerator == "cpu":
-        yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Type data.on_device=auto."
-    if on_device is True and workers not in (0, "auto"):
-        yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Leave one of them out."
-    for key in ("prefetch_factor", "persistent_workers"):
-        if cfg.data.get(key) is not None and workers in (0, "auto"):
-            yield f"data.{key}={shown(cfg.data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
+def task(run: Context) -> Iterator[str]:
+    cfg = run.cfg
+    if not is_shipped(cfg.task) and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
+        yield f"checkpoint.mode={cfg.checkpoint.mode} is not possible; it takes one of max, min. Type checkpoint.mode=min."
+    if not run.knows(cfg.task) or run.custom_module:
+        return
+    added = cfg.task.get("metrics") or ()
+    for name in sorted({"loss", "count"} & set(added)):
+        yield f"task.metrics.{name}: every task already logs {name}. Type another name."
+    for group in ("model", "optim", "schedule"):
+        if not cfg[group]:
+            yield f"{group}=none is for a LightningModule with its own {group}; task={title(cfg.task)} needs one. Choose it with {group}=<name>."
+    if not is_shipped(cfg.task):
+        if getattr(target_of(cfg.task._target_, "task"), "between_samples", False):
+            yield from whole_batch_problems(cfg)
+    elif cfg.task.get("traits"):
+        figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in added for rest in ("", "/*"))]
+        yield from monitor_problems(cfg, figures)
 
 
-def fused_problem(cfg: DictConfig) -> str | None:
-    """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-    if cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
-        return None  # training/arithmetic.py
-    if cfg.exact.shards and spec_of(cfg.strategy).is_sharded:
-        return f"was not tried on shards of GPUs, so exact.shards={cfg.exact.shards} is not possible"
-    if not str(cfg.optim.get("_target_")).endswith("SGD"):
-        return None
-    if spec_of(cfg.strategy).is_sharded:
-        return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
-    if any(node.get("unfreeze") for node in cfg.callbacks.values()):
-        return "has no kernel for SGD where some parameters have no momentum yet, as with callbacks.freeze.unfreeze (torch 2.13)"
-    return None
+def module(run: Context) -> Iterator[str]:
+    """Groups and keys that a LightningModule as the task does not use."""
+    if not run.custom_module:
+        return
+    cfg, name = run.cfg, title(run.cfg.task)
+    if idle := [group for group in ("model", "optim", "schedule") if cfg[group]]:
+        yield (
+            f"{', '.join(idle)} would have no effect: {cfg.task._target_} has its own. "
+            f"Type {' '.join(f'{group}=none' for group in idle)}, or begin its config with defaults: [lightning_module]."
+        )
+    for operation in (key for key, operation in operations(cfg).items() if operation.mixes):
+        yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Leave it out: ~augment.{operation}."
+    if cfg.task.get("metrics"):
+        yield f"task.metrics has no effect: {name} logs its own figures. Leave it out."
+    if cfg.exact.shards:
+        yield f"exact.shards={cfg.exact.shards} is about the steps of a task, and {name} makes its own. Leave it out."
+    if cfg.compile:
+        yield f"compile=true compiles the network of the model group, but {name} makes its own. Leave it out; a module may call self.<network>.compile()."
+    if run.spec.is_sharded or run.spec.splits_batches:
+        yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Type strategy=ddp."
 
 
-def strategy_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    precision, name, possible = str(cfg.trainer.precision), world.strategy, spec_of(cfg.strategy).precisions
-    if precision in ("16-mixed", "16-true", "16") and world.accelerator == "cpu":
-        yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
-    if possible and precision not in ("auto", "32", *possible):
-        yield f"strategy={name} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Type trainer.precision=bf16-mixed."
-    if world.accelerator == "mps" and precision in ("64-true", "64"):
-        yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
-    yield from without_effect(cfg, world).values()
+def whole_batch_problems(cfg: DictConfig) -> Iterator[str]:
+    """What divides the global batch of a task that compares its samples (`Task.between_samples`)."""
+    why = f"task={title(cfg.task)} compares the samples of a batch (between_samples)"
+    given = cfg.trainer.accumulate_grad_batches
+    if cfg.exact.shards:
+        yield f"exact.shards={cfg.exact.shards} divides the global batch into logical ranks, but {why}. Leave it out."
+    elif given != 1:
+        yield (
+            f"trainer.accumulate_grad_batches={given} divides the global batch into micro-batches, but {why}. "
+            "Type trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller data.batch_size."
+        )
 
 
-def without_effect(cfg: DictConfig, world: World) -> dict[str, str]:
-    """Keys that do nothing under the strategy or on the device, each with what to say. Flags, or names that null takes away."""
-    spec, under, found = spec_of(cfg.strategy), f"has no effect under strategy={world.strategy}", dict[str, str]()
-    if cfg.tf32 and world.accelerator != "cuda":
-        found["tf32"] = f"has no effect on {world.accelerator}: only NVIDIA GPUs have it. Type tf32=false."
-    if cfg.trainer.sync_batchnorm and spec.splits_batches:
-        found["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Type strategy=ddp."
-    if cfg.compile and spec.splits_batches:
-        found["compile"] = f"{under}: all replicas would run on the first device. Type strategy=ddp."
-    if cfg.checkpoint.sharded and not spec.is_sharded:
-        choice = "Type strategy=fsdp, or checkpoint.sharded=false."
-        found["checkpoint.sharded"] = f"{under}: nothing is sharded there. {choice}"
-    if cfg.strategy.get("comm_hook") and world.accelerator != "cuda":
-        found["strategy.comm_hook"] = "has no effect without GPUs. Type strategy.comm_hook=null."
-    return {key: f"{key}={shown(OmegaConf.select(cfg, key))} {why}" for key, why in found.items()}
+def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
+    """Monitors that nothing logs. The figures of callbacks that are not Lockstep's are known only when the run logs them."""
+    first = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
+    monitors = {first: cfg.checkpoint.monitor}
+    monitors |= {f"callbacks.{name}.monitor": node.get("monitor") for name, node in cfg.callbacks.items()}
+    own = all(str(node.get("_target_")).startswith("lockstep.") for node in cfg.callbacks.values())
+    for key, monitor in monitors.items():
+        of_callback = key != first
+        if monitor is None or (of_callback and monitor == cfg.checkpoint.monitor):  # told once
+            continue
+        monitor = str(monitor)
+        names = [*(f"val/{figure}" for figure in ("loss", *figures)), *(TRAINED if of_callback else ())]
+        known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
+        later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
+        if not known and not later:
+            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Type one of them, or add it to task.metrics."
 
 
-def training_problems(cfg: DictConfig, _: World) -> Iterator[str]:
-    if cfg.optim.get("fused") is True and (why := fused_problem(cfg)):
-        yield f"optim.fused=true {why}. Leave optim.fused out."
-    if cfg.optim.get("nesterov") is True and not cfg.optim.get("momentum") and is_shipped(cfg.optim):
-        yield "optim.nesterov=true needs a momentum above 0. Type optim.momentum=0.9, or optim.nesterov=false."
-    if cfg.optim.get("no_decay") is True and is_shipped(cfg.optim) and not cfg.optim.get("weight_decay"):
-        yield "optim.no_decay=true has no effect with optim.weight_decay=0. Leave it out, or type optim.weight_decay=0.05."
-    trainer = cfg.trainer
-    accumulate = accumulated(cfg)
-    for key in ("limit_train_batches", "val_check_interval"):
-        count = trainer[key]
-        share = isinstance(count, float) and accumulate > 1 and key == "limit_train_batches"
-        if share or (isinstance(count, int) and count % accumulate):
-            yield (
-                f"trainer.{key}={count} counts micro-batches and must be whole steps of {accumulate}. "
-                f"Type trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
-            )
-    modes = {cfg.task.monitor: cfg.task.mode, "val/loss": "min", None: cfg.checkpoint.mode}
-    if (good := modes.get(cfg.checkpoint.monitor, cfg.checkpoint.mode)) != cfg.checkpoint.mode:
-        yield f"checkpoint.monitor={cfg.checkpoint.monitor} with checkpoint.mode={cfg.checkpoint.mode} would keep the worst checkpoint. Type checkpoint.mode={good}."
-    watching = {k: node for k, node in cfg.callbacks.items() if "monitor" in node and is_shipped(node)}
-    for name, node in watching.items():
-        if trainer.limit_val_batches == 0:
-            yield f"callbacks=[{name}] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
-        if node.monitor is None:
-            yield f"callbacks=[{name}] needs a figure to watch, and callbacks.{name}.monitor is null. Type checkpoint.monitor=<a figure of the validation>."
-    if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
-        yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
-    if not trainer.enable_checkpointing and cfg.checkpoint.every_n_steps:
-        yield "checkpoint.every_n_steps has no effect with trainer.enable_checkpointing=false. Leave one of them out."
-    if not trainer.enable_checkpointing and not cfg.checkpoint.background:
-        yield "checkpoint.background=false has no effect with trainer.enable_checkpointing=false. Leave one of them out."
-    pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
-    if cfg.init_from and (pretrained or path):
-        yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Leave one of them out."
-    if is_shipped(cfg.model) and path and not Path(path).expanduser().is_file():
-        yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
-    if trainer.limit_train_batches == 0:
-        yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval in place of train, with run=<name>."
+# --- What is known only once the data is prepared ---
 
 
-def data_set_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Asks Lockstep's own data sets, which import no torch; others are asked when they are created."""
-    module, name = str(cfg.data.get("_target_")).rpartition(".")[::2]
-    if module.startswith("lockstep.data"):
-        yield from loading_problems(cfg, world)
-        data_set = getattr(importlib.import_module(module), name, None)
-        yield from data_set.problems(plain(cfg.data)) if data_set else ()
+def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
+    """Whether the data has what a shipped task needs, by the task's traits."""
+    traits = cfg.task.get("traits") if is_shipped(cfg.task) else None
+    if traits is None:
+        return
+    there = [k for k, v in about.items() if v is not None and not (isinstance(v, Sized) and len(v) == 0)]
+    if missing := [name for name in traits.needs if name not in there]:
+        yield (
+            f"task={title(cfg.task)} needs {', '.join(missing)} in the `about` of the data; data={title(cfg.data)} has "
+            f"{', '.join(there) or 'nothing'}. Choose another task or data, or add it to the `about` of your data set."
+        )
+    for name, of in traits.one_each.items():
+        given, count = plain(cfg.task.get(name)), len(about[of]) if of in there else 0
+        if isinstance(given, list) and len(given) != count:
+            yield f"task.{name} has {len(given)} numbers; the data has {count} {of}. Give one for each."
 
 
-BOTH = (device_problems, strategy_problems, data_set_problems)
-EVALUATION = (*BOTH, process_problems)
+def step_problems(cfg: DictConfig, samples: int) -> Iterator[str]:
+    """Limits that a run of so many training samples per epoch does not reach."""
+    trainer, every = cfg.trainer, cfg.trainer.val_check_interval
+    batches, total = batches_of(cfg, samples), total_steps(cfg, samples)
+    if not batches:
+        return  # Lightning says that nothing is trained
+    warmup = cfg.schedule.get("warmup_steps")
+    if isinstance(warmup, int) and warmup >= total:
+        yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Type a smaller number."
+    if trainer.min_epochs and trainer.min_epochs * (batches // accumulated(cfg)) > total:
+        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Type a smaller number."
+    if trainer.min_steps and trainer.min_steps > total:
+        yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Type a smaller number, or trainer.max_epochs=<more>."
+    if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
+        yield (
+            f"trainer.val_check_interval={every} is more than the {batches} batches of an epoch. Type a smaller number, "
+            "or trainer.check_val_every_n_epoch=null to count over epochs."
+        )
+
+
+# --- All of them ---
+
+EVALUATION = (rules.devices, rules.strategy, data, rules.loading, module, rules.processes)
 TRAINING = (
-    *BOTH,
-    exact_problems,
-    operation_problems,
-    batch_problems,
-    auto_problems,
-    task_problems,
-    training_problems,
-    length_problems,
-    fold_problems,
-    environment_problems,
+    *EVALUATION,
+    rules.exact_training,
+    rules.augmentation,
+    rules.division,
+    rules.accumulation,
+    task,
+    rules.optimizer,
+    rules.checkpoints,
+    rules.length,
+    rules.loggers,
 )
 
 
-def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
-    """All problems of a composed config; an empty list when it can run. Reads no data and imports no torch."""
+def check(cfg: DictConfig, *, evaluating: bool = False, imported: bool = False, shipped: bool = False) -> list[str]:
+    """All problems of a composed config; an empty list when it can run. Reads no data.
+
+    A config is checked twice: first without the user's classes and without torch, then with the classes `imported`. The signatures of
+    the `shipped` classes are looked at only on demand.
+    """
     structure = list(structure_problems(cfg))
-    problems = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
-    if structure:  # the other checks read these keys
-        return problems
-    for cross_check in EVALUATION if evaluating else TRAINING:
+    found = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
+    if structure:  # the rules read these keys
+        return found
+    if imported and not evaluating:  # what has trained is right
+        found += signature_problems(cfg, shipped=shipped)
+    for rule in EVALUATION if evaluating else TRAINING:
         try:
-            problems += cross_check(cfg, world_of(cfg))
+            found += rule(Context(cfg, world_of(cfg), imported))
+        except UserError as e:
+            found += e.problems
         except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
-            if not problems:  # otherwise a value that is already reported caused it
+            if not found:  # otherwise a value that is already reported caused it
                 raise
-    return problems
+    return list(dict.fromkeys(found))

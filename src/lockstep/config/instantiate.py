@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hydra.errors import InstantiationException
@@ -10,15 +11,23 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
-from lockstep.config.targets import accepted, is_shipped, locate, parameters, takes_one, type_problem
+from lockstep.config.schema import is_shipped
+from lockstep.config.targets import (
+    accepted,
+    locate,
+    parameters,
+    takes_one,
+    target_of,
+    target_problems,
+    type_problem,
+)
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from torch import nn
 
-# --- Creates objects from config nodes. Keys are checked against the signature of the class or function that gets them ---
-#
 # Only classes of a key's kind may be named (config/targets.py), so a config or a checkpoint cannot run arbitrary code.
 
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
@@ -32,7 +41,6 @@ ENGINE = {
     "optim": ("no_decay", "layer_decay", "head_lr"),
 }
 PARTIAL = ("optim", "schedule")  # the engine adds parameters or the optimizer, and makes the object
-MISSING = "???"  # OmegaConf's
 
 
 def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
@@ -90,28 +98,52 @@ ENGINE_DATA = (
 
 
 def has_own_loaders(cfg: DictConfig) -> bool:
-    """Whether `data` names a LightningDataModule, which has its own dataloaders; found out without importing Lightning."""
-    path = cfg.data.get("_target_")
-    target = target_of(path, "data") if isinstance(path, str) else None
-    return any(base.__module__.startswith("lightning.pytorch.") for base in getattr(target, "__mro__", ()))
+    """Whether `data` is a LightningDataModule, which has its own dataloaders. Imports its class."""
+    return is_a(cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
 
 
-def data_set_node(cfg: DictConfig) -> dict[str, Any]:
-    """The `data` node without the engine's keys, except those that the class names as well.
+def uses_custom_module(cfg: DictConfig) -> bool:
+    """Whether the task is a LightningModule of the user's. Imports its class."""
+    return is_a(cfg.task, "task", "lightning.pytorch.core.module.LightningModule")
 
-    Raises:
-        UserError: there is no such class, or it finds something wrong with the node.
-    """
-    node = to_plain(cfg.data)
-    raise_problems(target_problems(node, "data"))
-    raise_problems(getattr(target_of(node["_target_"], "data"), "problems", lambda _: ())(node))
+
+def is_a(node: DictConfig, key: str, base: str) -> bool:
+    """Whether a node names a subclass of `base`, which is known by its name: only the class is imported. Lockstep ships none."""
+    path = node.get("_target_")
+    target = target_of(path, key) if isinstance(path, str) and not is_shipped(node) else None
+    return base in map(targets.home, getattr(target, "__mro__", ()))
+
+
+def data_set_node(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The `data` node without the engine's keys, except those that the class names as well."""
     named = parameters(node["_target_"]) or {}
     return {key: value for key, value in node.items() if key not in ENGINE_DATA or key in named}
 
 
+def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of the node of a data set: its class, what the class itself finds wrong, and its keys."""
+    if wrong := list(target_problems(node, "data")):
+        yield from wrong
+        return
+    yield from getattr(target_of(node["_target_"], "data"), "problems", lambda _: ())(node)
+    yield from problems(data_set_node(node), "data")
+
+
 def create_data(cfg: DictConfig) -> Any:
     """Creates the data set of a config, without its dataloaders."""
-    return create(data_set_node(cfg), "data")
+    node = to_plain(cfg.data)
+    raise_problems(data_set_problems(node))
+    return create(data_set_node(node), "data")
+
+
+def create_custom_module(cfg: DictConfig) -> "pl.LightningModule":
+    """Creates the LightningModule of a task. It runs unchanged, with its own steps, optimizers and metrics."""
+    task = to_plain(cfg.task)
+    partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
+    made = {name: create(node, f"task.{name}") for name, node in partials.items()}
+    for name, hydras in made.items():  # Hydra's cannot be pickled, and Lightning drops hyperparameters that cannot
+        made[name] = partial(hydras.func, *hydras.args, **hydras.keywords)
+    return create({k: v for k, v in task.items() if k not in made}, "task", **made)
 
 
 def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,35 +151,6 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
         content: Any = OmegaConf.to_container(node, resolve=True)
         return {str(key): value for key, value in content.items()}
     return dict(node)
-
-
-def target_of(path: str, key: str) -> Callable[..., Any]:
-    """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
-    if not path.startswith(targets.trusted()):
-        allowed = ", ".join(prefix.removesuffix(".") for prefix in targets.trusted())
-        raise UserError(
-            f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
-            "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
-        )
-    try:
-        found: Callable[..., Any] = locate(path)
-    except LookupError as e:
-        raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
-    if refusal := targets.refusal(found, path, key):
-        raise UserError(refusal)
-    return found
-
-
-def target_problems(node: Mapping[str, Any], key: str) -> Iterator[str]:
-    """Problems of a node's `_target_`: it is missing, may not be named, or does not exist."""
-    target = node.get("_target_")
-    if target in (None, MISSING):
-        yield f"{key}._target_ is missing; it names the class, for example {key}._target_=my_package.my_module.MyClass."
-        return
-    try:
-        target_of(str(target), key)
-    except UserError as e:
-        yield from e.problems
 
 
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
@@ -179,38 +182,25 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
 # --- The operations of the `augment` group. Lockstep's own are free of torch, so a check makes them to check their arguments ---
 
 
-def names(cfg: DictConfig, *, shipped: bool) -> list[str]:
-    """Names of the nodes with a class of Lockstep's own, or with one of the user's."""
-    return [str(name) for name, node in (cfg.get("augment") or {}).items() if is_shipped(node) == shipped]
+def operations(cfg: DictConfig, *, shipped_only: bool = False) -> dict[str, Any]:
+    """The operations by name, in the order of the config. The data offers them `image_size`.
 
-
-def operation(cfg: DictConfig, name: str) -> Any:
-    """Creates an operation. The data offers it `image_size`. Raises UserError if its arguments are wrong."""
-    node = to_plain(cfg.augment[name])
-    offered = accepted(str(node.get("_target_")), {"image_size": cfg.data.get("image_size")})
-    return create(node, f"augment.{name}", **{key: value for key, value in offered.items() if key not in node})
-
-
-def operations(cfg: DictConfig) -> dict[str, Any]:
-    """All operations by name, in the order of the config."""
-    return {str(name): operation(cfg, str(name)) for name in cfg.get("augment") or {}}
-
-
-def mixing(cfg: DictConfig, *, shipped_only: bool = False) -> list[str]:
-    """Names of the operations that mix samples with their partners."""
-    known = [*names(cfg, shipped=True), *(() if shipped_only else names(cfg, shipped=False))]
-    return [name for name in known if operation(cfg, name).mixes]
-
-
-def operation_problems(cfg: DictConfig, _: object = None, *, shipped: bool = True) -> Iterator[str]:
-    if names(cfg, shipped=shipped) and has_own_loaders(cfg):
-        yield f"augment.{names(cfg, shipped=shipped)[0]} has no effect: {cfg.data._target_} makes its own batches. Type augment=none."
-        return
-    for name in names(cfg, shipped=shipped):
+    Raises:
+        UserError: all that is wrong with their arguments.
+    """
+    made: dict[str, Any] = {}
+    wrong: list[str] = []
+    nodes = {str(name): to_plain(node) for name, node in (cfg.get("augment") or {}).items()}
+    for name, node in nodes.items():
+        if shipped_only and not is_shipped(node):
+            continue
+        offered = accepted(str(node.get("_target_")), {"image_size": cfg.data.get("image_size")})
         try:
-            operation(cfg, name)
+            made[name] = create(node, f"augment.{name}", **{k: v for k, v in offered.items() if k not in node})
         except UserError as e:
-            yield from e.problems
+            wrong += e.problems
+    raise_problems(wrong)
+    return made
 
 
 # --- The mean and standard deviation that images are normalised with ---

@@ -1,97 +1,139 @@
-"""Rules between the keys of a config: its length, its devices, its components, and what `exact.shards` excludes. Free of torch."""
+"""Rules between the keys of a config: devices, strategy, batches, length, task, and what `exact.shards` excludes. Free of torch."""
 
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from lockstep.config.batches import accumulated, repeats
-from lockstep.config.identity import title
-from lockstep.config.schema import is_devices
-from lockstep.config.targets import is_shipped
+from lockstep.config.instantiate import has_own_loaders, operations, uses_custom_module
+from lockstep.config.run_config import accumulated, epochs_of, title, unit, why_not_fused
+from lockstep.config.schema import is_devices, is_shipped
 from lockstep.config.words import plain, shown
 from lockstep.errors import did_you_mean
 from lockstep.machine.hardware import why_no_gpu
-from lockstep.machine.world import World, available, number, spec_of
-
-# --- Rules between the keys that say how long a run lasts, and how often it validates. Free of torch ---
-
-
-def epochs_of(cfg: DictConfig) -> float:
-    """The most epochs of a run; infinite without a limit."""
-    given, steps = cfg.trainer.max_epochs, cfg.trainer.max_steps
-    if given is None:
-        return 1 if steps == -1 else math.inf
-    return math.inf if given == -1 else int(given)
-
-
-def length_problems(cfg: DictConfig, _: World) -> Iterator[str]:
-    trainer, epochs = cfg.trainer, epochs_of(cfg)
-    if trainer.min_epochs and trainer.min_epochs > epochs:
-        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {epochs} epochs. Type trainer.max_epochs={trainer.min_epochs}."
-    if trainer.min_steps and -1 < trainer.max_steps < trainer.min_steps:
-        yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Leave one of them out."
-    if cfg.schedule.get("needs_end") is True and epochs == math.inf and trainer.max_steps == -1:
-        yield (
-            f"schedule={title(cfg.schedule)} needs the run's number of steps, and trainer.max_epochs={trainer.max_epochs} has no end. "
-            "Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
-        )
-    if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
-        yield "trainer.check_val_every_n_epoch=null counts batches over epochs. Type trainer.val_check_interval=<number of batches> as well."
-
-
-def batches_of(cfg: DictConfig, samples: int) -> int:
-    """The micro-batches of an epoch of so many training samples."""
-    steps, limit = samples // (cfg.data.batch_size // repeats(cfg)), cfg.trainer.limit_train_batches
-    batches = steps * accumulated(cfg)
-    if limit is not None:
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    return int(batches)
-
-
-def total_steps(cfg: DictConfig, samples: int) -> float:
-    """The optimizer steps of a run; infinite without a limit."""
-    total = epochs_of(cfg) * (batches_of(cfg, samples) // accumulated(cfg))
-    return min(total, cfg.trainer.max_steps) if cfg.trainer.max_steps != -1 else total
-
-
-def step_problems(cfg: DictConfig, samples: int) -> Iterator[str]:
-    """Limits that a run of so many training samples per epoch does not reach."""
-    trainer, every = cfg.trainer, cfg.trainer.val_check_interval
-    batches = batches_of(cfg, samples)
-    if not batches:
-        return  # Lightning says that nothing is trained
-    total = total_steps(cfg, samples)
-    warmup = cfg.schedule.get("warmup_steps")
-    if isinstance(warmup, int) and warmup >= total:
-        yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Type a smaller number."
-    if trainer.min_epochs and trainer.min_epochs * (batches // accumulated(cfg)) > total:
-        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Type a smaller number."
-    if trainer.min_steps and trainer.min_steps > total:
-        yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Type a smaller number, or trainer.max_epochs=<more>."
-    if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
-        yield (
-            f"trainer.val_check_interval={every} is more than the {batches} batches of an epoch. Type a smaller number, "
-            "or trainer.check_val_every_n_epoch=null to count over epochs."
-        )
-
-
-# --- What cannot have the same bits on any number of processes (`exact.shards`). Free of torch ---
+from lockstep.machine.world import StrategySpec, World, available, number, spec_of
 
 # Keys that only torch's DistributedDataParallel and all-reduce read, and their usual values.
 OF_DDP = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": False, "find_unused_parameters": False}
 COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
-HALF = ("bf16-true", "16-true")
+WANDB = "lockstep.reporting.loggers.wandb"
+WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
+# Each with the module that it imports, which is also the name of the extra, and the package to install.
+OPTIONAL = {"lockstep.extras.mlflow_logger.mlflow": ("mlflow", "mlflow-skinny")}
 
 
-def process_problems(cfg: DictConfig, world: World) -> Iterator[str]:
+@dataclass(frozen=True)
+class Context:
+    """What a rule looks at. A rule yields what breaks it, or raises UserError."""
+
+    cfg: DictConfig
+    world: World
+    imported: bool = False  # whether the classes of the user may be imported; until then rules are about Lockstep's own
+
+    def knows(self, node: DictConfig) -> bool:
+        return self.imported or is_shipped(node)
+
+    @property
+    def spec(self) -> StrategySpec:
+        return spec_of(self.cfg.strategy)
+
+    @property
+    def own_loaders(self) -> bool:
+        return self.imported and has_own_loaders(self.cfg)
+
+    @property
+    def custom_module(self) -> bool:
+        return self.imported and uses_custom_module(self.cfg)
+
+
+# --- The machine, its launcher and the strategy ---
+
+
+def devices(run: Context) -> Iterator[str]:
+    """Whether the machine and its launcher have the devices and processes that a config asks for."""
+    cfg, world, splits = run.cfg, run.world, run.spec.splits_batches
+    ids = plain(cfg.trainer.devices)
+    given, there = shown(ids), available(world.accelerator)
+    if world.accelerator == "cuda" and not there:
+        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'this machine shows none'}. Type trainer.accelerator=cpu."
+    elif there is not None and world.devices > there and not world.external:
+        yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
+    if isinstance(ids, list) and is_devices(ids) and world.accelerator == "cpu":
+        yield f"trainer.devices={given} names GPUs by their ids, but a CPU has none. Type trainer.devices={world.devices}."
+    elif isinstance(ids, list) and is_devices(ids) and there and max(ids) >= there:
+        yield f"trainer.devices={given}: this machine has {there} {world.accelerator} devices, 0 to {there - 1}."
+    if world.one_process and not splits and world.devices > 1:
+        yield f"strategy={world.strategy} uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
+    if splits and world.accelerator == "cpu" and world.devices > 1:
+        yield f"strategy={world.strategy} splits batches over GPUs, but trainer.devices={given} on a CPU has none. Type strategy=ddp, or trainer.devices=1."
+    if world.one_process and world.nodes > 1:
+        yield f"strategy={world.strategy} is one process, but trainer.num_nodes={world.nodes} needs several. Type strategy=ddp, or trainer.num_nodes=1."
+    if not world.external:
+        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+        if world.nodes > 1 and not world.one_process and (absent or not cfg.run):
+            yield (
+                f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
+                "environment of each node, and run=<name>. Type torchrun --nnodes=... train.py, or trainer.num_nodes=1."
+            )
+        if (node := number(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
+            yield (
+                f"NODE_RANK={node} is in the environment, but trainer.num_nodes={world.nodes} starts with node 0. If it is left over "
+                "from another job, type unset NODE_RANK; otherwise trainer.num_nodes=<how many there are>."
+            )
+        return
+    if there is not None and there < world.devices:
+        yield f"{world.external} started {world.devices} processes on this node, but this one sees {there} {world.accelerator} devices. Let each process see all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
+    if world.one_process and splits and world.devices * world.nodes > 1:
+        yield f"strategy={world.strategy} is one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
+    if cfg.trainer.devices not in ("auto", -1, world.devices):
+        yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."
+    if cfg.seed is None and cfg.resume is None:
+        yield f"seed=null would be drawn separately by each process that {world.external} started. Type seed=<number>."
+    if cfg.trainer.num_nodes not in (1, world.nodes):
+        yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Leave trainer.num_nodes out."
+
+
+def strategy(run: Context) -> Iterator[str]:
+    precision, possible, accelerator = str(run.cfg.trainer.precision), run.spec.precisions, run.world.accelerator
+    if precision in ("16-mixed", "16-true", "16") and accelerator == "cpu":
+        yield f"trainer.precision={precision} is not supported on a CPU. Type trainer.precision=bf16-mixed."
+    if possible and precision not in ("auto", "32", *possible):
+        yield f"strategy={run.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Type trainer.precision=bf16-mixed."
+    if accelerator == "mps" and precision in ("64-true", "64"):
+        yield "trainer.precision=64-true is not supported on mps. Type trainer.precision=32-true."
+    yield from without_effect(run).values()
+
+
+def without_effect(run: Context) -> dict[str, str]:
+    """Keys that do nothing under the strategy or on the device, each with what to say. Flags, or names that null takes away."""
+    cfg, accelerator, found = run.cfg, run.world.accelerator, dict[str, str]()
+    under = f"has no effect under strategy={run.world.strategy}"
+    if cfg.tf32 and accelerator != "cuda":
+        found["tf32"] = f"has no effect on {accelerator}: only NVIDIA GPUs have it. Type tf32=false."
+    if cfg.trainer.sync_batchnorm and run.spec.splits_batches:
+        found["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Type strategy=ddp."
+    if cfg.compile and run.spec.splits_batches:
+        found["compile"] = f"{under}: all replicas would run on the first device. Type strategy=ddp."
+    if cfg.checkpoint.sharded and not run.spec.is_sharded:
+        choice = "Type strategy=fsdp, or checkpoint.sharded=false."
+        found["checkpoint.sharded"] = f"{under}: nothing is sharded there. {choice}"
+    if cfg.strategy.get("comm_hook") and accelerator != "cuda":
+        found["strategy.comm_hook"] = "has no effect without GPUs. Type strategy.comm_hook=null."
+    return {key: f"{key}={shown(OmegaConf.select(cfg, key))} {why}" for key, why in found.items()}
+
+
+# --- The same bits on any number of processes (`exact.shards`) ---
+
+
+def processes(run: Context) -> Iterator[str]:
     """Of training and evaluation: where figures would depend on the processes."""
+    cfg, world, exact = run.cfg, run.world, f"exact.shards={run.cfg.exact.shards}"
     if (shards := cfg.exact.shards) is None:
         return
-    exact = f"exact.shards={shards}"
     if shards % world.size:
         yield (
             f"{exact} cannot be divided among {world.size} processes. Start 1, 2, 4 or another power of two up to {shards}. A run keeps its "
@@ -99,7 +141,7 @@ def process_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         )
     if not is_shipped(cfg.strategy):
         yield f"{exact} needs strategy=single, ddp or fsdp: strategy={title(cfg.strategy)} adds gradients in an order of its own."
-    if spec_of(cfg.strategy).splits_batches:
+    if run.spec.splits_batches:
         yield f"{exact} is not possible with strategy={world.strategy}, which divides batches by the number of GPUs. Type strategy=ddp."
     if world.accelerator == "mps":
         yield f"{exact} needs float64, which mps does not support. Type trainer.accelerator=cpu."
@@ -115,15 +157,14 @@ def process_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"tf32=true computes differently on each kind of GPU, so {exact} is not possible. Leave one of them out."
 
 
-def exact_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    """Of training."""
-    if (shards := cfg.exact.shards) is None:
+def exact_training(run: Context) -> Iterator[str]:
+    cfg, trainer, strategy = run.cfg, run.cfg.trainer, run.cfg.strategy
+    exact = f"exact.shards={cfg.exact.shards}"
+    if cfg.exact.shards is None:
         for key, usual in (("threads", 1), ("digests", False)):
             if cfg.exact[key] != usual:
                 yield f"exact.{key}={shown(cfg.exact[key])} has no effect without exact.shards. Type exact.shards=8 as well, or leave it out."
         return
-    exact, trainer, strategy = f"exact.shards={shards}", cfg.trainer, cfg.strategy
-    yield from process_problems(cfg, world)
     if trainer.accumulate_grad_batches != 1:
         yield (
             f"trainer.accumulate_grad_batches={trainer.accumulate_grad_batches} has no effect with {exact}, which divides the batch. Leave it "
@@ -140,153 +181,156 @@ def exact_problems(cfg: DictConfig, world: World) -> Iterator[str]:
         yield f"strategy.reduce_each_micro_batch=true has no effect with {exact}, which does so anyway. Leave it out."
     for key, usual in OF_DDP.items():
         if strategy.get(key, usual) != usual:
-            yield f"strategy.{key}={shown(strategy[key])} has no effect with {exact}, which adds gradients itself. Leave it out."
-    if spec_of(cfg.strategy).is_sharded and trainer.precision in HALF:
-        yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={world.strategy}. Type trainer.precision=bf16-mixed."
+            yield f"strategy.{key}={shown(strategy[key])} has no effect with {exact}, which adds gradients itrun. Leave it out."
+    if run.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
+        yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={run.world.strategy}. Type trainer.precision=bf16-mixed."
 
 
-# --- What loggers need: packages, checkpoints to upload, and variables whose values a library would refuse late. Free of torch ---
-
-WANDB = "lockstep.reporting.loggers.wandb"
-WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
-# Each with the module that it imports, which is also the name of the extra, and the package to install.
-OPTIONAL = {"lockstep.extras.mlflow_logger.mlflow": ("mlflow", "mlflow-skinny")}
+# --- Data, batches and operations ---
 
 
-def environment_problems(cfg: DictConfig, _: object) -> Iterator[str]:
-    mode = os.environ.get("WANDB_MODE", "offline")
-    used = any(node.get("_target_") == WANDB and node.get("mode") == "auto" for node in cfg.logger.values())
+def loading(run: Context) -> Iterator[str]:
+    data, workers = run.cfg.data, run.cfg.data.get("num_workers")
+    if not run.knows(data) or run.own_loaders:
+        return
+    if data.get("on_device") is True and run.world.accelerator == "cpu":
+        yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Type data.on_device=auto."
+    if data.get("on_device") is True and workers not in (0, "auto"):
+        yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Leave one of them out."
+    for key in ("prefetch_factor", "persistent_workers"):
+        if data.get(key) is not None and workers in (0, "auto"):
+            yield f"data.{key}={shown(data[key])} has no effect without workers. Type data.num_workers=2 as well, or leave it out."
+
+
+def augmentation(run: Context) -> Iterator[str]:
+    if run.own_loaders and (names := [*(run.cfg.get("augment") or ())]):
+        yield f"augment.{names[0]} has no effect: {run.cfg.data._target_} makes its own batches. Type augment=none."
+    else:
+        operations(run.cfg, shipped_only=not run.imported)
+
+
+def division(run: Context) -> Iterator[str]:
+    """The global batch must divide into processes x micro-batches, each with whole pairs and copies; evaluation batches need not."""
+    cfg, shards, accumulate = run.cfg, run.cfg.exact.shards, accumulated(run.cfg)
+    if not run.knows(cfg.data) or run.own_loaders:
+        return
+    batch, folds, fold = cfg.data.batch_size, cfg.data.get("folds"), cfg.data.get("fold", 0)
+    if folds is None and fold:
+        yield f"data.fold={fold} has no effect without data.folds. Type data.folds=5 as well."
+    if folds is not None and fold >= folds:
+        yield f"data.fold={fold} is not possible with data.folds={folds}; folds are counted from 0 to {folds - 1}."
+    whole, why = unit(cfg, shipped_only=not run.imported)
+    parts = (shards or run.world.size * accumulate) * whole
+    if batch % parts:
+        low, high = batch // parts * parts, (batch // parts + 1) * parts
+        into = f"{run.world.size} processes x {accumulate} accumulated micro-batches"
+        into = f"{shards} logical ranks (exact.shards)" if shards else into
+        into += f" of a multiple of {whole} samples ({why} within a micro-batch)" if whole > 1 else ""
+        yield (
+            f"data.batch_size={batch} is the global batch; it cannot be divided among {into}. "
+            f"Type data.batch_size={f'{low} or {high}' if low else high}, or change {'exact.shards' if shards else 'trainer.devices or trainer.accumulate_grad_batches'}."
+        )
+
+
+def accumulation(run: Context) -> Iterator[str]:
+    """Counts of micro-batches are whole steps. trainer.accumulate_grad_batches=auto restarts the processes with other ones."""
+    trainer, world, accumulate = run.cfg.trainer, run.world, accumulated(run.cfg)
+    auto, is_auto = "trainer.accumulate_grad_batches=auto", trainer.accumulate_grad_batches == "auto"
+    if is_auto and (world.external or world.nodes > 1):
+        who = world.external or "more than one parent process"
+        yield (
+            f"{auto} restarts the processes when memory runs out, but {who} started them. Type trainer.accumulate_grad_batches=1: "
+            "if a micro-batch does not fit, the error names a number that does."
+        )
+    for key in ("limit_train_batches", "val_check_interval"):
+        count = trainer[key]
+        share = isinstance(count, float) and key == "limit_train_batches"
+        if is_auto and count and (share or isinstance(count, int)):
+            yield (
+                f"trainer.{key}={count} counts micro-batches; with {auto} their number per step is not known yet. "
+                "Type trainer.accumulate_grad_batches=1, or a larger number."
+            )
+        if (share and accumulate > 1) or (isinstance(count, int) and count % accumulate):
+            yield (
+                f"trainer.{key}={count} counts micro-batches and must be whole steps of {accumulate}. "
+                f"Type trainer.{key}={accumulate * max(1, int(count) // accumulate)}."
+            )
+
+
+# --- The training: its length, optimizer, checkpoints, callbacks, loggers ---
+
+
+def length(run: Context) -> Iterator[str]:
+    cfg, trainer, epochs = run.cfg, run.cfg.trainer, epochs_of(run.cfg)
+    if trainer.min_epochs and trainer.min_epochs > epochs:
+        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {epochs} epochs. Type trainer.max_epochs={trainer.min_epochs}."
+    if trainer.min_steps and -1 < trainer.max_steps < trainer.min_steps:
+        yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Leave one of them out."
+    if cfg.schedule.get("needs_end") is True and epochs == math.inf and trainer.max_steps == -1:
+        yield (
+            f"schedule={title(cfg.schedule)} needs the run's number of steps, and trainer.max_epochs={trainer.max_epochs} has no end. "
+            "Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
+        )
+    if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
+        yield "trainer.check_val_every_n_epoch=null counts batches over epochs. Type trainer.val_check_interval=<number of batches> as well."
+    if trainer.limit_train_batches == 0:
+        yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval in place of train, with run=<name>."
+
+
+def optimizer(run: Context) -> Iterator[str]:
+    cfg, optim, trainer = run.cfg, run.cfg.optim, run.cfg.trainer
+    if optim.get("fused") is True and (why := why_not_fused(cfg)):
+        yield f"optim.fused=true {why}. Leave optim.fused out."
+    if optim.get("nesterov") is True and not optim.get("momentum") and is_shipped(optim):
+        yield "optim.nesterov=true needs a momentum above 0. Type optim.momentum=0.9, or optim.nesterov=false."
+    if optim.get("no_decay") is True and is_shipped(optim) and not optim.get("weight_decay"):
+        yield "optim.no_decay=true has no effect with optim.weight_decay=0. Leave it out, or type optim.weight_decay=0.05."
+    if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
+        yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
+
+
+def checkpoints(run: Context) -> Iterator[str]:
+    """What is kept and started from: the monitored figure, saving, and weights."""
+    cfg, checkpoint = run.cfg, run.cfg.checkpoint
+    modes = {cfg.task.monitor: cfg.task.mode, "val/loss": "min", None: checkpoint.mode}
+    if (good := modes.get(checkpoint.monitor, checkpoint.mode)) != checkpoint.mode:
+        yield f"checkpoint.monitor={checkpoint.monitor} with checkpoint.mode={checkpoint.mode} would keep the worst checkpoint. Type checkpoint.mode={good}."
+    for name, node in cfg.callbacks.items():
+        if "monitor" not in node or not is_shipped(node):
+            continue
+        if cfg.trainer.limit_val_batches == 0:
+            yield f"callbacks=[{name}] has no effect with trainer.limit_val_batches=0: nothing is validated. Leave one of them out."
+        if node.monitor is None:
+            yield f"callbacks=[{name}] needs a figure to watch, and callbacks.{name}.monitor is null. Type checkpoint.monitor=<a figure of the validation>."
+    if not cfg.trainer.enable_checkpointing:
+        idle = {
+            "checkpoint.every_n_steps": checkpoint.every_n_steps,
+            "checkpoint.background=false": not checkpoint.background,
+        }
+        idle |= {f"logger.{name}.log_model": node.get("log_model") for name, node in cfg.logger.items()}
+        for key in (key for key, is_set in idle.items() if is_set):
+            yield f"{key} has no effect with trainer.enable_checkpointing=false. Leave one of them out."
+    pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
+    if cfg.init_from and (pretrained or path):
+        yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Leave one of them out."
+    if is_shipped(cfg.model) and path and not Path(path).expanduser().is_file():
+        yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
+
+
+def loggers(run: Context) -> Iterator[str]:
+    """Packages, and variables whose values a library would refuse late."""
+    mode, loggers = os.environ.get("WANDB_MODE", "offline"), run.cfg.logger
+    used = any(node.get("_target_") == WANDB and node.get("mode") == "auto" for node in loggers.values())
     if used and mode not in WANDB_MODES:
         yield (
             f"WANDB_MODE={mode} in the environment is not possible; it takes one of {', '.join(WANDB_MODES)}{did_you_mean(mode, WANDB_MODES)}. "
             "Type logger.wandb.mode=offline, or unset WANDB_MODE."
         )
-    for name, node in cfg.logger.items():
+    for name, node in loggers.items():
         module, package = OPTIONAL.get(str(node.get("_target_")), ("os", ""))
-        if node.get("log_model") and not cfg.trainer.enable_checkpointing:
-            yield f"logger.{name}.log_model has no effect with trainer.enable_checkpointing=false. Leave one of them out."
         if not installed(module):
-            yield (
-                f"logger={name} needs the package {package}, which is not installed. Type uv sync --extra {module}, or "
-                f"pip install {package}."
-            )
+            yield f"logger={name} needs the package {package}, which is not installed. Type uv sync --extra {module}, or pip install {package}."
 
 
 def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-# --- Whether the machine and its launcher have the devices and processes that a config asks for ---
-
-
-def device_problems(cfg: DictConfig, world: World) -> Iterator[str]:
-    given, there = shown(plain(cfg.trainer.devices)), available(world.accelerator)
-    if world.accelerator == "cuda" and not there:
-        yield f"trainer.accelerator={cfg.trainer.accelerator} needs a GPU, but {why_no_gpu() or 'this machine shows none'}. Type trainer.accelerator=cpu."
-    elif there is not None and world.devices > there and not world.external:
-        yield f"trainer.devices={given} asks for {world.devices} {world.accelerator} devices; this machine has {there}. Type trainer.devices={there}, or trainer.accelerator=cpu."
-    ids = plain(cfg.trainer.devices)
-    if isinstance(ids, list) and is_devices(ids) and world.accelerator == "cpu":
-        yield f"trainer.devices={given} names GPUs by their ids, but a CPU has none. Type trainer.devices={world.devices}."
-    elif isinstance(ids, list) and is_devices(ids) and there and max(ids) >= there:
-        yield f"trainer.devices={given}: this machine has {there} {world.accelerator} devices, 0 to {there - 1}."
-    if world.external and there is not None and there < world.devices:
-        yield f"{world.external} started {world.devices} processes on this node, but this one sees {there} {world.accelerator} devices. Let each process see all of them: --gpus-per-node={world.devices}, not --gpus-per-task."
-    if (
-        world.one_process
-        and spec_of(cfg.strategy).splits_batches
-        and world.external
-        and world.devices * world.nodes > 1
-    ):
-        yield f"strategy={world.strategy} is one process with all GPUs, but {world.external} started {world.devices * world.nodes}. Start one, or type strategy=ddp."
-    if world.one_process and not spec_of(cfg.strategy).splits_batches and world.devices > 1:
-        yield f"strategy={world.strategy} uses one device; trainer.devices={given} asks for {world.devices}. Type strategy=ddp, or trainer.devices=1."
-    if spec_of(cfg.strategy).splits_batches and world.accelerator == "cpu" and world.devices > 1:
-        yield f"strategy={world.strategy} splits batches over GPUs, but trainer.devices={given} on a CPU has none. Type strategy=ddp, or trainer.devices=1."
-    if world.one_process and world.nodes > 1:
-        yield f"strategy={world.strategy} is one process, but trainer.num_nodes={world.nodes} needs several. Type strategy=ddp, or trainer.num_nodes=1."
-    if world.nodes > 1 and not world.external and not world.one_process:
-        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
-        if absent or not cfg.run:
-            yield (
-                f"trainer.num_nodes={world.nodes} without torchrun or SLURM needs MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
-                "environment of each node, and run=<name>. Type torchrun --nnodes=... train.py, or trainer.num_nodes=1."
-            )
-    if not world.external and (node := number(os.environ, "NODE_RANK", default=0)) >= max(1, world.nodes):
-        yield (
-            f"NODE_RANK={node} is in the environment, but trainer.num_nodes={world.nodes} starts with node 0. If it is left over "
-            "from another job, type unset NODE_RANK; otherwise trainer.num_nodes=<how many there are>."
-        )
-    if world.external and cfg.trainer.devices not in ("auto", -1, world.devices):
-        yield f"trainer.devices={given} contradicts {world.external}, which started {world.devices} processes on this node. Leave trainer.devices out."
-    if world.external and cfg.seed is None and cfg.resume is None:
-        yield f"seed=null would be drawn separately by each process that {world.external} started. Type seed=<number>."
-    if world.external and cfg.trainer.num_nodes not in (1, world.nodes):
-        yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Leave trainer.num_nodes out."
-
-
-# --- Checks that apply only to the classes that come with Lockstep. Free of torch ---
-
-TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
-MEASURED = ("_per_s", "_memory_gib")  # endings of figures that depend on the data's unit or on the device
-
-
-def task_problems(cfg: DictConfig, _: object) -> Iterator[str]:
-    """Checks shipped tasks; build.py checks other tasks, once their class is imported."""
-    if not is_shipped(cfg.task):
-        if cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
-            yield f"checkpoint.mode={cfg.checkpoint.mode} is not possible; it takes one of max, min. Type checkpoint.mode=min."
-        return
-    for name in {"loss", "count"} & set(cfg.task.get("metrics") or ()):
-        yield f"task.metrics.{name}: every task already logs {name}. Type another name."
-    yield from missing_groups(cfg)
-    if cfg.task.get("traits"):
-        added = cfg.task.get("metrics") or ()
-        figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in added for rest in ("", "/*"))]
-        yield from monitor_problems(cfg, figures)
-    elif cfg.checkpoint.monitor and not cfg.checkpoint.monitor.startswith("val/"):
-        yield f"checkpoint.monitor={cfg.checkpoint.monitor} is not possible; it takes a validation figure, val/<name>. Type for example checkpoint.monitor=val/loss."
-
-
-def monitors(cfg: DictConfig) -> dict[str, str]:
-    """The keys that name a figure to watch, with their figures. A callback that watches the checkpoints' figure is left out."""
-    typed = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
-    watching = {f"callbacks.{name}.monitor": node.get("monitor") for name, node in cfg.callbacks.items()}
-    others = {key: str(name) for key, name in watching.items() if name not in (None, cfg.checkpoint.monitor)}
-    return ({typed: str(cfg.checkpoint.monitor)} if cfg.checkpoint.monitor else {}) | others
-
-
-def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
-    """Monitors that nothing logs. The figures of callbacks that are not Lockstep's are known only when the run logs them."""
-    own = all(str(node.get("_target_")).startswith("lockstep.") for node in cfg.callbacks.values())
-    for key, monitor in monitors(cfg).items():
-        of_callback = key.startswith("callbacks.")
-        names = [*(f"val/{figure}" for figure in ("loss", *figures)), *(TRAINED if of_callback else ())]
-        known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
-        later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
-        if not known and not later:
-            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Type one of them, or add it to task.metrics."
-
-
-def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the data has what a shipped task needs, by the task's traits."""
-    traits = cfg.task.get("traits") if is_shipped(cfg.task) else None
-    if traits is None:
-        return
-    there = [k for k, v in about.items() if v is not None and not (isinstance(v, Sized) and len(v) == 0)]
-    if missing := [name for name in traits.needs if name not in there]:
-        yield (
-            f"task={title(cfg.task)} needs {', '.join(missing)} in the `about` of the data; data={title(cfg.data)} has "
-            f"{', '.join(there) or 'nothing'}. Choose another task or data, or add it to the `about` of your data set."
-        )
-    for name, of in traits.one_each.items():
-        given, count = plain(cfg.task.get(name)), len(about[of]) if of in there else 0
-        if isinstance(given, list) and len(given) != count:
-            yield f"task.{name} has {len(given)} numbers; the data has {count} {of}. Give one for each."
-
-
-def missing_groups(cfg: DictConfig) -> Iterator[str]:
-    """Groups that every Task needs but that are `none`."""
-    for group in ("model", "optim", "schedule"):
-        if not cfg[group]:
-            yield f"{group}=none is for a LightningModule with its own {group}; task={title(cfg.task)} needs one. Choose it with {group}=<name>."

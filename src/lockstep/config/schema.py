@@ -2,9 +2,14 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+
+from lockstep.config.words import plain, shown
 
 # --- Kinds of values that config keys accept: a test, a description, an example to type. Free of torch ---
 
@@ -22,11 +27,11 @@ class Kind:
     takes: str
     example: str
 
-    def or_auto(self) -> "Kind":
-        return Kind(lambda v: v == "auto" or self.accepts(v), f"{self.takes}, or auto", self.example)
+    def or_word(self, word: str | None) -> "Kind":
+        return Kind(lambda v: v == word or self.accepts(v), f"{self.takes}, or {shown(word)}", self.example)
 
     def or_null(self) -> "Kind":
-        return Kind(lambda v: v is None or self.accepts(v), f"{self.takes}, or null", self.example)
+        return self.or_word(None)
 
 
 def whole(low: int, example: int, what: str = "a whole number", high: int = MOST) -> Kind:
@@ -73,10 +78,8 @@ def numbers(each: Kind, example: str, count: int | None = None, *, rising: bool 
 
 
 def one_of(*values: Any, example: Any = None) -> Kind:
-    shown = ", ".join("null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in values)
-    return Kind(
-        lambda v: any(v == a and type(v) is type(a) for a in values), f"one of {shown}", str(example or values[0])
-    )
+    takes = f"one of {', '.join(map(shown, values))}"
+    return Kind(lambda v: any(v == a and type(v) is type(a) for a in values), takes, str(example or values[0]))
 
 
 def is_batches(v: Any) -> bool:
@@ -107,8 +110,16 @@ def is_text(v: Any) -> bool:
     return isinstance(v, str) and v != "" and "\0" not in v and all(len(n.encode()) <= LONGEST for n in v.split("/"))
 
 
-# --- The values that each config key accepts. Free of torch, like all checks of a config ---
+def is_texts(v: Any) -> bool:
+    return isinstance(v, list) and all(map(is_text, v))
 
+
+def is_unfrozen(v: Any) -> bool:
+    pairs = isinstance(v, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in v)
+    return pairs and all(is_text(pattern) and whole(0, 1).accepts(epoch) for pattern, epoch in v)
+
+
+# --- The keys ---
 
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true", "32", "64", "16", "bf16")
 
@@ -122,8 +133,18 @@ SHARE = number(0, 0.5, high=1)
 TIMEOUT = number(1, 1800, high=1e8)  # seconds; NCCL counts milliseconds, timedelta at most 1e9 days
 MONITOR = Kind(TEXT.accepts, "the name of a validation figure", "val/loss").or_null()
 
+# Keys that are true or false.
+FLAGS = (
+    "compile", "channels_last", "tf32", "checkpoint.sharded", "checkpoint.background", "exact.digests",
+    "data.skip_broken", "data.balance", "data.channels_last", "trainer.enable_checkpointing",
+    "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.inference_mode", "trainer.detect_anomaly",
+    "trainer.sync_batchnorm", "optim.nesterov", "optim.no_decay", "callbacks.ema.warmup", "logger.wandb.log_model",
+    "logger.mlflow.log_model", "model.pretrained", "strategy.gradient_as_bucket_view", "strategy.static_graph",
+    "strategy.find_unused_parameters", "strategy.reshard_after_forward", "strategy.reduce_each_micro_batch",
+)  # fmt: skip
 # Keys that Lockstep reads itself. A node with a `_target_` passes other keys on to its class.
 KEYS: dict[str, Kind] = {
+    **dict.fromkeys(FLAGS, FLAG),
     "seed": whole(0, 0, high=2**32 - 1).or_null(),  # NumPy's generators take no larger one
     "run": Kind(
         lambda v: type(v) in (str, int) and bool(RUN_NAME.fullmatch(str(v))) and is_text(str(v)),
@@ -134,43 +155,34 @@ KEYS: dict[str, Kind] = {
     "resume": TRAINED,
     "init_from": TRAINED,
     "debug_rank": whole(0, 1, "the number of a rank").or_null(),
-    "compile": FLAG,
-    "channels_last": FLAG,
-    "tf32": FLAG,
     "task.monitor": MONITOR,
     "task.mode": one_of("max", "min"),
     "checkpoint.monitor": MONITOR,
     "checkpoint.mode": one_of("max", "min"),
     "checkpoint.save_top_k": whole(1, 1),
     "checkpoint.every_n_steps": whole(1, 100).or_null(),
-    "checkpoint.sharded": FLAG,
-    "checkpoint.background": FLAG,
     "exact.shards": Kind(
         lambda v: type(v) is int and 1 <= v <= 1024 and v.bit_count() == 1, "a power of two, up to 1024", "8"
     ).or_null(),
     "exact.threads": whole(1, 1, high=1024),
-    "exact.digests": FLAG,
     "data.root": TEXT,
     "data.source": one_of("auto", "disk", "download", "embedded"),
     "data.cache_dir": TEXT.or_null(),
     "data.batch_size": whole(1, 64),
     "data.eval_batch_size": whole(1, 1000),
     "data.image_size": whole(1, 224, "a whole number of pixels", 2**15),
-    "data.mean": Kind(is_channels, "`model`, or one number for each channel", "[0.1307]"),
-    "data.std": Kind(is_channels, "`model`, or one number for each channel", "[0.3081]"),
+    "data.mean": Kind(is_channels, "`model`, or one number for each channel", "[0.5]"),
+    "data.std": Kind(is_channels, "`model`, or one number for each channel", "[0.5]"),
     "data.val_fraction": number(0, 0.1, above=True, below=1),
     "data.test_fraction": number(0, 0.1, above=True, below=1),
     "data.csv": TEXT.or_null(),
     "data.channels": one_of(1, 3, example=3),
     "data.decode": one_of("auto", "cache", "workers"),
-    "data.skip_broken": FLAG,
     "data.folds": whole(2, 5).or_null(),
     "data.fold": whole(0, 0),
     "data.limit_train": whole(1, 1000).or_null(),
-    "data.balance": FLAG,
-    "data.channels_last": FLAG,
     "data.repeats": whole(1, 2),
-    "data.num_workers": whole(0, 4, high=1024).or_auto(),
+    "data.num_workers": whole(0, 4, high=1024).or_word("auto"),
     "data.on_device": one_of(True, False, "auto", example="false"),
     "data.prefetch_factor": whole(1, 4).or_null(),
     "data.persistent_workers": one_of(True, False, None, example="true"),
@@ -195,37 +207,25 @@ KEYS: dict[str, Kind] = {
     ).or_null(),
     "trainer.check_val_every_n_epoch": whole(1, 1).or_null(),
     "trainer.num_sanity_val_steps": whole(-1, 2).or_null(),
-    "trainer.log_every_n_steps": whole(1, 50).or_auto(),
-    "trainer.enable_checkpointing": FLAG,
-    "trainer.enable_progress_bar": FLAG,
-    "trainer.enable_model_summary": FLAG,
-    "trainer.accumulate_grad_batches": whole(1, 2).or_auto(),
+    "trainer.log_every_n_steps": whole(1, 50).or_word("auto"),
+    "trainer.accumulate_grad_batches": whole(1, 2).or_word("auto"),
     "trainer.gradient_clip_val": number(0, 1.0, above=True).or_null(),
     "trainer.gradient_clip_algorithm": one_of("norm", "value", None),
     "trainer.deterministic": one_of(True, False, "warn", None, example="true"),
     "trainer.benchmark": one_of(True, False, None, example="true"),
-    "trainer.inference_mode": FLAG,
     "trainer.profiler": one_of("simple", "advanced", "pytorch", None),
-    "trainer.detect_anomaly": FLAG,
-    "trainer.sync_batchnorm": FLAG,
     "trainer.reload_dataloaders_every_n_epochs": whole(0, 0),
     # keys of groups with a `_target_`: other keys go to the class
     "optim.lr": number(0, "1e-3"),
     "optim.fused": one_of(True, False, "auto", example="true"),
     "optim.weight_decay": number(0, 0.01),
     "optim.momentum": number(0, 0.9, below=1),
-    "optim.nesterov": FLAG,
     "optim.betas": numbers(number(0, 0.9, below=1), "[0.9,0.999]", 2),
     "optim.eps": number(0, "1e-8"),
-    "optim.no_decay": FLAG,
     "optim.layer_decay": number(0, 0.75, above=True, high=1).or_null(),
     "optim.head_lr": number(0, "1e-3").or_null(),
     "task.label_smoothing": number(0, 0.1, below=1),
-    "task.class_weights": Kind(
-        lambda v: v == "balanced" or numbers(number(0, 1), "").accepts(v),
-        "balanced, or a list of numbers of at least 0",
-        "[1,2]",
-    ).or_null(),
+    "task.class_weights": numbers(number(0, 1), "[1,2]").or_word("balanced").or_null(),
     "task.pos_weight": numbers(number(0, 1), "[1,2]").or_null(),
     "task.threshold": number(0, 0.5, above=True, below=1),
     "task.loss": TEXT,
@@ -237,26 +237,16 @@ KEYS: dict[str, Kind] = {
     "callbacks.early_stopping.min_delta": number(0, 0.001),
     "callbacks.ema.decay": number(0, 0.999, below=1),
     "callbacks.ema.update_every_n_steps": whole(1, 1),
-    "callbacks.ema.warmup": FLAG,
     "callbacks.early_stopping.monitor": MONITOR,
     "callbacks.early_stopping.mode": one_of("max", "min"),
     "callbacks.early_stopping.check_on_train_epoch_end": one_of(True, False, None, example="false"),
     "callbacks.freeze.parameters": Kind(
-        lambda v: is_text(v) or (isinstance(v, list) and v != [] and all(map(is_text, v))),
-        "body, or patterns of parameter names",
-        "[layer1.*]",
+        lambda v: is_text(v) or (is_texts(v) and v != []), "body, or patterns of parameter names", "[layer1.*]"
     ),
     "callbacks.freeze.unfreeze": Kind(
-        lambda v: (
-            isinstance(v, list)
-            and all(isinstance(x, list) and len(x) == 2 and is_text(x[0]) and whole(0, 1).accepts(x[1]) for x in v)
-        ),
-        "pairs of a pattern of parameter names and an epoch",
-        "[[layer4.*,1]]",
+        is_unfrozen, "pairs of a pattern of parameter names and an epoch", "[[layer4.*,1]]"
     ),
     "logger.wandb.mode": one_of("auto", "online", "offline"),
-    "logger.wandb.log_model": FLAG,
-    "logger.mlflow.log_model": FLAG,
     "schedule.initial_fraction": SHARE,
     "schedule.final_fraction": SHARE,
     "schedule.milestones": numbers(SHARE, "[0.5,0.75]", rising=True),
@@ -264,22 +254,12 @@ KEYS: dict[str, Kind] = {
     "model.name": TEXT,
     "model.dropout_conv": number(0, 0.25, below=1),
     "model.dropout_fc": number(0, 0.5, below=1),
-    "model.pretrained": FLAG,
     "model.checkpoint_path": TEXT.or_null(),
     "strategy.name": TEXT,
     "strategy.bucket_cap_mb": number(0, 25, above=True, high=1e6),
-    "strategy.gradient_as_bucket_view": FLAG,
-    "strategy.static_graph": FLAG,
-    "strategy.find_unused_parameters": FLAG,
     "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
-    "strategy.reshard_after_forward": FLAG,
-    "strategy.reduce_each_micro_batch": FLAG,
     "strategy.timeout_s": TIMEOUT,
-    "strategy.blocks": Kind(
-        lambda v: v == "auto" or (isinstance(v, list) and all(isinstance(b, str) for b in v)),
-        "auto, or a list of class names",
-        "[Bottleneck]",
-    ),
+    "strategy.blocks": Kind(is_texts, "a list of class names", "[Bottleneck]").or_word("auto"),
 }
 # Keys of predict.py alone, at the top level.
 PREDICT: dict[str, Kind] = {
@@ -308,3 +288,43 @@ NEEDED = {
     "data": ("batch_size",),
     "strategy": ("name",),
 }
+
+
+# --- The values of a config ---
+
+SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
+
+
+def is_shipped(node: Mapping[Any, Any]) -> bool:
+    """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
+    return str(node.get("_target_")).startswith(SHIPPED)
+
+
+def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator[str]:
+    """Problems of `keys`. Without them: of all KEYS, except those of a class of the user's, whose signature decides."""
+    for key in KEYS if keys is None else keys:
+        group, _, name = key.rpartition(".")
+        inside = isinstance(cfg.get(group.partition(".")[0]), DictConfig)
+        node = OmegaConf.select(cfg, group) if inside else cfg if not group else None
+        if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
+            continue
+        if keys is None and "_target_" in node and not is_shipped(node):
+            continue
+        yield from problem_of(node, name, key, KEYS[key])
+
+
+def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> Iterator[str]:
+    """The problem of the value `name` of a node, if there is one; `key` is its place in the config."""
+    if OmegaConf.is_missing(node, name):
+        yield f"{key} is missing; type {key}=<{name}>."
+        return
+    written = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
+    try:
+        value = plain(node[name])
+    except InterpolationResolutionError:
+        yield f"{key}={written} refers to a key that is not in the config. Set that key, or {key}."
+        return
+    refers = KEYS.get(written[2:-1]) if OmegaConf.is_interpolation(node, name) else None
+    if not kind.accepts(value) and (refers is None or refers.accepts(value)):  # else that key is told
+        given = f"{shown(value)}, from {written}," if value != written else shown(value)
+        yield f"{key}={given} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."

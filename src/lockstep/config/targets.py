@@ -11,9 +11,9 @@ from typing import Any
 
 from lockstep import PACKAGE
 from lockstep.config import project
-from lockstep.config.schema import KEYS
+from lockstep.config.schema import KEYS, is_shipped
 from lockstep.config.words import shown
-from lockstep.errors import did_you_mean
+from lockstep.errors import UserError, did_you_mean
 
 # --- What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch ---
 #
@@ -31,7 +31,6 @@ TRUSTED = (
     "lightning.pytorch.",
     "optuna.pruners.",
 )
-SHIPPED = ("lockstep.", "torch.optim.", "lightning.pytorch.callbacks.", "lightning.pytorch.loggers.")
 # Each base, and the libraries' modules that may define its subclasses. Those of Lockstep and of the project always may.
 BASES: dict[str, tuple[str, ...]] = {
     "lockstep.tasks.task.Task": (),
@@ -53,6 +52,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "optuna.pruners._base.BasePruner": ("optuna.pruners.",),
     "builtins.object": ("torchvision.transforms.",),  # its classes have no base in common; each only changes samples
 }  # fmt: skip
+CLASS = "my_package.my_module.MyClass"  # in messages
 UNPICKLING = ("torchvision.datasets.lsun.",)  # reads a pickle beside the data, which may run code
 # The kinds of a key, by the last parts of their bases. A node within another node may be of any kind, or anything of the project's.
 KINDS = {
@@ -72,7 +72,7 @@ KINDS = {
 def trusted() -> tuple[str, ...]:
     """The beginnings of names that may be looked up."""
     project.make_importable()
-    return (*TRUSTED, *(pattern.removesuffix("*") for pattern in project.trusted()))
+    return (*TRUSTED, *(f"{package}." for package in project.current().packages))
 
 
 def own() -> tuple[str, ...]:
@@ -127,21 +127,6 @@ def admitted(target: Any, key: str) -> bool:
     return where.startswith(own())
 
 
-def refusal(target: Any, path: str, key: str) -> str | None:
-    """Why a config may not name `target`; None if it may."""
-    if admitted(target, key):
-        return None
-    bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (wanted(key) or ())]
-    kinds = (
-        " or ".join(f"{library}'s {name}" for library, *_, name in bases)
-        or "Module, Optimizer, Dataset, Metric or the like"
-    )
-    return (
-        f"{key}._target_={path} may not be named here: {key} takes a subclass of {kinds}, or a function annotated to return one, "
-        "of your own packages or of the library that it belongs to."
-    )
-
-
 def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A node with a `_target_` and those within it, which Hydra makes too, with their keys."""
     if isinstance(value, Mapping):
@@ -154,9 +139,15 @@ def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from nodes(item, f"{key}.{name}")
 
 
-def is_shipped(node: Mapping[Any, Any]) -> bool:
-    """Whether a node names a class that comes with Lockstep. Its keys are known without importing it."""
-    return str(node.get("_target_")).startswith(SHIPPED)
+def unnamed(node: Any, key: str) -> Iterator[str]:
+    """Why a node names no class: it is not a node, or its `_target_` is missing or not a dotted name."""
+    target = node.get("_target_") if isinstance(node, Mapping) else None
+    if not isinstance(node, Mapping):
+        yield f"{key}={shown(node)} is not possible: it names a class and its arguments. Type for example {key}={{_target_: {CLASS}}}."
+    elif target in (None, "???"):
+        yield f"{key}._target_ is missing; it names the class, for example {key}._target_={CLASS}."
+    elif not isinstance(target, str) or "." not in target.strip("."):
+        yield f"{key}._target_={shown(target)} is not possible; it names a class, for example {key}._target_={CLASS}."
 
 
 # --- The arguments and their types of a class or function named by a config, including those of base classes ---
@@ -185,6 +176,40 @@ def locate(path: str) -> Any:
                 raise LookupError(f"there is no package {part}") from None
             raise LookupError(f"{here} has no {part}{did_you_mean(part, dir(found))}") from None
     return found
+
+
+def target_of(path: str, key: str) -> Callable[..., Any]:
+    """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
+    if not path.startswith(trusted()):
+        allowed = ", ".join(prefix.removesuffix(".") for prefix in trusted())
+        raise UserError(
+            f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
+            "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
+        )
+    try:
+        target: Callable[..., Any] = locate(path)
+    except LookupError as e:
+        raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
+    if not admitted(target, key):
+        bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (wanted(key) or ())]
+        kinds = " or ".join(f"{library}'s {name}" for library, *_, name in bases)
+        raise UserError(
+            f"{key}._target_={path} may not be named here: {key} takes a subclass of "
+            f"{kinds or 'Module, Optimizer, Dataset, Metric or the like'}, or a function annotated to return one, "
+            "of your own packages or of the library that it belongs to."
+        )
+    return target
+
+
+def target_problems(node: Any, key: str) -> Iterator[str]:
+    """Problems of a node's `_target_`: it is missing, may not be named, or does not exist."""
+    if wrong := list(unnamed(node, key)):
+        yield from wrong
+        return
+    try:
+        target_of(node["_target_"], key)
+    except UserError as e:
+        yield from e.problems
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
@@ -223,10 +248,10 @@ def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
 
 def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
     """Whether the annotation of an argument accepts a value; an argument without annotation accepts any."""
-    if parameter.annotation is inspect.Parameter.empty or has_target(value):
+    if parameter.annotation is inspect.Parameter.empty or any(nodes(value, key)):
         return
     if key in KEYS and is_shipped({"_target_": target}):
-        return  # config/checks.py has better words
+        return  # config/schema.py has the better message
     from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not wait for
 
     try:
@@ -251,12 +276,6 @@ def is_model(annotation: Any) -> bool:
     """Types with their own pydantic settings accept no others."""
     known = hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
     return isinstance(annotation, type) and known
-
-
-def has_target(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return "_target_" in value or any(map(has_target, value.values()))
-    return isinstance(value, list) and any(map(has_target, value))
 
 
 def hints(target: str) -> dict[str, Any]:

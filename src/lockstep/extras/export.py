@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lockstep.checkpoints.finding import DATA, Checkpoint
 from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
-from lockstep.config.identity import model_title, title
-from lockstep.config.instantiate import WEIGHTS, create, create_data, has_own_loaders, network, target_of
-from lockstep.config.targets import accepted, nodes, parameters
+from lockstep.config.instantiate import WEIGHTS, create, create_data, has_own_loaders, network
+from lockstep.config.run_config import model_title, title
+from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.config.words import shown
 from lockstep.data import pixels, preprocess
 from lockstep.data.dataset import samples_of

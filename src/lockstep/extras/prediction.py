@@ -15,8 +15,9 @@ from torch import Tensor
 from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
-from lockstep.config.identity import title
-from lockstep.config.instantiate import has_own_loaders, target_of
+from lockstep.config.instantiate import has_own_loaders
+from lockstep.config.run_config import title
+from lockstep.config.targets import target_of
 from lockstep.data.datamodule import DataModule
 from lockstep.data.images import ImageFiles, Images, find_inputs
 from lockstep.data.pixels import mask_image
@@ -287,9 +288,8 @@ def data(cfg: DictConfig) -> DataModule:
         assert isinstance(made, DataModule)
         made.predicted = cfg.predict.part
         return made
-    data_class: Any = target_of(cfg.data._target_, "data")
-    own = getattr(data_class, "preprocess", None)
-    if own is not Images.preprocess and not data_class.__module__.startswith("lockstep."):
+    target: Any = target_of(cfg.data._target_, "data")
+    if getattr(target, "preprocess", None) is not Images.preprocess and not target.__module__.startswith("lockstep."):
         raise UserError(
             f"input={cfg.predict.input}: files are read for data of images; {title(cfg.data)} prepares its batches itself. "
             "Type input=test, or val or train: a part of the run's own data."

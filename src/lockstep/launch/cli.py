@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS
 from lockstep.config import compose, project
-from lockstep.config.checks import wrong_values
-from lockstep.config.identity import run_dir
+from lockstep.config.run_config import run_dir
+from lockstep.config.schema import wrong_values
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import jobs, local, sweeps
 from lockstep.launch.exits import INTERRUPTED, exit_code

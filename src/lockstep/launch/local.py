@@ -19,9 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.batches import accumulations, batches, unit
-from lockstep.config.identity import run_dir
 from lockstep.config.instantiate import has_own_loaders
+from lockstep.config.run_config import accumulations, batches, run_dir, unit
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.launch.jobs import EVALUATIONS, Run

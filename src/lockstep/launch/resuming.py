@@ -9,12 +9,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import outline, step_of
-from lockstep.config.batches import accumulated
-from lockstep.config.checks import without_effect
 from lockstep.config.compose import dotted, is_group, key_of
-from lockstep.config.identity import name_of_job, restarted, run_dir
 from lockstep.config.project import command
-from lockstep.config.rules import batches_of, epochs_of
+from lockstep.config.rules import Context, without_effect
+from lockstep.config.run_config import accumulated, batches_of, epochs_of, name_of_job, restarted, run_dir
 from lockstep.config.schema import PREDICT, RECIPES
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, raise_problems
@@ -151,7 +149,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
     """Neutralises recalled values that have no effect under the new strategy or device, with a warning. Those passed now stay an error."""
     world, passed = world_of(cfg), [key_of(override) for override in overrides]
-    for key in (key for key in without_effect(cfg, world) if key not in passed):
+    for key in (key for key in without_effect(Context(cfg, world)) if key not in passed):
         value = OmegaConf.select(cfg, key)
         if world.rank == 0:
             told = f"{key}={shown(value)} of the resumed run has no effect here and is set aside"

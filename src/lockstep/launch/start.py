@@ -13,13 +13,10 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.auto import decided, workers
-from lockstep.config.batches import first_report
-from lockstep.config.checks import check, missing_keys, problem_of, wrong_values
+from lockstep.config.checks import about_problems, check, keys_of, missing_keys, step_problems
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
-from lockstep.config.identity import evaluation_file, identify, restarted, run_dir
-from lockstep.config.rules import about_problems, step_problems
-from lockstep.config.schema import PREDICT
+from lockstep.config.run_config import decided, evaluation_file, first_report, identify, restarted, run_dir, workers
+from lockstep.config.schema import PREDICT, problem_of, wrong_values
 from lockstep.config.words import readable
 from lockstep.data.images import find_inputs
 from lockstep.data.sampler import PARTS
@@ -61,22 +58,13 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
     return data, train.count
 
 
-def check_classes(cfg: DictConfig, world: World, overrides: list[str]) -> None:
-    """Raises UserError for keys that no class takes. Imports torch only for the user's own classes and for keys without a Kind."""
-    from lockstep.config.classes import component_problems, data_problems, operation_problems
-
-    components = component_problems(cfg, everything=beyond_schema(overrides))
-    raise_problems([*components, *data_problems(cfg, world, evaluating=False), *operation_problems(cfg, world)])
-
-
 def checked(overrides: list[str]) -> tuple[DictConfig, World]:
     """The config of a training, with its processes, for scripts that train differently. Raises UserError: it is wrong."""
     project.make_importable()
     cfg = composed("train", overrides)
     raise_problems(check(cfg))
-    world = world_of(cfg)
-    check_classes(cfg, world, overrides)
-    return cfg, world
+    raise_problems(check(cfg, imported=True, shipped=beyond_schema(overrides)))
+    return cfg, world_of(cfg)
 
 
 def runs_here(world: World) -> bool:
@@ -96,7 +84,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
-    raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
+    raise_problems([*fixed_keys(overrides), *missing_keys(cfg, keys_of(""))])
     kinds = PREDICT if job.name == "predict" else {}
     asked_for = [problem for key, kind in kinds.items() for problem in problem_of(cfg, key, key, kind)]
     raise_problems([*wrong_values(cfg, FIRST), *asked_for])
@@ -119,9 +107,9 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> Report:
     # a fresh run has got no more than its name and the path of its weights
     raise_problems(wrong_values(cfg, FIRST) if fresh and not cfg.resume else check(cfg))
     world = world_of(cfg)
-    raise_problems(debug_problems(world))
     try:
-        check_classes(cfg, world, overrides)
+        raise_problems(check(cfg, imported=True, shipped=beyond_schema(overrides)))
+        raise_problems(debug_problems(world))
         data, samples = prepare_data(cfg)
     except Exception as e:
         if project.of_users_code(e):
@@ -148,15 +136,13 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> Report:
 
 
 def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[str, Any]:
-    from lockstep.config.classes import data_problems
-
     cfg = resuming.for_evaluation(asked, overrides, job.name)
     raise_problems(check(cfg, evaluating=True))
+    raise_problems(check(cfg, evaluating=True, imported=True, shipped=beyond_schema(overrides)))
     if job.name == "predict":
         cfg = with_request(cfg, asked, overrides)
     world = world_of(cfg)
     raise_problems(debug_problems(world))
-    raise_problems(data_problems(cfg, world, evaluating=True))  # what has trained is right
     data = None if job.name == "predict" and cfg.predict.part is None else prepare_data(cfg, evaluating=True)[0]
     cfg = identify(decided(cfg, world, data), data.source if data else None)
     execute(job, cfg, world)
