@@ -32,7 +32,7 @@ from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.machine.world import World
-from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
+from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
@@ -62,7 +62,7 @@ def loggers(cfg: DictConfig) -> list[Logger]:
     for name, node in cfg.logger.items():
         if name != "csv":
             given = accepted(node["_target_"], offered) | labels(cfg, node)
-            made.append(in_background(create(node, f"logger.{name}", **given), str(name)))
+            made.append(create(node, f"logger.{name}", **given))
     return made
 
 
