@@ -20,7 +20,7 @@ from lockstep.machine.files import write_text
 from lockstep.machine.hardware import peak_bytes
 from lockstep.reporting.console import logged
 from lockstep.run.folder import RunFolder
-from lockstep.run.report import SEPARATOR, best_row
+from lockstep.run.report import SEPARATOR, best_row, tested
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -54,6 +54,7 @@ class Recorder:
         self.loggers: list[Background] = []  # besides metrics.csv
         self.earlier: dict[Path, str | None] = {}  # files of a resumed run, restored if the resume is rejected
         self.resumed_at = 0  # steps done
+        self.tested_before: list[str] = []  # metrics of the test before the run was resumed
         self.trainer: pl.Trainer | None = None
         self.module: pl.LightningModule | None = None
         self.panels: list[Content] = []  # of the test set
@@ -87,6 +88,7 @@ class Recorder:
             if earlier := folder.report():
                 self.report["started"] = earlier.get("started", self.report["started"])
                 self.report["restarts"] = int(earlier.get("restarts") or 0) + 1
+                self.tested_before = tested(earlier)
         elif folder.has_config():
             raise UserError(
                 f"run={self.report['run']}: {folder.path} exists. Set resume=auto to continue it, or a different name."
@@ -106,7 +108,7 @@ class Recorder:
         self.report |= {**metrics, "evaluated": SEPARATOR.join(metrics)}
         if self.rank == 0:
             if self.report["resumed_from"]:
-                self.folder.drop_tests(metrics)
+                self.folder.drop_tests([*self.tested_before, *metrics])
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, self.report["train/steps"])
             self.folder.write_report(self.report)

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.config.words import number, percent, seconds, size
+from lockstep.config.words import number, percent, seconds, shown, size
 
 # --- Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run ---
 
@@ -43,14 +43,14 @@ def chart(
     lines = {name: thinned(finite(points), many) for name, points in series.items()}
     lines = {name: points for name, points in lines.items() if points}
     scatter = finite(scatter)
-    shown = [p for points in (*lines.values(), scatter) for p in points]
-    shown += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
-    if not shown:
+    corners = [p for points in (*lines.values(), scatter) for p in points]
+    corners += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
+    if not corners:
         return Markup()
-    left, right = x_range or widened([x for x, _ in shown])
-    bottom, top = widened([y for _, y in shown])
+    left, right = x_range or widened([x for x, _ in corners])
+    bottom, top = widened([y for _, y in corners])
     bottom = 0.0 if bars else bottom
-    top = min(top, highest) if max(y for _, y in shown) <= highest else top
+    top = min(top, highest) if max(y for _, y in corners) <= highest else top
     label_y = TOP + 8
     if mark:
         ahead = (-0.3 if mark[1] > (left + right) / 2 else 0.3) * (right - left)
@@ -134,14 +134,12 @@ ENVIRONMENT.filters |= {
     "percent": percent,
     "seconds": seconds,
     "number": number,
+    "shown": shown,
     "size": size,
     "compact": compact,
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
-ENVIRONMENT.tests |= {
-    "share": lambda value: hasattr(value, "interval"),
-    "setting": lambda value: hasattr(value, "text") and hasattr(value, "value"),
-}
+ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 
 def render(template: str, title: str, values: Mapping[str, Any]) -> str:

@@ -2,8 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -79,20 +78,6 @@ METRICS, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay bel
 DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision", "trainer.log_every_n_steps")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A number as it is shown, and what it is sorted by."""
-
-    text: str
-    value: float
-
-
-def cell(value: Any, form: Callable[[Any], str] = shown) -> Cell | str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Cell(form(value), value)
-    return "" if value is None else shown(value)
-
-
 def differing(runs: Sequence[ListedRun]) -> list[str]:
     """The keys of the configs that do not have one value."""
     configs = [{key: shown(value) for key, value in dotted(run.config).items()} for run in runs]
@@ -147,12 +132,12 @@ def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
         (f"{unit}/s", f"train/{unit}_per_s", whole),
         ("time", "wall_s", seconds),
     ]
-    columns = [  # head, title, cells
+    columns = [  # head, title, how numbers are shown, values
         *(
-            (n if names[n] == 1 else key, key, [cell(config.get(key)) for config in configs])
+            (n if names[n] == 1 else key, key, shown, [config.get(key) for config in configs])
             for key, n in short.items()
         ),
-        *((head, "", [cell(run.report.get(key), form) for run in runs]) for head, key, form in measured),
+        *((head, "", form, [run.report.get(key) for run in runs]) for head, key, form in measured),
     ]
     pages = [run.folder.page_file for run in runs]
     links = [Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else "" for page in pages]
@@ -164,7 +149,7 @@ def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
         "charts": list(curve_charts(runs, common, unit)),
         "unit": unit,
         "columns": columns,
-        "rows": list(zip(runs, links, zip(*(cells for *_, cells in columns), strict=True), strict=True)),
+        "rows": list(zip(runs, links, zip(*(values for *_, values in columns), strict=True), strict=True)),
         "left_out": max(0, len(settings) - SETTINGS),
     }
     return render("runs.html.j2", f"{len(runs)} runs", values)

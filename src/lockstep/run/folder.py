@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as e:
-        raise UserError(f"{path} is damaged: {str(e).split(chr(10))[0]}. {advice}") from None
+        why, _, _ = str(e).partition("\n")
+        raise UserError(f"{path} is damaged: {why}. {advice}") from None
 
 
 class CsvLog:
@@ -153,8 +154,8 @@ class RunFolder:
         for log in (self.metrics_log, self.digests_log):
             log.keep(lambda row: int(row["step"]) <= steps)
 
-    def drop_tests(self, metrics: Mapping[str, Any]) -> None:
-        """Drops the row that an earlier test wrote: it holds these metrics and nothing else."""
+    def drop_tests(self, metrics: Iterable[str]) -> None:
+        """Drops the rows of earlier tests, which hold these metrics and nothing else."""
         names = {"step", *metrics}
         self.metrics_log.keep(lambda row: any(value and name not in names for name, value in row.items()))
 
