@@ -179,10 +179,11 @@ def write_page(
 def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], module: "Module") -> None:
     from lockstep.reporting.loggers import wandb_sync_line
 
-    rate, wait = report[f"train/{report['unit']}_per_s"], report["train/data_wait_share"]
-    speed = "not measured" if rate is None else f"{rate:,.0f} {report['unit']}/s"
+    unit = report["unit"]
+    rate, wait, flops = (report[f"train/{name}"] for name in (f"{unit}_per_s", "data_wait_share", "flops_per_s"))
+    speed = "not measured" if rate is None else f"{rate:,.0f} {unit}/s"
     speed += "" if rate is None or wait is None else f", {wait:.1%} of the time waiting for data"
-    speed += f", {flops / 1e9:,.0f} GFLOP/s" if (flops := report["train/flops_per_s"]) else ""
+    speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
     rows = [
         headline(module, report),
