@@ -90,6 +90,7 @@ def load_report(run: str | Path) -> "Report":
     Raises:
         UserError: there is no such run, or a file of it is damaged.
     """
-    from lockstep.reporting.runs_page import load_report
+    from lockstep.reporting.runs_page import Report
+    from lockstep.run.folder import find_run
 
-    return load_report(run)
+    return Report(find_run(run, "runs", needs="report.json"))

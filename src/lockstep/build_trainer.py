@@ -29,7 +29,7 @@ from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.machine.world import World
-from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
+from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
@@ -68,7 +68,7 @@ def loggers(cfg: DictConfig) -> list[Logger]:
                 place = tags.index("auto")
                 tags[place : place + 1] = [model_title(cfg), title(cfg.data), title(cfg.strategy)]
                 given["tags"] = list(dict.fromkeys(tags))
-            made.append(in_background(create(node, f"logger.{name}", **given), str(name)))
+            made.append(create(node, f"logger.{name}", **given))
     return made
 
 

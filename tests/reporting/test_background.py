@@ -66,12 +66,8 @@ class Handler(BaseHTTPRequestHandler):
         """What W&B's client must hear to begin a run and to end it."""
         if "upsertBucket" in query["query"]:
             project = {"id": "1", "name": "lockstep", "entity": {"id": "1", "name": "me"}}
-            return {
-                "upsertBucket": {
-                    "bucket": {"id": "1", "name": "abc", "config": "{}", "project": project},
-                    "inserted": True,
-                }
-            }
+            bucket = {"id": "1", "name": "abc", "config": "{}", "project": project}
+            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
         if "createRunFiles" in query["query"]:
             files = [{"name": name, "uploadUrl": f"{self.server.url}/{name}"} for name in query["variables"]["files"]]
             return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}

@@ -67,25 +67,18 @@ def run_folder(tmp_path_factory, mnist, cache) -> Path:
     from lockstep.callbacks import FiniteLoss
 
     folder = tmp_path_factory.mktemp("runs")
-    options = [
-        f"data.root={mnist}",
-        f"data.cache_dir={cache}",
-        "data.image_size=12",
-        "trainer.accelerator=cpu",
-        f"runs_dir={folder}",
-    ]
+    places = [f"data.root={mnist}", f"data.cache_dir={cache}", f"runs_dir={folder}"]
+    options = [*places, "data.image_size=12", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1"]
 
     def crash(self, trainer, *_) -> None:
         raise RuntimeError("as it happens" * 20)
 
     for lr in (1e-3, 1e-5):
-        lockstep.train(
-            [f"run=lr-{lr}", f"optim.lr={lr}", "data.batch_size=48", "trainer.log_every_n_steps=1", *options]
-        )
+        lockstep.train([f"run=lr-{lr}", f"optim.lr={lr}", "data.batch_size=48", *options])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FiniteLoss, "on_train_end", crash)
         with pytest.raises(RuntimeError):
-            lockstep.train(["run=bad", "data.batch_size=64", "trainer.log_every_n_steps=1", *options])
+            lockstep.train(["run=bad", "data.batch_size=64", *options])
         patch.setattr("sys.argv", ["runs.py", "html", "--runs-dir", str(folder), "-o", str(folder / "runs.html")])
         ledger.main()
     return folder
@@ -153,9 +146,5 @@ def test_commands_are_copied(driver, page):
     assert len(commands) == len(texts(driver, "button.copy")) >= 1
     assert all(command.startswith(("python ", "lockstep ")) for command in commands)
     driver.execute_script("document.querySelector('button.copy').click()")
-    assert (
-        driver.execute_async_script(
-            "setTimeout(() => arguments[0](document.querySelector('button.copy').textContent), 300)"
-        )
-        == "Copied"
-    )
+    copied = "setTimeout(() => arguments[0](document.querySelector('button.copy').textContent), 300)"
+    assert driver.execute_async_script(copied) == "Copied"

@@ -14,18 +14,7 @@ import torch
 import lockstep
 from lockstep.errors import UserError
 from lockstep.reporting.panels import encoded, read_panels, write_panels
-from lockstep.tasks.panel import (
-    Bars,
-    Gallery,
-    Lines,
-    Mask,
-    Matrix,
-    Points,
-    Sample,
-    Share,
-    Table,
-    Tokens,
-)
+from lockstep.tasks.panel import Bars, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Table, Tokens
 
 
 def test_a_report_is_what_the_files_say(run_a):
@@ -62,12 +51,8 @@ def test_the_panels_are_those_of_the_page(run_a, mnist):
 def test_every_panel_comes_back_from_its_file(tmp_path):
     noise_CHW = np.random.default_rng(0).integers(0, 256, (3, 20, 30), dtype=np.uint8)
     mask_HW = torch.tensor([[-1, 0, 300], [1, 2, 3]])
-    facts = {
-        "loss": float("inf"),
-        "top": [("a", 0.5)],
-        "mask": Mask(mask_HW, ignored=-1),
-        "text": Tokens([("ab", 1.5)]),
-    }
+    mask = Mask(mask_HW, ignored=-1)
+    facts = {"loss": float("inf"), "top": [("a", 0.5)], "mask": mask, "text": Tokens([("ab", 1.5)])}
     panels = [
         Table("table", ["class", "recall"], [["a", Share(3, 4)], ["b", np.float32(0.5)]], "note"),
         Matrix("matrix", ["a", "b"], [[1, 2], [3, 4]]),

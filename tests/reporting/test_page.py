@@ -87,13 +87,14 @@ def test_the_matrix_counts_the_predictions_of_the_checkpoint(run_a, mnist, cache
 def test_names_classes_and_values_are_text(run_a):
     evil = "<script>alert(3)</script>"
     report = {**run_a, "run": evil, "model": evil, "status": "failed", "error": "<script>alert(1)</script>"}
-    info = pages.RunInfo("a", "runs", ["data.root=<script>alert(2)</script>"], evil)
+    folder = RunFolder("runs/a")
+    config = OmegaConf.merge(folder.config(), {"data": {"root": "<script>alert(2)</script>"}})
     panels = [
         Matrix(evil, [evil, "b"], [[1, 2], [3, 4]], evil),
         Bars(evil, evil, evil, [0, 1, 2], [1, 2]),
         Gallery(evil, [Sample(0, {"target": evil, "prediction": evil, evil: evil})]),
     ]
-    pages.write_page(info, report, None, panels)
+    pages.write_page(folder, config, report, None, panels)
     page = page_of("a")
     assert page.count("<script>") == page.count("</script>") == 1
     assert "&lt;script&gt;alert(2)" in page
@@ -137,11 +138,8 @@ def test_a_panel_of_the_users_is_shown(tmp_path, mnist, cache, monkeypatch):
 def test_the_first_batch_is_shown_as_the_network_saw_it():
     batch = {"input": torch.zeros(3, 1, 4, 4), "target": torch.tensor([1, 0, 1]), "index": torch.tensor([7, 8, 9])}
     samples = samples_of(batch, {"mean": [0.5], "std": [0.25], "classes": ["cat", "dog"]})
-    assert [(sample.index, sample.facts) for sample in samples] == [
-        (7, {"target": "dog"}),
-        (8, {"target": "cat"}),
-        (9, {"target": "dog"}),
-    ]
+    assert [sample.index for sample in samples] == [7, 8, 9]
+    assert [sample.facts["target"] for sample in samples] == ["dog", "cat", "dog"]
     assert (samples[0].image_CHW == 128).all()
     assert samples_of({"input": torch.zeros(3, 5)}, {}) == samples_of(None, {}) == samples_of([], {}) == []
     pairs = samples_of([torch.rand(2, 3, 4, 4), torch.rand(2)], {})
@@ -161,16 +159,11 @@ def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
     assert len(losses("short")) == 40
 
 
-def test_a_clock_that_never_began_says_nothing():
-    assert Clock().report_figures() == {}
-
-
 def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[dict]:
     """The charts of these columns of metrics.csv, for a task with these metrics."""
-    module = SimpleNamespace(of_task=True, task=True, figures=metrics)
-    rows = [{"step": i, **{f"val/{name}": v[i] for name, v in columns.items() if i < len(v)}} for i in range(3)]
-    found = [(name, "", (f"val/{name}",)) for name in columns]
-    return pages.drawn_curves(module, found, rows, {})
+    task = SimpleNamespace(panels=lambda: [(name, "", (f"val/{name}",)) for name in columns])
+    series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
+    return list(pages.drawn_curves(SimpleNamespace(of_task=True, task=task, figures=metrics), series, {}))
 
 
 def axis(chart: dict) -> list[float]:
@@ -188,14 +181,12 @@ def test_one_value_is_a_number_and_axes_of_fractions_end_at_1():
     assert (single["svg"], single["values"]) == ("", [("", "0.1235")])
 
 
-def test_a_run_that_failed_before_its_first_row_has_no_curves():
-    assert pages.drawn_curves(None, pages.curves(None, [], "samples"), [], {}) == []
-
-
 def test_curves_of_unknown_figures_are_grouped():
-    rows = [{"step": 0, "train_loss": 1.0, "val_loss": 2.0, "val/acc": 0.5, "val/count": 4, "train/samples_per_s": 3.0}]
-    names = [names for _, _, names in pages.curves(None, rows, "samples")]
+    logged = ["train_loss", "val_loss", "val/acc", "val/count", "train/samples_per_s"]
+    names = [names for _, _, names in pages.curves(None, logged, "samples")]
     assert names[:2] == [("train_loss", "val_loss"), ("val/acc",)]
+    assert list(pages.drawn_curves(None, {}, {})) == []  # of a run that failed before its first row
+    assert Clock().report_figures() == {}  # and its clock never began
     assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]
     assert pages.labels(["val/rmse", "val/mae"]) == ["rmse", "mae"]
     assert pages.labels(["a", "b"]) == ["a", "b"]

@@ -1,4 +1,5 @@
-"""How progress is shown: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then."""
+"""How progress is shown: a bar on a terminal, a line that is rewritten in a notebook, else a line now and then; and what frameworks
+say and Lockstep does not pass on."""
 
 import io
 import itertools
@@ -9,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from lightning.fabric.accelerators import cuda
 from rich.console import Console
 
 import lockstep
@@ -131,3 +134,16 @@ def test_predict_tells_how_far_it_is(run_a, all_lines, capsys):
     assert [line.split(" · ")[1] for line in lines] == [f"batch {i}/5" for i in range(1, 6)]
     assert all(re.search(r"\d:\d\d left · [\d,]+ images/s$", line) for line in lines)
     assert json.loads(Path("runs/a/predict.json").read_text()) == found
+
+
+def test_the_advice_about_tensor_cores_is_not_given(monkeypatch, capsys, caplog):
+    """`tf32` has that setting, and false is meant."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    console.quiet(0)
+    cuda._check_cuda_matmul_precision.cache_clear()
+    cuda._check_cuda_matmul_precision(torch.device("cuda", 0))
+    said = capsys.readouterr()
+    assert "Tensor Cores" not in said.out + said.err + caplog.text

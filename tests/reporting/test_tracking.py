@@ -74,24 +74,6 @@ def test_a_logger_gets_config_metrics_page_checkpoint_and_status(train, kept):
 
 
 @pytest.mark.parametrize(
-    ("raised", "status"), [(Crash("bug"), "failed"), (Preempted("a warning"), "preempted"), (KeyboardInterrupt(), "interrupted")]
-)  # fmt: skip
-def test_a_logger_is_told_how_a_run_ended(train, kept, monkeypatch, raised, status):
-    from lockstep.callbacks import FiniteLoss
-
-    def stop(*_):
-        raise raised
-
-    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", stop)
-    with pytest.raises((type(raised), SystemExit)):
-        train("run=a", "logger=tensorboard")
-    assert report("a")["status"] == status
-    ((end,),) = kept.of("on_run_end")
-    assert (end.status, str(raised) in str(end.error)) == (status, True)
-    assert end == RunEnd(status, end.error, 0, None, (), None)
-
-
-@pytest.mark.parametrize(
     ("run", "experiment", "given", "group", "tags"),
     [
         ("a", None, [], None, ["basic_net", "mnist", "single"]),
@@ -213,9 +195,9 @@ def test_wandb_has_everything_in_its_files_and_a_resumed_run_is_the_same(train, 
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "marked"), [(Crash("my bug"), 1, False), (Preempted("a warning"), 1, True), (KeyboardInterrupt(), 255, False)]
+    ("raised", "status", "code"), [(Crash("my bug"), "failed", 1), (Preempted("a warning"), "preempted", 1), (KeyboardInterrupt(), "interrupted", 255)]
 )  # fmt: skip
-def test_wandb_is_told_how_a_run_ended(train, client, monkeypatch, raised, code, marked):
+def test_loggers_are_told_how_a_run_ended(train, kept, client, monkeypatch, raised, status, code):
     from lockstep.callbacks import FiniteLoss
 
     def stop(*_):
@@ -223,12 +205,15 @@ def test_wandb_is_told_how_a_run_ended(train, client, monkeypatch, raised, code,
 
     monkeypatch.setattr(FiniteLoss, "on_train_batch_end", stop)
     with pytest.raises((type(raised), SystemExit)):
-        train("run=a", "logger=wandb")
+        train("run=a", "logger=[tensorboard,wandb]")
+    error = report("a")["error"]
+    assert (report("a")["status"], str(raised) in error) == (status, True)
+    assert kept.of("on_run_end") == [(RunEnd(status, error, 0, None, (), None),)]
     (run,) = runs_of_wandb("a")
     assert [record.exit_code for record in of(run, "exit")] == [code]
-    assert bool(of(run, "preempting")) is marked
+    assert bool(of(run, "preempting")) is (status == "preempted")
     summary = {k: v for record in of(run, "summary") for k, v in values(record.update).items()}
-    assert (summary["status"], summary["error"]) == (report("a")["status"], report("a")["error"])
+    assert (summary["status"], summary["error"]) == (status, error)
 
 
 def test_a_run_that_wandb_refuses_leaves_nothing(train, client, monkeypatch):

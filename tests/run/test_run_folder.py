@@ -49,13 +49,17 @@ def test_a_lock_lives_as_long_as_its_process_and_not_as_its_forks(tmp_path):
     assert [file.name for file in folder.path.iterdir()] == ["report.json"]
 
 
-def test_the_lock_of_another_user_is_respected(tmp_path, monkeypatch):
-    def refused(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
+def raises(number: int, text: str):
+    def call(*_: object) -> None:
+        raise OSError(number, text)
 
+    return call
+
+
+def test_the_lock_of_another_user_is_respected(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "a")
     with folder.locked():
-        monkeypatch.setattr(filelock.FileLock, "_acquire", refused)  # nobody is refused for root
+        monkeypatch.setattr(filelock.FileLock, "_acquire", raises(13, "Permission denied"))  # root is never refused
         with pytest.raises(UserError, match="another process trains there now"), folder.locked(0):
             pass
 
@@ -68,11 +72,8 @@ def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
 
 
 def test_file_systems_without_locks_work_without(tmp_path, monkeypatch):
-    def unsupported(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(filelock.FileLock, "_acquire", unsupported)
-    monkeypatch.setattr(fcntl, "flock", unsupported)
+    for owner, name in ((filelock.FileLock, "_acquire"), (fcntl, "flock")):
+        monkeypatch.setattr(owner, name, raises(95, "Operation not supported"))
     folder = RunFolder(tmp_path / "a")
     with folder.locked():
         folder.lock_file.touch()
@@ -127,12 +128,8 @@ def test_only_folders_of_runs_are_runs(tmp_path):
     for name in made:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert {run.path.relative_to(tmp_path).as_posix() for run in run_folders(tmp_path)} == {
-        "begun",
-        "logged",
-        "sweep/0",
-        "sweep/1",
-    }
+    found = sorted(run.path.relative_to(tmp_path).as_posix() for run in run_folders(tmp_path))
+    assert found == ["begun", "logged", "sweep/0", "sweep/1"]
     for name, there in (("begum", "begun"), ("~", "begun, logged, sweep/0")):  # sweep/1 never began
         with pytest.raises(UserError, match=rf"Runs there: {there}\.$"):
             find_run(name, tmp_path, key="run")

@@ -7,8 +7,8 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,6 @@ class Line:
             self.bar.start()
             process.before_prompt[self] = self.end
 
-    def left(self, done: int, now_s: float) -> str:
-        if self.total is None or done <= self.first:
-            return ""
-        return f"{clock((now_s - self.began_s) * (self.total - done) / (done - self.first))} left"
-
     def due(self, done: int) -> bool:
         """Whether `show` would change anything: asked at every step, before the figures are put into words."""
         now_s = time.monotonic()
@@ -64,12 +59,14 @@ class Line:
 
     def show(self, title: str, done: int, *figures: str) -> None:
         self.shown_s = now_s = time.monotonic()
-        place = f"{done:,}/{'?' if self.total is None else format(self.total, ',')}"
-        rest = [part for part in (self.left(done, now_s), *figures) if part]
+        parts = [f"{done:,}/{'?' if self.total is None else format(self.total, ',')}"]
+        if self.total is not None and done > self.first:
+            parts.append(f"{clock((now_s - self.began_s) * (self.total - done) / (done - self.first))} left")
+        text = " · ".join([*parts, *filter(None, figures)])
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, description=title, rest=" · ".join([place, *rest]))
+            self.bar.update(self.bar.task_ids[0], completed=done, description=title, rest=text)
             return
-        text = " · ".join([title, f"{self.what} {place}", *rest])
+        text = f"{title} · {self.what} {text}"
         if self.notebook:
             print(f"\r{text:{self.width}}", end="", flush=True)
             self.width = len(text)
@@ -137,16 +134,6 @@ def say(text: str) -> None:
         log.info(readable(text))
 
 
-def speed(report: dict[str, Any]) -> str:
-    """How fast training was, and how close to the limits: the share of waiting for data, and FLOP/s."""
-    unit, wait, flops = report["unit"], report["train/data_wait_share"], report["train/flops_per_s"]
-    rate = report[f"train/{unit}_per_s"]
-    if rate is None:
-        return "not measured"
-    waiting = "" if wait is None else f", {wait:.1%} of the time waiting for data"
-    return f"{rate:,.0f} {unit}/s{waiting}" + (f", {flops / 1e9:,.0f} GFLOP/s" if flops else "")
-
-
 def metrics_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """A table of names and values, also written to train.log."""
     table = Table(show_header=False)
@@ -198,30 +185,24 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
 
 
-class Logs:
-    """The handlers of a run."""
-
-    def __init__(self) -> None:
-        self.handlers: list[logging.Handler] = []
-
-    def open(self, folder: Path) -> None:
-        to_file, to_screen = LogFile(folder / "train.log", encoding="utf-8"), logging.StreamHandler()
-        to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        to_screen.setLevel(logging.WARNING)
-        logging.captureWarnings(True)  # warnings go to both
-        self.handlers = [to_file, to_screen]
-        for name in ("lockstep", "py.warnings"):
-            logging.getLogger(name).addHandler(to_screen)
-        for name in LOGGED:
-            logging.getLogger(name).addHandler(to_file)
-        logging.getLogger("lockstep").setLevel(logging.INFO)
-
-    def close(self) -> None:
-        for handler in self.handlers:
-            for name in LOGGED:
-                logging.getLogger(name).removeHandler(handler)
-            with suppress(OSError):  # what a full disk did not take
-                handler.close()
+@contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Within, messages and warnings go to the file, and warnings to the screen as well."""
+    to_file, to_screen = LogFile(path, encoding="utf-8"), logging.StreamHandler()
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    to_screen.setLevel(logging.WARNING)
+    targets = [(to_file, name) for name in LOGGED] + [(to_screen, name) for name in ("lockstep", "py.warnings")]
+    logging.captureWarnings(True)
+    log.setLevel(logging.INFO)
+    for handler, name in targets:
+        logging.getLogger(name).addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler, name in targets:
+            logging.getLogger(name).removeHandler(handler)
+        with suppress(OSError):  # what a full disk did not take
+            to_file.close()
         logging.captureWarnings(False)
 
 

@@ -7,7 +7,6 @@ logger's own thread.
 import http.client
 import logging
 import math
-import netrc
 import os
 import queue
 import shlex
@@ -46,36 +45,20 @@ SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for 
 
 
 class Background:
-    """Runs the methods of one logger in order, in a thread. metrics.csv has every metric, whatever becomes of them."""
+    """Runs the methods of one logger in order, in a thread of rank 0. metrics.csv has every metric, whatever becomes of them."""
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.logger, self.name, self.warned = logger, name, False
         self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
-        self.thread: threading.Thread | None = None
         self.began_s = math.inf  # of the call that is running
         self.bug: Exception | None = None
+        self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
+        self.thread.start()
         for method in filter(partial(hasattr, logger), METHODS):
             setattr(logger, method, partial(self.add, getattr(logger, method)))
 
-    def connect(self) -> None:
-        """Raises UserError: the client refuses to start."""
-        try:
-            _ = getattr(self.logger, "experiment", None)
-        except Exception as e:
-            if isinstance(e, UserError) or of_users_code(e):
-                raise
-            local = getattr(self.logger, "local", "")
-            variables = [variable for variable in os.environ if variable.startswith(f"{self.name.upper()}_")]
-            raise UserError(
-                f"logger.{self.name} cannot start: {' '.join(str(e).split())}. Correct its keys or the environment variables "
-                f"(set: {', '.join(variables) or 'none'})"
-                + (f", or pass logger.{self.name}.{local}." if local else ".")
-            ) from e
-
-    def add(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def add(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Raises the exception of an earlier call if it is a bug in the user's code."""
-        if getattr(rank_zero_only, "rank", 0):  # most loggers do nothing there
-            return call(*args, **kwargs)
         if self.bug is not None:
             error, self.bug = self.bug, None
             raise error
@@ -85,9 +68,6 @@ class Background:
             self.calls.put_nowait(partial(call, *args, **kwargs))
         except queue.Full:
             self.warn("does not keep up")
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.work, name=f"logger.{self.name}", daemon=True)
-            self.thread.start()
 
     def work(self) -> None:
         while (call := self.calls.get()) is not None:
@@ -108,15 +88,12 @@ class Background:
 
     def finish(self, wait_s: float) -> None:
         """Waits for the calls so far, until the running one has taken `wait_s`, and ends the thread."""
-        if self.thread is None:
-            return
         end_s = min(time.monotonic(), self.began_s) + wait_s
         with suppress(queue.Full):
             self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
         self.thread.join(max(0.0, end_s - time.monotonic()))
         if self.thread.is_alive():
             self.warn("does not answer")
-        self.thread = None
         if self.bug is not None:
             log.warning("logger.%s failed", self.name, exc_info=self.bug)
 
@@ -144,53 +121,50 @@ class RunEnd:
     checkpoint: Path | None  # the one that was tested: a file, or the folder of a sharded one
 
 
-def in_background(logger: Logger, name: str) -> Logger:
-    logger.background = Background(logger, name)  # type: ignore[attr-defined]
-    return logger
+def begin_run(name: str, logger: Logger, config: Mapping[str, Any], report: Mapping[str, Any]) -> Background:
+    """Connects a logger and hands it the config. Call it on rank 0. Raises UserError: its client refuses to start."""
+    try:
+        _ = getattr(logger, "experiment", None)
+    except Exception as e:
+        if isinstance(e, UserError) or of_users_code(e):
+            raise
+        variables = [variable for variable in os.environ if variable.startswith(f"{name.upper()}_")]
+        local = f", or pass logger.{name}.{logger.local}" if hasattr(logger, "local") else ""
+        raise UserError(
+            f"logger.{name} cannot start: {' '.join(str(e).split())}. Correct its keys or the environment variables "
+            f"(set: {', '.join(variables) or 'none'}){local}."
+        ) from e
+    background = Background(logger, name)
+    logger.log_hyperparams({**config, "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
+    write, batch, seen = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
+
+    def log_metrics(metrics: Mapping[str, float], step: int | None = None) -> None:
+        """With the number of samples that the optimizer has seen, as a second axis."""
+        write({**({} if step is None else {seen: step * batch}), **metrics}, step)  # type: ignore[arg-type]
+
+    if batch:
+        logger.log_metrics = log_metrics  # type: ignore[method-assign]
+    return background
 
 
-class Tracking:
-    """The loggers of a run beside metrics.csv, from its begin to its end."""
-
-    def __init__(self) -> None:
-        self.begun: list[Background] = []
-
-    def begin(self, loggers: Sequence[Logger], config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-        """Connects each logger. Raises UserError: its client refuses to start."""
-        facts, batch = {name: report.get(name) for name in FACTS}, report["batch_size"]
-        for logger in loggers:
-            if isinstance(logger, MetricsCsv):
-                continue
-            background: Background = logger.background  # type: ignore[attr-defined]
-            background.connect()
-            self.begun.append(background)
-            logger.log_hyperparams({**config, "facts": facts})
-            if batch:
-                write = partial(with_samples, logger.log_metrics, f"train/{report['unit']}_seen", batch)
-                logger.log_metrics = write  # type: ignore[method-assign]
-
-    def end(self, report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder) -> None:
-        """Tells the loggers, and waits for them."""
-        status, done, path = report["status"], report["status"] == "done", report.get("checkpoint")
-        checkpoint = folder.path / path if done and path else None
-        page, step = folder.page_file if done else None, int(report.get("train/steps", 0))
-        end = RunEnd(status, report.get("error"), step, page, panels if done else (), checkpoint)
-        for background in self.begun:
-            logger = background.logger
-            if hasattr(logger, "on_run_end"):
-                logger.on_run_end(end)
-            logger.finalize("success" if done else "failed")  # again, for the test's metrics
-            uploads = checkpoint is not None and getattr(logger, "log_model", False)
-            background.finish(UPLOAD_S if uploads else LATE_S if done else SHORT_S)
-            if isinstance(logger, WandbLogger):
-                # in this thread; otherwise the next job of a multirun would continue the run
-                logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
-        self.begun = []
-
-
-def with_samples(write: Any, name: str, batch: int, metrics: Mapping[str, float], step: int | None = None) -> None:
-    """Adds the number of samples that the optimizer has seen to a row, as a second axis."""
-    write(metrics if step is None else {name: step * batch, **metrics}, step)
+def end_run(
+    begun: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
+) -> None:
+    """Tells the loggers how the run ended, and waits for them."""
+    status, path, step = report["status"], report.get("checkpoint"), int(report.get("train/steps", 0))
+    done = status == "done"
+    page, checkpoint = folder.page_file if done else None, folder.path / path if done and path else None
+    end = RunEnd(status, report.get("error"), step, page, panels if done else (), checkpoint)
+    for background in begun:
+        logger = background.logger
+        if hasattr(logger, "on_run_end"):
+            logger.on_run_end(end)
+        logger.finalize("success" if done else "failed")  # again, for the test's metrics
+        uploads = checkpoint is not None and getattr(logger, "log_model", False)
+        background.finish(UPLOAD_S if uploads else LATE_S if done else SHORT_S)
+        if isinstance(logger, WandbLogger):
+            # in this thread; otherwise the next job of a multirun would continue the run
+            logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
 
 
 def flat(config: dict[Any, Any]) -> dict[str, Any]:
@@ -237,17 +211,10 @@ class CutAtResume(pl.Callback):
     """Cuts logs at the checkpoint's step, so no row is written twice. W&B keeps what it has been sent."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.earlier = folder, folder.report()  # of the run before it was resumed
-
-    @rank_zero_only
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Also with nothing left to train: a resumed run will test again."""
-        if self.earlier:
-            self.folder.drop_tests(self.earlier)
+        self.folder = folder
 
     @rank_zero_only
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_fit_end(trainer, pl_module)
         if steps := steps_done(trainer):
             self.folder.cut(steps)
             for logger in trainer.loggers:
@@ -261,18 +228,16 @@ class CutAtResume(pl.Callback):
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+    texts = [[f"{cell.value:.4f}" if isinstance(cell, Share) else str(cell) for cell in row] for row in rows]
+    lines = [columns, ["---"] * len(columns), *texts]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def table(panel: Table | Matrix) -> str:
-    rows: Sequence[Sequence[Any]]
+    columns, rows = (panel.columns, panel.rows) if isinstance(panel, Table) else (["", *panel.names], panel.values)
     if isinstance(panel, Matrix):
-        columns, rows = ["", *panel.names], [(n, *row) for n, row in zip(panel.names, panel.values, strict=True)]
-    else:
-        columns, rows = list(panel.columns), panel.rows
-    plain = [[f"{cell.value:.4f}" if isinstance(cell, Share) else cell for cell in row] for row in rows]
-    return f"### {panel.title}\n{panel.note}\n\n{markdown(columns, plain)}"
+        rows = [(name, *row) for name, row in zip(panel.names, panel.values, strict=True)]
+    return f"### {panel.title}\n{panel.note}\n\n{markdown(columns, rows)}"
 
 
 class TensorBoard(TensorBoardLogger):
@@ -316,14 +281,10 @@ def server() -> str:
 
 
 def has_wandb_key() -> bool:
-    """Whether W&B's client would find an API key for its server."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        found = netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(server()).hostname or "")
-    except (OSError, netrc.NetrcParseError):
-        return False
-    return bool(found and found[2])
+    """Whether W&B's client would find an API key for its server: in the environment, or in the netrc file."""
+    from requests.utils import get_netrc_auth
+
+    return bool(os.environ.get("WANDB_API_KEY") or (get_netrc_auth(server()) or ("", ""))[1])
 
 
 class Wandb(WandbLogger):

@@ -2,16 +2,17 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.compose import typed
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep.config.compose import as_overrides, typed
 from lockstep.config.project import command
 from lockstep.config.words import number, size
 from lockstep.machine.files import write_json, write_text
-from lockstep.reporting.console import metrics_table, say, speed, warnings_in
+from lockstep.reporting.console import metrics_table, say, warnings_in
 from lockstep.reporting.panels import write_panels
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder
@@ -23,78 +24,59 @@ if TYPE_CHECKING:
 
     from lockstep.tasks import Task
 
+    Module = pl.LightningModule | None
+
 PARTS = {
     "start": "start", "steps": "training steps", "wait": "waiting for data", "validation": "validation", "saving": "saving",
     "test": "test and end",
 }  # fmt: skip
 ROWS, LINES, CURVES = 5, 40, 8  # of a failed run: rows of metrics.csv and lines of train.log; curves of unknown metrics
 STAGE = re.compile(r"(train|val|valid|validation)[/_](.+)")
-Metrics = Sequence[dict[str, float]]
-Curve = tuple[str, str, tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """What the page shows of a run's config."""
-
-    run: str
-    runs_dir: str
-    overrides: Sequence[str]  # that give the config
-    config: str  # all of it, as YAML
-    compiles: bool = False
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.runs_dir, self.run)
-
-    @property
-    def in_runs_dir(self) -> str:
-        """The override that commands need to find the run."""
-        return "" if self.runs_dir == "runs" else f" runs_dir={typed(self.runs_dir)}"
+Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
+Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs of step and value
 
 
 # --- The headline ---
 
 
-def task_of(module: "pl.LightningModule | None") -> "Task | None":
+def task_of(module: "Module") -> "Task | None":
     return getattr(module, "task", None) if getattr(module, "of_task", False) else None
 
 
-def headline_of(module: "pl.LightningModule | None", report: dict[str, Any]) -> tuple[str, str]:
+def headline(module: "Module", report: dict[str, Any]) -> tuple[str, str]:
     """Name and value. Without a task or without a test: the first test metric, else the monitored one."""
     task = task_of(module)
     if task is not None and "test/count" in report:
         return task.headline(report)
     names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
-    found = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
-    return found[0], found[1] if isinstance(found[1], str) else f"{found[1]:.4f}"
+    name, value = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
+    return name, value if isinstance(value, str) else f"{value:.4f}"
 
 
-def headline(module: "pl.LightningModule | None", report: dict[str, Any]) -> dict[str, Any]:
-    """The metric, what it is of, and its interval."""
-    name, text = headline_of(module, report)
+def headline_parts(module: "Module", report: dict[str, Any]) -> dict[str, Any]:
+    """The headline as the page sets it: a number in large digits, its unit, what it is of, and its interval."""
+    name, text = headline(module, report)
     value, _, rest = text.partition(" ")
-    short = bool(re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value))
+    if not re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value):
+        value, rest = "", ""
     task = task_of(module)
     ends = task.interval(report) if task is not None and "test/count" in report else None
-    shares = value.endswith("%")
-    low, high = (f"{100 * end:.2f}" if shares else f"{end:.4f}" for end in ends or (0, 0))
+    unit, scale, digits = ("%", 100, 2) if value.endswith("%") else ("", 1, 4)
     return {
         "name": "Result" if name == "test" else name[:1].upper() + name[1:],
-        "value": value.removesuffix("%") if short else text,
-        "percent": short and shares,
-        "short": short,
-        "rest": rest.removeprefix("of ").removeprefix("on ") if short else "",
-        "interval": f"{low} to {high}{'%' if shares else ''}" if ends else "",
+        "number": value.removesuffix("%"),
+        "text": text,
+        "unit": unit,
+        "rest": rest.removeprefix("of ").removeprefix("on "),
+        "interval": " to ".join(f"{scale * end:.{digits}f}" for end in ends) + unit if ends else "",
     }
 
 
 # --- Curves of training ---
 
 
-def curves(module: "pl.LightningModule | None", metrics: Metrics, unit: str) -> list[Curve]:
+def curves(module: "Module", logged: Iterable[str], unit: str) -> list[Curve]:
     """The curves of the task, or those that a LightningModule logged; then learning rate, speed and memory."""
-    logged = list(metric_series(metrics))
     rates = [
         ("Learning rate", "", ("train/lr", *(name for name in logged if name.startswith("lr-")))),
         ("Speed", f"{unit}/s", (f"train/{unit}_per_s",)),
@@ -110,7 +92,7 @@ def curves(module: "pl.LightningModule | None", metrics: Metrics, unit: str) -> 
     return [*((name, "", tuple(names)) for name, names in list(groups.items())[:CURVES]), *rates]
 
 
-def highest(module: "pl.LightningModule | None", names: Sequence[str]) -> float:
+def highest(module: "Module", names: Sequence[str]) -> float:
     """The largest value that all these columns can have, as torchmetrics declares it: 1 for fractions."""
     metrics: Any = getattr(module, "figures", {}) if task_of(module) is not None else {}
     found = [name.split("/")[1] for name in names if "/" in name]
@@ -118,67 +100,71 @@ def highest(module: "pl.LightningModule | None", names: Sequence[str]) -> float:
     return max(bounds, default=math.inf)
 
 
-def drawn_curves(
-    module: "pl.LightningModule | None", found: Sequence[Curve], metrics: Metrics, report: dict[str, Any]
-) -> list[dict[str, Any]]:
+def drawn_curves(module: "Module", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Charts over steps done, and numbers where there is one point only."""
+    unit, batch = report.get("unit", "samples"), report.get("batch_size")
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
-    columns = metric_series(metrics)
-    drawn: list[dict[str, Any]] = []
-    for title, unit, names in found:
+    last_step = max((step for points in columns.values() for step, _ in points), default=1)
+    for title, y_unit, names in curves(module, columns, unit):
         lines = {label: columns[name] for label, name in zip(labels(names), names, strict=True) if name in columns}
-        shown = {"title": title, "unit": unit, "svg": "", "keys": [], "values": []}
+        shown = {"title": title, "unit": y_unit, "svg": "", "keys": [], "values": []}
         if lines and all(len(points) == 1 for points in lines.values()):
             values = [("" if len(lines) == 1 else label, f"{points[0][1]:.4g}") for label, points in lines.items()]
-            drawn.append(shown | {"values": values})
+            yield shown | {"values": values}
             continue
         validated = any(name.startswith("val") and name in columns for name in names)
         svg = chart(
             "step",
             lines,
-            x_range=(0.0, max((1.0, *(row["step"] for row in metrics)))),
+            x_range=(0.0, max(1.0, last_step)),
             highest=highest(module, names),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
-            per_x=report.get("batch_size"),
-            per_x_label=f"{report.get('unit', 'samples')} seen",
+            second_x=(f"{unit} seen", batch) if batch else None,
         )
-        drawn += [shown | {"svg": svg, "keys": coloured(lines) if validated else []}] if svg else []
-    return drawn
+        if svg:
+            yield shown | {"svg": svg, "keys": coloured(lines) if validated else []}
 
 
 def labels(names: Sequence[str]) -> list[str]:
     """Short names of curves that one chart shows: only what differs, if they are named as stage/metric."""
     parts = [name.partition("/")[::2] for name in names]
-    if not all(metric for _, metric in parts) or len(set(names)) < len(names):
-        return list(names)
     stages, metrics = ({part[i] for part in parts} for i in (0, 1))
+    if "" in metrics:
+        return list(names)
     if len(metrics) == 1:
         return [stage for stage, _ in parts]
-    return [metric if len(stages) == 1 else f"{stage}/{metric}" for stage, metric in parts]
+    return [metric for _, metric in parts] if len(stages) == 1 else list(names)
 
 
 # --- The page ---
 
 
+def in_runs_dir(config: DictConfig) -> str:
+    """The override that commands need to find the run."""
+    return "" if config.runs_dir == "runs" else f" runs_dir={typed(str(config.runs_dir))}"
+
+
 def write_page(
-    info: RunInfo, report: dict[str, Any], module: "pl.LightningModule | None", panels: Sequence[Content]
+    folder: RunFolder, config: DictConfig, report: dict[str, Any], module: "Module", panels: Sequence[Content]
 ) -> None:
     """Writes report.html and panels.json of a run that is done or has failed."""
-    folder = RunFolder(info.folder)
     write_panels(folder.path, panels)
     metrics, has_log = folder.metrics(), folder.log_file.is_file()
     log_lines = folder.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if has_log else []
-    unit, failed = report.get("unit", "samples"), report["status"] != "done"
+    failed, there = report["status"] != "done", in_runs_dir(config)
     values: dict[str, Any] = {
-        "info": info,
-        "run": typed(info.run),
+        "run": typed(str(config.run)),
+        "folder": folder.path if there else config.run,
+        "there": there,
+        "overrides": as_overrides(config),
+        "config": OmegaConf.to_yaml(config, resolve=True),
         "report": report,
-        "unit": unit,
-        "headline": headline(module, report),
+        "unit": report.get("unit", "samples"),
+        "headline": headline_parts(module, report),
         "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
         "last_rows": metrics[-ROWS:] if failed else [],
         "log_lines": log_lines[-LINES:] if failed else [],
-        "curves": drawn_curves(module, curves(module, metrics, unit), metrics, report),
+        "curves": list(drawn_curves(module, metric_series(metrics), report)),
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": [panel for panel in panels if isinstance(panel, Gallery)],
         "durations": {PARTS[part]: s for part in PARTS if (s := report.get(f"time/{part}_s"))},
@@ -190,23 +176,28 @@ def write_page(
 # --- The end of a run, an evaluation or a prediction on the terminal ---
 
 
-def show_run(info: RunInfo, report: dict[str, Any], module: "pl.LightningModule | None") -> None:
+def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], module: "Module") -> None:
     from lockstep.reporting.loggers import wandb_sync_line
 
-    compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if info.compiles else ""
+    unit = report["unit"]
+    rate, wait, flops = (report[f"train/{name}"] for name in (f"{unit}_per_s", "data_wait_share", "flops_per_s"))
+    speed = "not measured" if rate is None else f"{rate:,.0f} {unit}/s"
+    speed += "" if rate is None or wait is None else f", {wait:.1%} of the time waiting for data"
+    speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
+    compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
     rows = [
-        headline_of(module, report),
+        headline(module, report),
         *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
-        ("speed", speed(report)),
+        ("speed", speed),
         ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
         ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
-        ("checkpoint", str(info.folder / report["checkpoint"]) if report["checkpoint"] else "none"),
-        ("report", str(info.folder / "report.html")),
+        ("checkpoint", str(folder.path / report["checkpoint"]) if report["checkpoint"] else "none"),
+        ("report", str(folder.page_file)),
     ]
-    metrics_table(info.run, rows)
+    metrics_table(str(config.run), rows)
     if report["checkpoint"]:
-        say(f"evaluate it: {command('eval')} run={info.run}{info.in_runs_dir}")
-    if sync := wandb_sync_line(info.folder):
+        say(f"evaluate it: {command('eval')} run={config.run}{in_runs_dir(config)}")
+    if sync := wandb_sync_line(folder.path):
         say(f"upload it to W&B: {sync}")
 
 

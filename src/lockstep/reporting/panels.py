@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.config.words import number, percent
-from lockstep.errors import UserError
 from lockstep.machine.files import write_text
 from lockstep.reporting.render import ENVIRONMENT, chart, coloured
+from lockstep.run.folder import told_if_damaged
 from lockstep.tasks.panel import Bars, Content, Lines, Mask, Points, Sample, Share, Tokens
 
 # --- Small images for a page, as data URIs ---
@@ -116,14 +116,11 @@ def write_panels(folder: Path, panels: Sequence[Content]) -> None:
 def read_panels(folder: Path) -> list[Content]:
     """No panels without the file. Raises UserError: it is damaged."""
     path = folder / NAME
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_hook=decoded) if path.is_file() else []
-        if isinstance(found, list) and all(isinstance(each, get_args(Content)) for each in found):
-            return found
-        why = "it holds something else"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, zlib.error) as e:
-        why = str(e)
-    raise UserError(f"{path} is damaged: {why}. Remove the file: report.html shows the same.")
+    with told_if_damaged(path, "Remove the file: report.html shows the same."):
+        panels = json.loads(path.read_text(encoding="utf-8"), object_hook=decoded) if path.is_file() else []
+        if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
+            raise ValueError("it holds something else")
+    return panels
 
 
 # --- What the templates need to draw a panel ---
@@ -135,10 +132,6 @@ def drawn(panel: Lines | Points | Bars) -> Markup:
     if isinstance(panel, Points):
         return chart(panel.x, {}, scatter=panel.points, diagonal=panel.diagonal)
     return chart(panel.x, {}, bars=list(zip(panel.edges, panel.edges[1:], panel.counts, strict=False)))
-
-
-def keys(panel: Lines) -> list[tuple[str, str]]:
-    return coloured([name for name, points in panel.series.items() if points])
 
 
 def images(sample: Sample) -> list[tuple[str, str, bool]]:
@@ -176,5 +169,8 @@ def look(sample: Sample) -> str:
     return "texts" if Tokens in kinds else "masks" if Mask in kinds and sample.image_CHW is not None else "images"
 
 
-ENVIRONMENT.filters |= {each.__name__: each for each in (drawn, keys, images, tokens, texts, look)}
-ENVIRONMENT.filters["kind"] = lambda panel: type(panel).__name__
+ENVIRONMENT.filters |= {each.__name__: each for each in (drawn, images, tokens, texts, look)}
+ENVIRONMENT.filters |= {
+    "kind": lambda panel: type(panel).__name__,
+    "keys": lambda panel: coloured([name for name, points in panel.series.items() if points]),
+}

@@ -6,8 +6,7 @@ import os
 import shutil
 import sys
 import time
-from contextlib import suppress
-from functools import cached_property
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,20 +14,18 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoints.finding import found_in, step_of
-from lockstep.config.compose import as_overrides
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.hardware import peak_bytes
-from lockstep.reporting.console import Logs
+from lockstep.reporting.console import logged
 from lockstep.run.folder import RunFolder
-from lockstep.run.report import best_row, with_tested
+from lockstep.run.report import SEPARATOR, best_row, tested
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lockstep.reporting.loggers import Tracking
-    from lockstep.reporting.page import RunInfo
+    from lockstep.reporting.loggers import Background
     from lockstep.tasks.panel import Content
 
 
@@ -53,11 +50,11 @@ class Recorder:
         self.report = {"status": "running", **report}
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter when training ended
-        self.logs = Logs()
-        self.tracking: Tracking | None = None
-        self.earlier: dict[Path, str] = {}  # files of a resumed run, restored if the resume is rejected
-        self.is_new = False
+        self.log, self.has_begun, self.is_new = ExitStack(), False, False
+        self.loggers: list[Background] = []  # besides metrics.csv
+        self.earlier: dict[Path, str | None] = {}  # files of a resumed run, restored if the resume is rejected
         self.resumed_at = 0  # steps done
+        self.tested_before: list[str] = []  # metrics of the test before the run was resumed
         self.trainer: pl.Trainer | None = None
         self.module: pl.LightningModule | None = None
         self.panels: list[Content] = []  # of the test set
@@ -74,42 +71,47 @@ class Recorder:
         self.report |= facts(data)
         if self.rank == 0:
             self.open()
-            from lockstep.reporting.loggers import Tracking
+            from lockstep.reporting.loggers import begin_run
 
-            plain: Any = OmegaConf.to_container(self.config, resolve=True)
-            self.tracking = Tracking()
-            self.tracking.begin(trainer.loggers, plain, self.report)
+            config: Any = OmegaConf.to_container(self.config, resolve=True)
+            names = [name for name in config["logger"] if name != "csv"]
+            for name, logger in zip(names, trainer.loggers[1:], strict=True):  # the first is metrics.csv
+                self.loggers.append(begin_run(name, logger, config, self.report))
 
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
         folder.metrics()  # rejects what is no log before training appends to it
-        self.make_folder()
-        self.earlier = {file: file.read_text() for file in (folder.config_file, folder.report_file) if file.is_file()}
+        files = (folder.config_file, folder.report_file)
+        self.earlier = {file: file.read_text() if file.is_file() else None for file in files}
         if resumed_from:
             self.resumed_at = step_of(Path(resumed_from))
             if earlier := folder.report():
                 self.report["started"] = earlier.get("started", self.report["started"])
                 self.report["restarts"] = int(earlier.get("restarts") or 0) + 1
+                self.tested_before = tested(earlier)
         elif folder.has_config():
             raise UserError(
                 f"run={self.report['run']}: {folder.path} exists. Set resume=auto to continue it, or a different name."
             )
+        self.open_log()
         folder.write_config(self.config)
-        self.logs.open(folder.path)
         folder.write_report(self.report)
 
-    def make_folder(self) -> None:
-        self.is_new = self.folder.is_empty()
+    def open_log(self) -> None:
+        self.is_new, self.has_begun = self.folder.is_empty(), True
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.log.enter_context(logged(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:
         """Adds the metrics of an evaluation to the report and the loggers. The last evaluation is the test."""
         assert self.trainer is not None
-        self.report |= with_tested(metrics)
-        if self.rank == 0 and self.folder.path.is_dir():
-            self.folder.write_report(self.report)  # before its row: loggers.py drops what the report has
-        for logger in self.trainer.loggers if self.rank == 0 else ():
-            logger.log_metrics(metrics, self.report["train/steps"])
+        self.report |= {**metrics, "evaluated": SEPARATOR.join(metrics)}
+        if self.rank == 0:
+            if self.report["resumed_from"]:
+                self.folder.drop_tests([*self.tested_before, *metrics])
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, self.report["train/steps"])
+            self.folder.write_report(self.report)
 
     def trained(self, checkpoint: str | None) -> None:
         """Adds the measurements of training. Call it on every rank."""
@@ -117,21 +119,18 @@ class Recorder:
 
         from lockstep.training.steps import steps_done
 
-        trainer, monitor, unit = self.trainer, self.report["monitor"], self.report["unit"]
+        trainer, monitor, rate = self.trainer, self.report["monitor"], f"train/{self.report['unit']}_per_s"
         assert trainer is not None
         batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
-        begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if 0 < batches < math.inf else None
-        self.report |= {
-            "train/steps": steps_done(trainer),
-            "train/epochs": trainer.current_epoch if begun is None else begun,
-            # null without the callback that measures them
-            **dict.fromkeys((f"train/{unit}_per_s", "train/data_wait_share", "train/first_step_s")),
-        }
+        is_known = 0 < batches < math.inf
+        begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
+        self.report |= {"train/steps": steps_done(trainer), "train/epochs": begun}
+        # null without the callback that measures them
+        self.report |= dict.fromkeys((rate, "train/data_wait_share", "train/first_step_s"))
         for measured in from_callbacks(trainer, "report_figures"):
             self.report |= measured
         self.trained_s = time.perf_counter()
         known_s = sum(value for name, value in self.report.items() if name.startswith("time/"))
-        rate = self.report[f"train/{unit}_per_s"]
         flops, device = getattr(self.module, "flops_per_sample", None), trainer.strategy.root_device
         peak = peak_bytes(device)
         if peak is not None:  # of the process with the most
@@ -139,7 +138,7 @@ class Recorder:
         rows = self.folder.metrics() if self.rank == 0 else []
         self.report |= {
             "time/start_s": max(0.0, self.trained_s - self.began_s - known_s),
-            "train/flops_per_s": None if rate is None or flops is None else flops * rate,
+            "train/flops_per_s": None if None in (self.report[rate], flops) else flops * self.report[rate],
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
@@ -149,7 +148,7 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         process.trains = False
-        outcome, has_begun, ended_s = outcome_of(error), bool(self.logs.handlers), time.perf_counter()
+        outcome, ended_s = outcome_of(error), time.perf_counter()
         is_refused = outcome.status == "refused" and not self.is_saved()
         status = "failed" if outcome.status == "refused" else outcome.status
         self.report |= {"status": status, "wall_s": ended_s - self.began_s}
@@ -157,40 +156,39 @@ class Recorder:
         self.report |= {} if outcome.error is None else {"error": outcome.error}
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes wait for this one
-        if self.rank != 0 or (not has_begun and (error is None or is_refused)):
+        if self.rank != 0 or (is_refused and not self.has_begun):
             return
-        if has_begun and not self.folder.path.is_dir():  # it was removed meanwhile
-            return self.logs.close()
-        if not has_begun:  # a user's class failed before the run began
-            self.make_folder()
-            self.logs.open(self.folder.path)
-        if outcome.error:  # train.log gets the traceback of an unexpected error
-            logging.getLogger("lockstep").info("%s", outcome.error, exc_info=None if outcome.is_explained else error)
+        with self.log:  # closes it at the end
+            if not self.has_begun:  # a user's class failed before the run began
+                self.open_log()
+            elif not self.folder.path.is_dir():  # it was removed meanwhile
+                return
+            if outcome.error:  # train.log gets the traceback of an unexpected error
+                logging.getLogger("lockstep").info(
+                    "%s", outcome.error, exc_info=None if outcome.is_explained else error
+                )
+            self.finish(error, keeps=not is_refused)
+        if is_refused:  # a mistake found late
+            self.undo()
+
+    def finish(self, error: BaseException | None, keeps: bool) -> None:
+        """Writes the report and its page, tells the loggers, and shows the result on the terminal."""
         from lockstep.reporting.page import show_run, write_page
 
         panels = [*self.panels, *(panel for more in from_callbacks(self.trainer, "report_panels") for panel in more)]
-        if not is_refused:
+        if keeps:
             self.folder.write_report(self.report)  # first, because a logger's server may take its time
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
-                write_page(self.info, self.report, self.module, panels)
-        if self.tracking:
-            self.tracking.end(self.report, panels, self.folder)
-        self.logs.close()
-        if is_refused:  # a mistake found late: restore everything
-            return self.undo()
+                write_page(self.folder, self.config, self.report, self.module, panels)
+        if self.loggers:
+            from lockstep.reporting.loggers import end_run
+
+            end_run(self.loggers, self.report, panels, self.folder)
         if error is None:
             if not self.folder.has_config():
                 gone = f"{self.folder.config_file} was removed while the run was going on: eval.py needs it."
                 print(f"WARNING: {gone}", file=sys.stderr)
-            show_run(self.info, self.report, self.module)
-
-    @cached_property
-    def info(self) -> "RunInfo":
-        from lockstep.reporting.page import RunInfo
-
-        cfg = self.config
-        config = OmegaConf.to_yaml(cfg, resolve=True)
-        return RunInfo(str(cfg.run), str(cfg.runs_dir), as_overrides(cfg), config, bool(cfg.compile))
+            show_run(self.folder, self.config, self.report, self.module)
 
     def is_saved(self) -> bool:
         """Whether this start has trained steps, and a checkpoint is there."""
@@ -203,10 +201,9 @@ class Recorder:
     def undo(self) -> None:
         """Removes the files of a run that could not start, and restores what was there before."""
         if self.is_new:
-            shutil.rmtree(self.folder.path)
-            return
-        for file in (self.folder.config_file, self.folder.report_file):
-            if file in self.earlier:
-                write_text(file, self.earlier[file])
-            else:
+            return shutil.rmtree(self.folder.path)
+        for file, text in self.earlier.items():
+            if text is None:
                 file.unlink(missing_ok=True)
+            else:
+                write_text(file, text)

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.config.words import number, percent, seconds, size
+from lockstep.config.words import number, percent, seconds, shown, size
 
 # --- Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run ---
 
@@ -32,62 +32,47 @@ def chart(
     x_range: tuple[float, float] | None = None,
     highest: float = math.inf,
     mark: tuple[str, float] | None = None,
-    per_x: float | None = None,
-    per_x_label: str = "",
+    second_x: tuple[str, float] | None = None,
     many: int = MANY,
 ) -> Markup:
     """One SVG; empty if there is no finite point. `bars` are (from, to, height). `mark` names a place on the x axis. The y axis
     ends at `highest`, the largest value that there can be.
 
-    `per_x`: a second unit of the x axis, so many of it to one of x; the page switches between the two.
+    `second_x`: a second unit of the x axis, and how many of it are one of x; the page switches between the two.
     """
     lines = {name: thinned(finite(points), many) for name, points in series.items()}
     lines = {name: points for name, points in lines.items() if points}
     scatter = finite(scatter)
-    shown = [p for points in (*lines.values(), scatter) for p in points]
-    shown += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
-    if not shown:
+    corners = [p for points in (*lines.values(), scatter) for p in points]
+    corners += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
+    if not corners:
         return Markup()
-    x_range, y_range = x_range or widened([x for x, _ in shown]), widened([y for _, y in shown])
-    if bars:
-        y_range = (0.0, y_range[1])
-    if max(y for _, y in shown) <= highest:
-        y_range = (y_range[0], min(y_range[1], highest))
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        right = LEFT + (x - x_range[0]) / (x_range[1] - x_range[0]) * (RIGHT - LEFT)
-        return right, BOTTOM - (y - y_range[0]) / (y_range[1] - y_range[0]) * (BOTTOM - TOP)
-
-    low, high = (pick(x_range[i], y_range[i]) for i, pick in enumerate((max, min)))
-    marks = []
-    if mark and x_range[0] <= mark[1] <= x_range[1]:
-        near_end = mark[1] > sum(x_range) / 2
-        ahead = (-0.3 if near_end else 0.3) * (x_range[1] - x_range[0])
-        under = [y for points in lines.values() for x, y in points if 0 <= (x - mark[1]) / ahead <= 1] or [y_range[1]]
-        at_y = BOTTOM - 7 if sum(under) / len(under) > sum(y_range) / 2 else TOP + 8  # where the curves are not
-        marks.append((mark[0], place(mark[1], 0)[0], at_y, "end" if near_end else "start"))
-    curves = []
-    for name, css in coloured(lines):
-        places = [place(*point) for point in lines[name]]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        exact = " ".join(f"{x:.6g},{y:.5g}" for x, y in lines[name])
-        curves.append((name, css, path, exact, places if len(places) < FEW else []))
+    left, right = x_range or widened([x for x, _ in corners])
+    bottom, top = widened([y for _, y in corners])
+    bottom = 0.0 if bars else bottom
+    top = min(top, highest) if max(y for _, y in corners) <= highest else top
+    label_y = TOP + 8
+    if mark:
+        ahead = (-0.3 if mark[1] > (left + right) / 2 else 0.3) * (right - left)
+        under = [y for points in lines.values() for x, y in points if 0 <= (x - mark[1]) / ahead <= 1] or [top]
+        label_y = BOTTOM - 7 if sum(under) / len(under) > (bottom + top) / 2 else label_y  # where the curves are not
+    axes = [("in-x", xlabel, 1.0), ("in-per", *second_x)] if second_x else [("", xlabel, 1.0)]
     values: dict[str, Any] = {
         "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        "at_x": lambda x: LEFT + (x - left) / (right - left) * (RIGHT - LEFT),
+        "at_y": lambda y: BOTTOM - (y - bottom) / (top - bottom) * (BOTTOM - TOP),
         "xlabel": xlabel,
-        "per_x": per_x,
-        "per_x_label": per_x_label,
-        "y_ticks": [(compact(y), place(0, y)[1]) for y in ticks(*y_range)],
-        "x_axes": [
-            (css, label, [(compact(x), place(x / per, 0)[0]) for x in ticks(x_range[0] * per, x_range[1] * per)])
-            for css, per, label in (("in-x" if per_x else "", 1.0, xlabel), ("in-per", per_x, per_x_label))
-            if per
-        ],
-        "diagonals": [(place(low, low), place(high, high))] if diagonal else [],
-        "marks": marks,
-        "bars": [(place(low, height), place(high, 0)) for low, high, height in bars],
-        "dots": [place(*point) for point in scatter],
-        "curves": curves,
+        "second_x": second_x,
+        "y_ticks": ticks(bottom, top),
+        "x_axes": [(css, label, per, ticks(left * per, right * per)) for css, label, per in axes],
+        "diagonal": (max(left, bottom), min(right, top)) if diagonal else None,
+        "mark": mark if mark and left <= mark[1] <= right else None,
+        "mark_at_end": mark and mark[1] > (left + right) / 2,
+        "label_y": label_y,
+        "bars": bars,
+        "dots": scatter,
+        "curves": [(name, css, lines[name]) for name, css in coloured(lines)],
+        "few": FEW,
     }
     return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
 
@@ -149,13 +134,12 @@ ENVIRONMENT.filters |= {
     "percent": percent,
     "seconds": seconds,
     "number": number,
+    "shown": shown,
     "size": size,
+    "compact": compact,
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
-ENVIRONMENT.tests |= {
-    "share": lambda value: hasattr(value, "interval"),
-    "setting": lambda value: hasattr(value, "text") and hasattr(value, "value"),
-}
+ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 
 def render(template: str, title: str, values: Mapping[str, Any]) -> str:

@@ -2,8 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -13,7 +12,7 @@ from lockstep.config.compose import PLACE, dotted
 from lockstep.config.words import number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.reporting.render import chart, coloured, render
-from lockstep.run.folder import RunFolder, find_run
+from lockstep.run.folder import RunFolder
 from lockstep.run.report import ListedRun, metric_series, tested
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.tasks.panel import Content
 
 
-# --- The report of a run for Python: its figures, curves and panels. Free of torch until the panels are asked for ---
+# --- The report of a run for Python: its metrics, curves and panels. Free of torch until the panels are asked for ---
 
 # The page has styles and a script of its own, which must not meet those of the notebook.
 FRAME = '<iframe srcdoc="{}" sandbox="allow-scripts allow-popups" width="100%" height="640" style="border:0"></iframe>'
@@ -72,30 +71,11 @@ class Report(dict[str, Any]):
         return f"<table>{cells}</table>" + (FRAME.format(escape(page.read_text("utf-8"))) if page.is_file() else "")
 
 
-def load_report(run: str | Path, runs_dir: str = "runs") -> Report:
-    """Raises UserError: there is no such run."""
-    return Report(find_run(run, runs_dir, needs="report.json"))
+# --- The page of many runs: overlaid curves, and a table of metrics and of the settings that differ. Free of torch ---
 
-
-# --- The page of many runs: overlaid curves, and a table of figures and of the settings that differ. Free of torch ---
-
-FIGURES, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
+METRICS, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
 # Decided by Lockstep, not by a person.
 DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision", "trainer.log_every_n_steps")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A number as it is shown, and what it is sorted by."""
-
-    text: str
-    value: float
-
-
-def cell(value: Any, form: Callable[[Any], str] = shown) -> Cell | str:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Cell(form(value), value)
-    return "" if value is None else shown(value)
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
@@ -106,25 +86,23 @@ def differing(runs: Sequence[ListedRun]) -> list[str]:
     return [k for k in keys if not k.startswith(ignored) and len({config.get(k) for config in configs}) > 1]
 
 
-def curve_charts(runs: Sequence[ListedRun], monitors: Sequence[str], unit: str) -> list[dict[str, Any]]:
-    """A chart for each figure, the monitored ones first; a second one over samples seen if the runs' batches differ."""
-    columns = {run.name: metric_series(run.metrics()) for run in runs}
-    names = dict.fromkeys(name for each in columns.values() for name in each)
+def curve_charts(runs: Sequence[ListedRun], monitors: Sequence[str], unit: str) -> Iterator[dict[str, Any]]:
+    """A chart for each metric, the monitored ones first; a second one over samples seen if the runs' batches differ."""
+    batches = {run.name: int(run.report.get("batch_size") or 1) for run in runs}
+    columns = {run.name: series for run in runs if (series := metric_series(run.metrics()))}
+    names = dict.fromkeys(name for series in columns.values() for name in series)
     curves = [n for n in names if n != "epoch" and not n.endswith("/count") and not n.startswith("test/")]
-    chosen = sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:FIGURES]
-    batches = {run.batch_size for run in runs if columns[run.name]}
-    per = next(iter(batches)) if len(batches) == 1 else None
-    charts = []
-    for name in chosen:
-        by_step = {run: each[name] for run, each in columns.items() if name in each}
+    sizes = list({batches[run] for run in columns})
+    for name in sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:METRICS]:
+        by_step = {run: series[name] for run, series in columns.items() if name in series}
         if all(len(points) == 1 for points in by_step.values()):
             continue  # the table has these numbers
-        svgs = [("" if per else " in-x", chart("step", by_step, per_x=per, per_x_label=f"{unit} seen", many=POINTS))]
-        if not per:
-            by_sample = {r.name: [(x * r.batch_size, y) for x, y in by_step[r.name]] for r in runs if r.name in by_step}
+        second_x = (f"{unit} seen", sizes[0]) if len(sizes) == 1 else None
+        svgs = [("" if second_x else " in-x", chart("step", by_step, second_x=second_x, many=POINTS))]
+        if not second_x:
+            by_sample = {run: [(x * batches[run], y) for x, y in points] for run, points in by_step.items()}
             svgs.append((" in-per", chart(f"{unit} seen", by_sample, many=POINTS)))
-        charts.append({"name": name, "svgs": svgs, "keys": coloured(by_step)})
-    return charts
+        yield {"name": name, "svgs": svgs, "keys": coloured(by_step)}
 
 
 def best_of(runs: Sequence[ListedRun], monitor: str) -> dict[str, str]:
@@ -137,30 +115,29 @@ def best_of(runs: Sequence[ListedRun], monitor: str) -> dict[str, str]:
     return {"name": monitor, "value": number(float(value)), "run": run.name}
 
 
-def whole(value: float) -> str:
-    return f"{value:,.0f}" if value else ""
-
-
 def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
     """HTML. Links to the runs' own pages are relative to `out`."""
-    monitors = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
-    common = [name for name, _ in Counter(monitors).most_common()]
+    monitors = Counter(str(run.report["monitor"]) for run in runs if run.report.get("monitor"))
+    common = [name for name, _ in monitors.most_common()]
     unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
-    charts, settings = curve_charts(runs, common, unit), differing(runs)
-    of_test = dict.fromkeys(name for run in runs for name in tested(run.report) if not name.endswith("/count"))
-    figures = dict.fromkeys(name for name in (*common, *of_test) if any(name in run.report for run in runs))
+    settings, configs = differing(runs), [dotted(run.config) for run in runs]
+    of_test = [name for run in runs for name in tested(run.report) if not name.endswith("/count")]
+    metrics = [n for n in dict.fromkeys([*common, *of_test]) if any(n in run.report for run in runs)]
     short = {key: key.rpartition(".")[2] for key in settings[:SETTINGS]}
     names = Counter(short.values())
-    configs = [dotted(run.config) for run in runs]
-    columns = [  # head, title, cells
+    whole = "{:,.0f}".format
+    measured = [(name, name, number) for name in metrics]
+    measured += [
+        ("steps", "train/steps", whole),
+        (f"{unit}/s", f"train/{unit}_per_s", whole),
+        ("time", "wall_s", seconds),
+    ]
+    columns = [  # head, title, how numbers are shown, values
         *(
-            (n if names[n] == 1 else key, key, [cell(config.get(key)) for config in configs])
+            (n if names[n] == 1 else key, key, shown, [config.get(key) for config in configs])
             for key, n in short.items()
         ),
-        *((name, "", [cell(run.report.get(name), number) for run in runs]) for name in figures),
-        ("steps", "", [cell(run.report.get("train/steps"), whole) for run in runs]),
-        (f"{unit}/s", "", [cell(run.report.get(f"train/{unit}_per_s"), whole) for run in runs]),
-        ("time", "", [cell(run.report.get("wall_s"), seconds) for run in runs]),
+        *((head, "", form, [run.report.get(key) for run in runs]) for head, key, form in measured),
     ]
     pages = [run.folder.page_file for run in runs]
     links = [Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else "" for page in pages]
@@ -169,10 +146,10 @@ def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
         "folder": str(folder),
         "best": best_of(runs, next(iter(common), "")),
         "facts": [(status.capitalize(), number(count)) for status, count in counts.most_common()],
-        "charts": charts,
+        "charts": list(curve_charts(runs, common, unit)),
         "unit": unit,
         "columns": columns,
-        "rows": list(zip(runs, links, zip(*(cells for *_, cells in columns), strict=True), strict=True)),
+        "rows": list(zip(runs, links, zip(*(values for *_, values in columns), strict=True), strict=True)),
         "left_out": max(0, len(settings) - SETTINGS),
     }
     return render("runs.html.j2", f"{len(runs)} runs", values)

@@ -11,14 +11,12 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from lockstep.errors import FolderRemoved, UserError, outcome_of, raise_problems
 from lockstep.machine import files
@@ -26,6 +24,16 @@ from lockstep.machine import files
 PARTS = ("run", "seed", "data", "augment", "strategy", "trainer", "checkpoint", "exact")  # every config has these
 PATIENCE_S = 1.0  # another process may have looked at the lock just then
 log = logging.getLogger("lockstep")
+
+
+@contextmanager
+def told_if_damaged(path: Path, advice: str) -> Iterator[None]:
+    """Any error of the block that reads `path` becomes a UserError: a person may have put anything there."""
+    try:
+        yield
+    except Exception as e:
+        why, _, _ = str(e).partition("\n")
+        raise UserError(f"{path} is damaged: {why}. {advice}") from None
 
 
 class CsvLog:
@@ -89,42 +97,29 @@ class RunFolder:
         return self.config_file.is_file()
 
     def config(self) -> DictConfig:
-        try:
+        with told_if_damaged(self.config_file, "Put the file back, or set run=<another name> to start over."):
             config = OmegaConf.load(self.config_file)
-            if isinstance(config, DictConfig) and all(part in config for part in PARTS):
-                return config
-            why = "it is not the whole config of a run"
-        except (YAMLError, OmegaConfBaseException, OSError, ValueError) as e:
-            why = str(e).split("\n")[0]
-        raise UserError(
-            f"{self.config_file} is damaged: {why}. Put the file back, or set run=<another name> to start over."
-        )
+            if not isinstance(config, DictConfig) or any(part not in config for part in PARTS):
+                raise ValueError("it is not the whole config of a run")
+        return config
 
     def report(self) -> dict[str, Any]:
         """Empty without one. A run that is `running` on this machine although no process holds its lock has `died`."""
-        try:
-            text = self.report_file.read_text(encoding="utf-8") if self.report_file.exists() else "{}"
-            report = json.loads(text)
-            why = "" if isinstance(report, dict) else "it is not a report"
-        except (OSError, ValueError, RecursionError) as e:
-            why = str(e)
-        if why:
-            raise UserError(f"{self.report_file} is damaged: {why}. Remove the file: the run continues without it.")
+        with told_if_damaged(self.report_file, "Remove the file: the run continues without it."):
+            report = json.loads(self.report_file.read_text(encoding="utf-8")) if self.report_file.exists() else {}
+            if not isinstance(report, dict):
+                raise ValueError("it is not a report")
         is_here = report.get("status") == "running" and report.get("host") == socket.gethostname()
         return report | {"status": "died"} if is_here and not self.is_locked() else report
 
     def metrics(self) -> list[dict[str, float]]:
         """The rows of metrics.csv, without empty cells; no rows without a file."""
-        try:
+        advice = "Repair it, or move it away: the run continues without its earlier rows."
+        with told_if_damaged(self.metrics_log.path, advice):
             rows = [{name: float(value) for name, value in row.items() if value} for row in self.metrics_log.rows()]
-            if all(row.get("step", 0.5).is_integer() for row in rows):
-                return rows
-            why = "a row has no step"
-        except (OSError, ValueError, TypeError, AttributeError, csv.Error) as e:  # such as a row with too many cells
-            why = str(e)
-        raise UserError(
-            f"{self.metrics_log.path} is damaged: {why}. Repair it, or move it away: the run continues without its earlier rows."
-        )
+            if not all(row.get("step", 0.5).is_integer() for row in rows):
+                raise ValueError("a row has no step")
+        return rows
 
     def validate(self) -> None:
         """Raises one UserError for all that is wrong with the files that continuing a run reads."""
@@ -159,9 +154,9 @@ class RunFolder:
         for log in (self.metrics_log, self.digests_log):
             log.keep(lambda row: int(row["step"]) <= steps)
 
-    def drop_tests(self, report: Mapping[str, Any]) -> None:
-        """Drops the rows of metrics.csv that hold metrics of the report and nothing else."""
-        names = {"step", *report}
+    def drop_tests(self, metrics: Iterable[str]) -> None:
+        """Drops the rows of earlier tests, which hold these metrics and nothing else."""
+        names = {"step", *metrics}
         self.metrics_log.keep(lambda row: any(value and name not in names for name, value in row.items()))
 
     def discard(self) -> None:

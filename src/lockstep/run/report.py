@@ -22,18 +22,6 @@ PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core
 SEPARATOR = " | "  # of names in `evaluated`: values of report.json are neither lists nor dicts
 
 
-def git_sha(root: Path | None) -> str | None:
-    """The commit of a checkout, with `-dirty` if files were changed since; None without git."""
-    if root is None:
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
 @cache  # asked at every checkpoint; reading the packages' metadata takes 30 ms
 def versions() -> str:
     installed = [f"python {platform.python_version()}"]
@@ -44,14 +32,15 @@ def versions() -> str:
 
 
 def provenance(root: Path | None) -> dict[str, Any]:
-    """When and where a run starts, and from which code. `root`: the checkout of the project."""
+    """When and where a run starts, and from which code. `root`: the checkout of the project.
+
+    The commit ends in `-dirty` if files were changed since; it is None without a checkout or without git.
+    """
+    command, sha = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], ""
+    with suppress(OSError, subprocess.SubprocessError):
+        sha = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=10).strip() if root else ""
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return {"started": started, "host": socket.gethostname(), "git_sha": git_sha(root), "versions": versions()}
-
-
-def with_tested(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a test, and their names."""
-    return {**metrics, "evaluated": SEPARATOR.join(metrics)}
+    return {"started": started, "host": socket.gethostname(), "git_sha": sha or None, "versions": versions()}
 
 
 def tested(report: Mapping[str, Any]) -> list[str]:
@@ -101,10 +90,6 @@ class ListedRun:
             config = yaml.load(self.folder.config_file.read_text(), LOADER)
             return config if isinstance(config, dict) else {}
         return {}
-
-    @property
-    def batch_size(self) -> int:
-        return int(self.report.get("batch_size") or 1)
 
     def metrics(self) -> list[dict[str, float]]:
         try:
