@@ -40,8 +40,8 @@ class Later(imports.RequirementCache):
         return super().__bool__()
 
 
-def import_torchmetrics() -> None:
-    global importing
+# Users may have imported torchmetrics before. gammatone comes with SRMRpy.
+if "torchmetrics" not in sys.modules and not importlib.util.find_spec("gammatone"):
     importing = True
     vars(imports).update(package_available=available_now, RequirementCache=Later)
     try:
@@ -49,11 +49,6 @@ def import_torchmetrics() -> None:
     finally:
         importing = False
         vars(imports).update(package_available=package_available, RequirementCache=RequirementCache)
-
-
-# Users may have imported torchmetrics before. gammatone comes with SRMRpy.
-if "torchmetrics" not in sys.modules and not importlib.util.find_spec("gammatone"):
-    import_torchmetrics()
 
 
 # --- The Hugging Face hub without a network: an answer at once ---
