@@ -122,12 +122,10 @@ def test_an_optimizer_state_of_another_shape_is_refused(shape):
     for optimizer in (torch.optim.AdamW([p], fused=True), torch.optim.AdamW([p])):
         p.grad = torch.ones(4, 5)
         optimizer.step()
-        saved = {"state": {"p": {**optimizer.state[p], "exp_avg": torch.zeros(shape)}}}
-        found = list(shape_problems(optimizer, [["p"]], saved))
+        found = list(shape_problems({"p": p}, {"p": {**optimizer.state[p], "exp_avg": torch.zeros(shape)}}))
         assert [str(shape) in problem and "(4, 5)" in problem for problem in found] == [True]
-        assert list(shape_problems(optimizer, [["p"]], {"state": {"p": optimizer.state[p]}})) == []
-        saved = {"state": {"p": {**optimizer.state[p], "step": torch.zeros(0)}}}
-        assert "step of (0,)" in next(shape_problems(optimizer, [["p"]], saved))
+        assert list(shape_problems({"p": p}, {"p": optimizer.state[p]})) == []
+        assert "step of (0,)" in next(shape_problems({"p": p}, {"p": {**optimizer.state[p], "step": torch.zeros(0)}}))
 
 
 def test_what_changed_since_the_checkpoint_is_told(run_a, capsys):

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.callbacks import guards, step_seed, stopping, summary, timing
+from lockstep.callbacks import step_seed, stopping, summary
 from lockstep.callbacks.custom_module import CustomModule
-from lockstep.callbacks.digests import Digests
 from lockstep.callbacks.hang_detector import HangDetector
+from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
@@ -99,7 +99,7 @@ def monitor_guard(
         if node.get("monitor") is not None:
             monitors = validated if node.get("check_on_train_epoch_end") is False else later
             monitors[f"callbacks.{name}.monitor"] = node.monitor
-    return guards.MonitorGuard(validated, later, save)
+    return stopping.MonitorGuard(validated, later, save)
 
 
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
@@ -126,11 +126,11 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
             masks_by_row=steps.masks_by_sample and not cfg.compile and not own_loaders,
             own_loaders=own_loaders,
         ),
-        summary.RankAgreement(shared),
+        stopping.RankAgreement(shared),
         summary.RunSummary(data, data_info, model_title(cfg), title(cfg.data), config),
-        timing.Clock(),
+        summary.Clock(),
         summary.FirstBatch(),
-        *([] if custom else [guards.CollectivesGuard()]),
+        *([] if custom else [stopping.CollectivesGuard()]),
         CutAtResume(RunFolder(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:

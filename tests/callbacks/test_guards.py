@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.callbacks.guards import CollectivesGuard, MonitorGuard
+from lockstep.callbacks.stopping import CollectivesGuard, MonitorGuard
 from lockstep.errors import TrainingFailed
 from lockstep.tasks import Classification
 from lockstep.training import schedules
@@ -19,6 +19,15 @@ def trainer(*logged: str) -> SimpleNamespace:
     return SimpleNamespace(
         callback_metrics=metrics, sanity_checking=False, lightning_module=SimpleNamespace(), datamodule=None
     )
+
+
+def module_of(task: Classification) -> TaskModule:
+    options = {
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "schedule": schedules.constant,
+        "parallelize": pytest.fail,
+    }
+    return TaskModule(nn.Identity(), task, **options, metrics={}, network_arguments={})
 
 
 def watching(saved: list | None, **checkpoint: str) -> MonitorGuard:
@@ -56,11 +65,9 @@ def test_a_training_that_ends_before_its_first_validation_passes():
 
 
 def test_a_task_is_told_by_its_own_name():
-    task, lasting, optimizer = Classification(), trainer("val/x"), partial(torch.optim.SGD, lr=0.1)
+    task, lasting = Classification(), trainer("val/x")
     task.bind({"classes": "ab"})
-    lasting.lightning_module = TaskModule(
-        nn.Identity(), task, optimizer=optimizer, schedule=schedules.constant, parallelize=pytest.fail, metrics={}, network_arguments={},
-    )  # fmt: skip
+    lasting.lightning_module = module_of(task)
     with pytest.raises(TrainingFailed, match="is not logged by Classification, which"):
         watching([], monitor="val/acc").on_validation_end(lasting, None)
 
@@ -89,11 +96,8 @@ def with_attributes() -> Classification:
 def test_a_watched_task_is_afterwards_what_it_was(make):
     task = make()
     task.bind({"classes": "0123456789"})
-    module = TaskModule(
-        nn.Identity(), task, optimizer=torch.optim.SGD, schedule=schedules.constant, parallelize=pytest.fail, metrics={}, network_arguments={},
-    )  # fmt: skip
+    module, callback = module_of(task), CollectivesGuard()
     before, modules = dict(vars(task)), dict(task.named_modules())
-    callback = CollectivesGuard()
     callback.on_train_start(TRAINER, module)
     assert task.loss is not before.get("loss")
     batch = {"input": torch.zeros(3, 10), "target": torch.zeros(3, dtype=torch.int64)}

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -116,11 +117,9 @@ def test_one_that_does_not_answer_is_named_when_its_last_beat_is_old(monitor, en
     monitor.look_for_hanging(seen, 106.1)
     ((message, reports),) = ended[-1:]
     assert reports
-    assert message.startswith(
-        "rank 1 of 2 hung (no answer, as from a stopped process) and the others waited for it: no batch"
-    )
-    assert "strategy.timeout_s=60" in message
-    assert str(monitor.folder.log_file) in message
+    told = "rank 1 of 2 hung (no answer, as from a stopped process) and the others waited for it: no batch"
+    assert message.startswith(told)
+    assert "strategy.timeout_s=60" in message and str(monitor.folder.log_file) in message
 
 
 def test_one_that_answers_and_gets_on_is_waited_for(monitor, ended):
@@ -170,19 +169,15 @@ def test_a_store_that_does_not_answer_is_rank_0s_or_its_launchers(monitor, ended
 
 
 @pytest.mark.parametrize(("trains", "status"), [(True, "failed"), (False, "running")])
-def test_an_evaluation_that_hangs_leaves_the_status_of_its_run(trains, status, monitor, monkeypatch, capsys):
+def test_an_evaluation_that_hangs_leaves_the_status_of_its_run(trains, status, monitor, tmp_path, monkeypatch, capsys):
     codes: list[int] = []
     monkeypatch.setattr(hang_detector.os, "_exit", codes.append)
-    monkeypatch.setattr(process, "trains", trains)
     monitor.folder.write_report({"status": "running"})
-    monitor.end("rank 1 of 2 hung", reports=True)
+    training = Recorder(RunFolder(tmp_path / "b"), OmegaConf.create({}), {}, rank=1)
+    with training if trains else nullcontext():
+        monitor.end("rank 1 of 2 hung", reports=True)
     assert (codes, monitor.folder.report()["status"]) == ([1], status)
     assert capsys.readouterr().err == "error: rank 1 of 2 hung\n"
-
-
-def test_a_recorder_makes_a_training_of_a_process(tmp_path):
-    with Recorder(RunFolder(tmp_path), OmegaConf.create({}), {}, rank=1):
-        assert process.trains
     assert not process.trains
 
 

@@ -30,14 +30,11 @@ from lockstep.config.compose import compose_config
 from lockstep.machine.world import world_of
 
 
-def test_lightning_sets_the_name_on_the_module():
-    """When this fails, see whether compat/lightning.py can go."""
+def test_lightning_sets_the_name_on_the_module(monkeypatch):
+    """When the first lines fail, see whether compat/lightning.py can go."""
     assert "pl_module._current_fx_name = hook_name" in inspect.getsource(call)
     assert "_current_fx_name" in vars(pl.LightningModule())
     assert pl.LightningModule.__setattr__ is nn.Module.__setattr__
-
-
-def test_the_name_is_set_without_nn_module(monkeypatch):
     module = QuickHookNames()
     module.net = nn.Linear(2, 2)
     assert dict(module.named_children()) == {"net": module.net}
@@ -49,59 +46,40 @@ def test_the_name_is_set_without_nn_module(monkeypatch):
 class Net(pl.LightningModule):
     """Notes the samples of its batches; seeds the order when an epoch starts."""
 
-    def __init__(self, anew: bool) -> None:
+    def __init__(self, anew: bool = False) -> None:
         super().__init__()
         self.layer, self.anew, self.seen = nn.Linear(1, 1), anew, []
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_epoch_start(self):
         torch.manual_seed(5)
         if self.anew and not self.current_epoch:
             begin_loaders_anew(self.trainer)
 
-    def training_step(self, batch, batch_idx):
-        self.seen.append(batch.flatten().tolist())
-        return self.layer(batch).sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-def orders(anew: bool) -> tuple[list, list]:
-    """The samples of the first epoch and of the second one."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    net = Net(anew)
-    trainer = pl.Trainer(max_epochs=2, accelerator="cpu", **quiet)
-    trainer.fit(net, DataLoader(torch.arange(64.0)[:, None], batch_size=16, shuffle=True))
-    return net.seen[:4], net.seen[4:]
-
-
-def test_the_first_epoch_is_begun_when_the_others_are(recwarn):
-    first, second = orders(anew=True)
-    assert first == second
-    first, second = orders(anew=False)
-    assert first != second  # otherwise compat/lightning.py can go
-
-
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.net = torch.nn.Linear(2, 1)
-
     def training_step(self, batch, _):
-        loss = self.net(batch).sum()
+        self.seen.append(batch.flatten().tolist())
+        loss = self.layer(batch).sum()
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch, _):
-        self.log("val", self.net(batch).sum())
+        self.log("val", self.layer(batch).sum())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def quiet_trainer(**options) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu", enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options
+    )
+
+
+def test_the_first_epoch_is_begun_when_the_others_are(recwarn):
+    for anew in (True, False):
+        net = Net(anew)
+        trainer = quiet_trainer(max_epochs=2, logger=False)
+        trainer.fit(net, DataLoader(torch.arange(64.0)[:, None], batch_size=16, shuffle=True))
+        assert (net.seen[:4] == net.seen[4:]) is anew  # otherwise compat/lightning.py can go
 
 
 class Steps(pl.Callback):
@@ -136,13 +114,12 @@ class Rows(Logger):
 
 def fitted(path, corrected: bool, resume: bool) -> tuple[Steps, Rows]:
     steps, rows = Steps(path, corrected), Rows()
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     callbacks = [steps, LearningRateMonitor("step")]
-    trainer = pl.Trainer(callbacks=callbacks, logger=rows, max_steps=4, log_every_n_steps=2, accelerator="cpu", **quiet)
+    trainer = quiet_trainer(callbacks=callbacks, logger=rows, max_steps=4, log_every_n_steps=2)
     if corrected:
         log_steps_from_one(trainer)
-    data = DataLoader(torch.ones(4, 2), batch_size=1)
-    trainer.fit(Model(), data, data, ckpt_path=path if resume else None, weights_only=True)
+    data = DataLoader(torch.ones(4, 1), batch_size=1)
+    trainer.fit(Net(), data, data, ckpt_path=path if resume else None, weights_only=True)
     return steps, rows
 
 
@@ -150,45 +127,25 @@ def fitted(path, corrected: bool, resume: bool) -> tuple[Steps, Rows]:
 def test_lightning_logs_a_step_under_another_number(tmp_path):
     """When the uncorrected run logs steps 2 and 4, and counts them right after resuming, remove compat/lightning.py."""
     path = tmp_path / "a.ckpt"
-    rates, losses, validation = (True, False, True)
-    assert fitted(path, False, resume=False)[1].steps == [
-        (1, rates),
-        (1, losses),
-        (3, rates),
-        (3, losses),
-        (3, validation),
-    ]
+    kinds = (True, False, True)  # rates, losses, and after the last step the validation
+    assert fitted(path, False, resume=False)[1].steps == list(zip((1, 1, 3, 3, 3), kinds[:2] + kinds, strict=True))
     assert fitted(path, False, resume=True)[0].counts == [(2, 3), (3, 4)]
-    assert fitted(path, True, resume=False)[1].steps == [
-        (2, rates),
-        (2, losses),
-        (4, rates),
-        (4, losses),
-        (4, validation),
-    ]
-    assert fitted(path, True, resume=True)[0].counts == [(2, 3), (3, 4)]  # those in progress
-    assert fitted(path, True, resume=True)[1].steps == [(4, rates), (4, losses), (4, validation)]
+    assert fitted(path, True, resume=False)[1].steps == list(zip((2, 2, 4, 4, 4), kinds[:2] + kinds, strict=True))
+    steps, rows = fitted(path, True, resume=True)
+    assert steps.counts == [(2, 3), (3, 4)]  # those in progress
+    assert rows.steps == [(4, kind) for kind in kinds]
     saved = torch.load(path, weights_only=True)["loops"]["fit_loop"]
     save_logged_step(saved, 7)
     assert saved["epoch_loop.state_dict"] == {"_batches_that_stepped": 7}
 
 
-def test_lightning_still_broadcasts():
-    """When this fails, see whether compat/lightning.py can go."""
+def test_lightning_still_broadcasts(mnist, cache, monkeypatch):
+    """When the first line fails, see whether compat/lightning.py can go. No process of a run asks another at each step."""
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(_TrainingEpochLoop.advance)
-
-
-def test_no_process_asks_another_at_each_step(mnist, cache, monkeypatch):
-    asked = []
-    monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda self: asked.append(self))
-    trainer = pl.Trainer(logger=False, accelerator="cpu")
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
-    assert len(asked) == 1
+    monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", pytest.fail)
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
     cfg = compose_config("train", [*given, "trainer.precision=32-true"])
-    trainer = build.evaluator(cfg, world_of(cfg))
-    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
-    assert len(asked) == 1
+    build.evaluator(cfg, world_of(cfg)).fit_loop.epoch_loop._broadcast_sigterm_tensor()
 
 
 def test_wandb_warns_about_what_lightning_passes(tmp_path, monkeypatch):
@@ -203,25 +160,19 @@ def test_wandb_warns_about_what_lightning_passes(tmp_path, monkeypatch):
     without_anonymous(logger)  # as with a Lightning that passes none
 
 
-class Mesh(Exception):
-    """Carries the sizes that Lightning wants to make a mesh of."""
-
-
 def test_lightnings_mesh_of_two_nodes_with_three_processes(monkeypatch):
     """When it is (6, 1), or made of the default group, remove compat/lightning.py."""
 
-    def mesh(*sizes):
-        raise Mesh(*sizes[:2])
-
+    mesh = Mock(side_effect=RuntimeError)
     monkeypatch.setattr(model_parallel, "_setup_device_mesh", mesh)
     monkeypatch.setattr(ModelParallelStrategy, "_setup_distributed", Mock())
     strategy = ModelParallelStrategy(tensor_parallel_size=1)
     strategy.accelerator = Mock()
     strategy.cluster_environment = Mock(**{"local_rank.return_value": 0, "world_size.return_value": 6})
     strategy.num_nodes, strategy.parallel_devices = 2, [torch.device("cpu")] * 3
-    with pytest.raises(Mesh) as sizes:
+    with pytest.raises(RuntimeError):
         strategy.setup_environment()
-    assert sizes.value.args == (2, 1)
+    assert mesh.call_args.args[:2] == (2, 1)
 
 
 def test_our_mesh_has_the_timeout_of_the_strategy(monkeypatch):

@@ -1,7 +1,6 @@
 """Any metric on any number of processes, with unequal shares and with none, computes what one process computes. Real gloo processes."""
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep.compat.metric_states import in_order
 from lockstep.data.sampler import PaddedEvalSampler, Split
+from lockstep.launch import local
 from lockstep.tasks import Task
 from lockstep.training.module import TaskModule
 
@@ -155,13 +155,10 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
 def together(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[int, list[dict[str, dict]]]:
     folder = tmp_path_factory.mktemp("metrics")
     for world in WORLDS:
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        processes = [
-            forked.call(__file__, "process", str(rank), str(world), port, str(folder)) for rank in range(world)
-        ]
-        assert [process.wait(300) for process in processes] == [0] * world
+        with local.held_port() as port:
+            given = (str(world), str(port), str(folder))
+            processes = [forked.call(__file__, "process", str(rank), *given) for rank in range(world)]
+            assert [process.wait(300) for process in processes] == [0] * world
     return {w: [json.loads((folder / f"{rank}-{w}.json").read_text()) for rank in range(w)] for w in WORLDS}
 
 

@@ -128,5 +128,5 @@ def test_lockstep_does_not(forward):
 
 def test_networks_on_a_gpu_get_it(forward, monkeypatch):
     original = _functions.SyncBatchNorm.forward
-    assert synchronise(nn.Sequential(nn.BatchNorm2d(3)), "cuda") == 1
+    synchronise(nn.Sequential(nn.BatchNorm2d(3)), "cuda")
     assert _functions.SyncBatchNorm.forward is not original

@@ -14,8 +14,7 @@ from your_own import Page
 
 import lockstep
 from lockstep import build
-from lockstep.callbacks.summary import samples_of
-from lockstep.callbacks.timing import Clock
+from lockstep.callbacks.summary import Clock, samples_of
 from lockstep.machine.world import World
 from lockstep.reporting import page as pages
 from lockstep.run.folder import RunFolder

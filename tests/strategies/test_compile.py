@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import forked
@@ -12,6 +11,7 @@ from in_process import state
 from torch import nn
 
 import lockstep
+from lockstep.launch import local
 from lockstep.strategies.base import compile_in_place
 
 # torch looks whether an activation has a gradient while it traces.
@@ -88,23 +88,15 @@ def process(rank: str, port: str, strategy: str, folder: str, *given: str) -> No
 @pytest.mark.slow
 def test_compiled_strategies_agree_with_one_process_that_is_not(tmp_path, mnist, cache, train, fork_server):
     given = [
-        "model=timm",
-        "model.name=test_vit",
-        "data.image_size=32",
-        "data.batch_size=8",
-        "optim=sgd",
-        "trainer.max_steps=3",
-    ]
-    given += ["trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.precision=32-true"]
-    started = []
-    for strategy in ("ddp", "fsdp"):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = str(s.getsockname()[1])
-        more = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", *given]
-        started += [forked.call(__file__, "process", str(i), port, strategy, str(tmp_path), *more) for i in range(2)]
-    train("run=single", *given)
-    assert [one.wait(600) for one in started] == [0] * 4
+        "model=timm", "model.name=test_vit", "data.image_size=32", "data.batch_size=8", "optim=sgd", "trainer.max_steps=3",
+        "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.precision=32-true",
+    ]  # fmt: skip
+    more = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", *given]
+    with local.held_port() as ddp, local.held_port() as fsdp:
+        places = [(i, str(port), name) for name, port in (("ddp", ddp), ("fsdp", fsdp)) for i in "01"]
+        started = [forked.call(__file__, "process", *place, str(tmp_path), *more) for place in places]
+        train("run=single", *given)
+        assert [one.wait(600) for one in started] == [0] * 4
     parts = {name: json.loads((tmp_path / f"{name}-1.json").read_text()) for name in ("ddp", "fsdp")}
     assert parts["ddp"][0][0] == "VisionTransformer" and set(parts["fsdp"][0]) == {"Block"}
     assert parts["ddp"][1] == parts["fsdp"][1] == []

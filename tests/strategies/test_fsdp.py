@@ -40,7 +40,7 @@ class Net(nn.Module):
 def make(monkeypatch):
     """A strategy and its network of two linear blocks."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
 
     def made(*, precision: str = "32-true", **options: object) -> tuple[FSDP2, nn.Module]:
         strategy = FSDP2(

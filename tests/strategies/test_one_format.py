@@ -25,7 +25,8 @@ def test_how_a_step_is_computed_is_not_taken_from_a_checkpoint(kind, saved, own)
     group, state = then.state_dict()["param_groups"][0], then.state_dict()["state"].get(0, {})
     now = optimizer(kind, **own)
     expected = {key: now.param_groups[0][key] for key in ("fused", "foreach", "differentiable")}
-    now.load_state_dict(by_index(now, [["w"]], {"param_groups": [{**group, "params": ["w"]}], "state": {"w": state}}))
+    own = [{"w": now.param_groups[0]["params"][0]}]
+    now.load_state_dict(by_index(now, own, {"param_groups": [{**group, "params": ["w"]}], "state": {"w": state}}))
     assert {key: now.param_groups[0][key] for key in expected} == expected
     assert now.param_groups[0]["weight_decay"] == 0.3
     now.step()

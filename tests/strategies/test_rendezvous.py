@@ -18,6 +18,12 @@ from lockstep.strategies import rendezvous
 LONG = timedelta(seconds=60)
 
 
+def strategy_of(rank: int, port: int, host: str = "127.0.0.1") -> Mock:
+    """One of two processes."""
+    place = SimpleNamespace(global_rank=lambda: rank, world_size=lambda: 2, main_address=host, main_port=port)
+    return Mock(root_device=torch.device("cpu"), cluster_environment=place)
+
+
 def names(store, size: int, timeout: timedelta = LONG) -> dict[int, object]:
     """What each rank gets: the attempt's name, or the error."""
     found: dict[int, object] = {}
@@ -55,13 +61,11 @@ def test_who_did_not_come_is_named_once():
 
     thread = threading.Thread(target=third)
     thread.start()
-    with pytest.raises(
-        NoRendezvous, match=r"ranks 1, 3 of 4 did not come to host:1 within strategy.timeout_s=1\b"
-    ) as error:
+    told = r"ranks 1, 3 of 4 did not come to host:1 within strategy.timeout_s=1\b"
+    with pytest.raises(NoRendezvous, match=told) as error:
         rendezvous.attempt(store, 0, 4, "host:1", timedelta(seconds=1))
     thread.join(60)
-    assert error.value.alike
-    assert found[0].alike
+    assert error.value.alike and found[0].alike
 
 
 @pytest.mark.parametrize(
@@ -72,26 +76,20 @@ def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch, port):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(rendezvous, "GRACE", 60)  # the process that would be ended is the test's
     other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
-    place = SimpleNamespace(global_rank=lambda: rank, world_size=lambda: 2, main_address="127.0.0.1", main_port=port)
-    strategy = Mock(root_device=torch.device("cpu"), cluster_environment=place)
     with pytest.raises(NoRendezvous, match=words) as error:
-        rendezvous.meet(strategy, timedelta(seconds=1))
-    assert str(port) in str(error.value)
-    assert "\n" not in str(error.value)
+        rendezvous.meet(strategy_of(rank, port), timedelta(seconds=1))
+    assert str(port) in str(error.value) and "\n" not in str(error.value)
     assert not error.value.alike
     del other
 
 
 def process(rank: str, port: str, moment: str) -> None:
     """Meets as one of two ranks; rank 0, which keeps the store, stops at a moment: before it answers, or before it connects."""
-    place = SimpleNamespace(
-        global_rank=lambda: int(rank), world_size=lambda: 2, main_address="127.0.0.1", main_port=int(port)
-    )
     if rank == "0":
         owner, name = (rendezvous, "gather") if moment == "answers" else (rendezvous.dist, "init_process_group")
         done = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGSTOP) or done(*args, **kwargs))
-    rendezvous.meet(Mock(root_device=torch.device("cpu"), cluster_environment=place), timedelta(seconds=2))
+    rendezvous.meet(strategy_of(int(rank), int(port)), timedelta(seconds=2))
 
 
 @pytest.mark.parametrize("moment", [pytest.param("answers", marks=pytest.mark.slow), "connects"])
@@ -105,14 +103,10 @@ def test_one_that_is_lost_while_all_meet_is_not_waited_for(moment, fork_server, 
 
 
 def test_an_error_of_gloo_names_the_rank_that_lost_the_others(monkeypatch):
-    monkeypatch.setattr(rendezvous, "connect", lambda *_: HashStore())
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: HashStore())
     monkeypatch.setattr(rendezvous, "attempt", lambda *_: "a")
-    monkeypatch.setattr(
-        rendezvous.dist, "init_process_group", Mock(side_effect=rendezvous.dist.DistStoreError("wait timeout\nmore"))
-    )
-    place = SimpleNamespace(global_rank=lambda: 1, world_size=lambda: 2, main_address="host", main_port=7)
-    strategy = Mock(root_device=torch.device("cpu"), cluster_environment=place)
-    with pytest.raises(
-        NoRendezvous, match=r"rank 1 of 2 met the others at host:7 .* lost them while they connected: wait timeout$"
-    ):
-        rendezvous.meet(strategy, LONG)
+    lost = Mock(side_effect=rendezvous.dist.DistStoreError("wait timeout\nmore"))
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lost)
+    told = r"rank 1 of 2 met the others at host:7 .* lost them while they connected: wait timeout$"
+    with pytest.raises(NoRendezvous, match=told):
+        rendezvous.meet(strategy_of(1, 7, "host"), LONG)

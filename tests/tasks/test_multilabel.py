@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from evaluated import evaluated
 
 from lockstep.errors import UserError
 from lockstep.tasks import Multilabel
@@ -21,24 +22,6 @@ def task(**arguments) -> Multilabel:
     return made
 
 
-def figures(task: Multilabel, logits_BL: np.ndarray, target_BL: np.ndarray, batch: int = 7) -> dict[str, float]:
-    """In batches of `batch` and a rest."""
-    metrics = task.metrics()
-    for i in range(0, len(target_BL), batch):
-        part = {"target": torch.tensor(target_BL[i : i + batch], dtype=torch.uint8)}
-        for metric in metrics.values():
-            metric.update(*task.metric_inputs(torch.tensor(logits_BL[i : i + batch], dtype=torch.float32), part))
-    return {name: float(metric.compute()) for name, metric in metrics.items()}
-
-
-def plainly(present_BL: np.ndarray, target_BL: np.ndarray) -> dict[str, float]:
-    f1 = []
-    for present_B, target_B in zip(present_BL.T, target_BL.T == 1, strict=True):
-        both, either = (present_B & target_B).sum(), present_B.sum() + target_B.sum()
-        f1.append(2 * both / either)
-    return {"f1": np.mean(f1), "acc": (present_BL == target_BL).mean()}
-
-
 @pytest.mark.parametrize("pos_weight", [None, [1.0, 5.0, 0.5]])
 def test_the_loss_is_the_mean_over_labels(pos_weight):
     logits_BL, target_BL = samples()
@@ -52,13 +35,16 @@ def test_the_loss_is_the_mean_over_labels(pos_weight):
 @pytest.mark.parametrize("threshold", [0.5, 0.2])
 def test_the_figures_count_labels_above_the_threshold(threshold):
     logits_BL, target_BL = samples()
-    expected = plainly(1 / (1 + np.exp(-logits_BL)) > threshold, target_BL)
-    assert figures(task(threshold=threshold), logits_BL, target_BL) == pytest.approx(expected)
+    present_BL, target_BL = 1 / (1 + np.exp(-logits_BL)) > threshold, target_BL.astype(np.uint8)
+    f1_L = 2 * (present_BL & target_BL).sum(0) / (present_BL.sum(0) + target_BL.sum(0))
+    found = evaluated(task(threshold=threshold), logits_BL.astype(np.float32), target_BL, batch=7)
+    assert (found["f1"], found["acc"]) == pytest.approx((f1_L.mean(), (present_BL == target_BL).mean()))
 
 
 def test_small_logits_are_not_taken_for_probabilities():
     logits_BL, target_BL = np.full((4, 3), 0.1), np.ones((4, 3), dtype=int)
-    assert figures(task(), logits_BL, target_BL) == {"f1": 1.0, "acc": 1.0}
+    found = evaluated(task(), logits_BL, target_BL, batch=7)
+    assert (found["f1"], found["acc"]) == (1.0, 1.0)
 
 
 def test_a_prediction_names_the_labels_that_are_present():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from evaluated import evaluated
 
 from lockstep.tasks import Regression
 from lockstep.tasks.regression import R2
@@ -22,19 +23,11 @@ def task(targets: list[str] = TARGETS, **arguments) -> Regression:
     return made
 
 
-def figures(task: Regression, output: np.ndarray, target: np.ndarray, batch: int = 7) -> dict[str, float]:
-    metrics = {name: metric.to(torch.float64) for name, metric in task.metrics().items()}  # as the engine does
-    for i in range(0, len(target), batch):
-        part = {"target": torch.tensor(target[i : i + batch])}
-        for metric in metrics.values():
-            metric.update(*task.metric_inputs(torch.tensor(output[i : i + batch]), part))
-    return {name: float(metric.compute()) for name, metric in metrics.items()}
-
-
 def plainly(output_BT: np.ndarray, target_BT: np.ndarray) -> dict[str, float]:
     error_BT = output_BT - target_BT
     r2_T = 1 - (error_BT**2).sum(0) / ((target_BT - target_BT.mean(0)) ** 2).sum(0)
-    return {"rmse": np.sqrt((error_BT**2).mean()), "mae": np.abs(error_BT).mean(), "r2": r2_T.mean()}
+    mse = (error_BT**2).mean()
+    return {"loss": mse, "rmse": np.sqrt(mse), "mae": np.abs(error_BT).mean(), "r2": r2_T.mean()}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +47,7 @@ def test_the_loss_is_the_mean_over_targets(loss, expected):
 @pytest.mark.parametrize(("offset", "scale"), [(0, 1), (1e4, 1), (0, 1e-4)])
 def test_the_figures_are_those_of_all_samples(offset, scale):
     output_BT, target_BT = samples(offset, scale)
-    assert figures(task(), output_BT, target_BT) == pytest.approx(plainly(output_BT, target_BT), rel=1e-6)
+    assert evaluated(task(), output_BT, target_BT, batch=7) == pytest.approx(plainly(output_BT, target_BT), rel=1e-6)
 
 
 def test_one_target_may_have_no_dimension_of_its_own():
@@ -62,7 +55,7 @@ def test_one_target_may_have_no_dimension_of_its_own():
     batch = {"target": torch.tensor(target_BT[:, 0])}
     found = task(["height"]).loss(torch.tensor(output_BT), batch)
     assert found.numpy() == pytest.approx((output_BT - target_BT)[:, 0] ** 2)
-    flat = figures(task(["height"]), output_BT, target_BT[:, 0])
+    flat = evaluated(task(["height"]), output_BT, target_BT[:, 0], batch=7)
     assert flat == pytest.approx(plainly(output_BT, target_BT), rel=1e-6)
 
 

@@ -119,7 +119,7 @@ def test_what_will_be_logged_is_known_beforehand_and_computing_it_leaves_no_trac
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():
-    names = module(Segmentation(), nn.Identity()).value_names
+    names = module(Segmentation(), nn.Identity()).task.value_names
     assert set(named("iou", torch.tensor([0.5, 0.25]), names)) == {"iou/land", "iou/sea"}
     assert set(named("matrix", torch.eye(2), names)) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
     assert set(named("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)) == {

@@ -3,8 +3,8 @@
 A method `report_figures() -> dict` adds metrics to report.json; `report_panels() -> list` adds panels to report.html.
 """
 
-from lockstep.callbacks.ema import EMA as EMA
-from lockstep.callbacks.freeze import Freeze as Freeze
-from lockstep.callbacks.guards import FiniteLoss as FiniteLoss
 from lockstep.callbacks.stopping import EarlyStopping as EarlyStopping
-from lockstep.callbacks.timing import Throughput as Throughput
+from lockstep.callbacks.stopping import FiniteLoss as FiniteLoss
+from lockstep.callbacks.summary import Throughput as Throughput
+from lockstep.callbacks.weights import EMA as EMA
+from lockstep.callbacks.weights import Freeze as Freeze

@@ -1,17 +1,22 @@
-"""What a run shows of itself: its first lines, its progress, and its first batch."""
+"""What a run shows and measures of itself: its first lines, its first batch, its progress, where the time goes, and how fast it is.
+
+Nothing is measured within a batch.
+"""
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
-from lockstep.callbacks.timing import size_of, unit_of, waited_s
 from lockstep.data.datamodule import DataModule
-from lockstep.errors import TrainingFailed
+from lockstep.machine.hardware import peak_bytes
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.panels import restored
 from lockstep.run.report import versions
@@ -28,29 +33,6 @@ COMPILED_ON_A_CPU = (
     "compile=true may slow a CPU down: resnet50d at 336 px in bf16-mixed ran at 2.5 images/s, and at 5.0 without it, after a first "
     "step of 104 s (torch 2.13). Compare a few steps without it."
 )
-
-
-@dataclass(eq=False)
-class RankAgreement(Callback):
-    """Ends the run if a process has another value than rank 0. The keys are verbs, such as `computes in precision`."""
-
-    values: Mapping[str, object]
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for what, own in self.values.items():
-            self.check(trainer, what, own)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.check(trainer, "continues after step", steps_done(trainer))
-
-    @staticmethod
-    def check(trainer: Trainer, what: str, own: object) -> None:
-        first = trainer.strategy.broadcast(own)
-        if own != first:
-            raise TrainingFailed(
-                f"rank {trainer.global_rank} {what} {own}, but rank 0 {first}: all nodes must see the same files. Check runs_dir and "
-                "data.root. On different hardware set trainer.precision=32-true, or bf16-mixed."
-            )
 
 
 @dataclass(eq=False)
@@ -71,34 +53,32 @@ class RunSummary(Callback):
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """What a resumed run may change, and a reader of its metrics must know."""
-        saved = checkpoint["config"]
-        for group in ("model", "task"):
-            self.changes += differences(saved[group] or {}, self.config[group] or {}, f"{group}.")
-        then, now = ({k: config["data"].get(k) for k in ("mean", "std")} for config in (saved, self.config))
-        self.changes += differences(then, now, "data.")
-        arguments = getattr(pl_module, "network_arguments", {})
-        self.changes += differences(checkpoint.get("network", {}), arguments, "the network's argument ")
-        before, here = checkpoint["callbacks"].get(self.state_key), self.state_dict()
-        if before:
-            self.changes += differences(before["versions"], here["versions"])
-            self.changes += differences({"data": before["data"]}, {"data": here["data"]}, "the SHA-256 of the ")
+        here = self.state_dict()
+        saved = checkpoint["callbacks"].get(self.state_key) or here
+        then = comparable(checkpoint["config"], checkpoint.get("network", {}), saved)
+        now = comparable(self.config, getattr(pl_module, "network_arguments", {}), here)
+        different = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+        self.changes = [f"{key} was {then.get(key)} and is {now.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        work = workload(pl_module, self.data)
+        work, strategy, world = workload(pl_module, self.data), trainer.strategy, trainer.world_size
+        device = strategy.root_device.type
+        processes = f"{world} process{'es' if world > 1 else ''} on {device}"
+        replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes
         parameters = sum(p.numel() for p in pl_module.parameters())
         done = f", {steps_done(trainer)} of them done" if steps_done(trainer) else ""
         steps = f"{total_steps(trainer):g} steps".replace("inf steps", "no fixed number of steps")
         say(
             f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name} from {self.samples()} · "
-            f"{self.config['strategy']['name']}, {self.replicas(trainer)} · {self.batches(trainer, work.engine_data)} · {trainer.precision} · {steps}{done}"
+            f"{self.config['strategy']['name']}, {replicas} · {self.batches(trainer, work.engine_data)} · {trainer.precision} · {steps}{done}"
         )
         self.across_processes = work.across_processes(SYNCHRONISED)
         say(f"result: {self.across_processes}")
-        if self.config["compile"] and trainer.strategy.root_device.type == "cpu":
+        if self.config["compile"] and device == "cpu":
             say(COMPILED_ON_A_CPU)
         for change in self.changes:
             say(f"changed since the checkpoint: {change}")
-        for line in work.promises(trainer.world_size):
+        for line in work.promises(world):
             say(line)
 
     def report_figures(self) -> dict[str, Any]:
@@ -108,16 +88,6 @@ class RunSummary(Callback):
         source = self.data_info["data/source"]
         counts = [(part, self.data_info[f"data/{part}"]) for part in ("train", "val", "test")]
         return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else str(source)
-
-    @staticmethod
-    def replicas(trainer: Trainer) -> str:
-        strategy, world = trainer.strategy, trainer.world_size
-        device = strategy.root_device.type
-        if not isinstance(strategy, DataParallel):
-            return f"{world} process{'es' if world > 1 else ''} on {device}"
-        if len(strategy.gpus) > 1:
-            return f"1 process on {len(strategy.gpus)} GPUs"
-        return f"ONE device ({device}): there are no two GPUs to split batches over"
 
     @staticmethod
     def batches(trainer: Trainer, data: DataModule | None) -> str:
@@ -130,13 +100,21 @@ class RunSummary(Callback):
         return f"batch {batch} = {world} x {batch // (world * accumulate)}{accumulated}{repeated}"
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any], what: str = "") -> Iterator[str]:
-    for key in {**then, **now}:
-        if then.get(key) != now.get(key):
-            yield f"{what}{key} was {then.get(key)} and is {now.get(key)}"
+def comparable(config: Mapping[str, Any], network: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{f"{group}.{key}": value for group in ("model", "task") for key, value in (config[group] or {}).items()},
+        **{f"data.{key}": config["data"].get(key) for key in ("mean", "std")},
+        **{f"the network's argument {key}": value for key, value in network.items()},
+        **state["versions"],
+        "the SHA-256 of the data": state["data"],
+    }
 
 
 # --- Progress of training, and of an evaluation or a prediction. See reporting/console.py for how it is shown ---
+
+
+# Lightning's names for the numbers of batches of an evaluation or prediction by itself
+BATCHES = {"validate": "num_val_batches", "test": "num_test_batches", "predict": "num_predict_batches"}
 
 
 class Progress(Callback):
@@ -169,10 +147,9 @@ class Progress(Callback):
         speed = f"train/{unit_of(trainer)}_per_s"
         shown += [f"{float(metrics[speed]):,.0f} {unit_of(trainer)}/s"] if speed in metrics else []
         shown += [] if math.isnan(fraction) else [f"{fraction:.0%} waiting for data"]
-        names = dict.fromkeys(
-            name for name in (self.monitor, *trainer.progress_bar_metrics) if name and name in metrics
-        )
-        return " · ".join(shown + [f"{n} {float(metrics[n]):.4f}" for n in names if n not in ("train/loss", speed)])
+        more = metrics.keys() - {"train/loss", speed}
+        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in more)
+        return " · ".join(shown + [f"{name} {float(metrics[name]):.4f}" for name in names])
 
     def show(self, trainer: Trainer, more: str = "") -> None:
         if self.line is not None and self.line.due(steps_done(trainer)):
@@ -189,13 +166,8 @@ class Progress(Callback):
 
     def begin_pass(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.what = trainer.state.fn.value if trainer.state.fn else ""
-        counts = {
-            "validate": trainer.num_val_batches,
-            "test": trainer.num_test_batches,
-            "predict": trainer.num_predict_batches,
-        }
-        if trainer.is_global_zero and self.what in counts:  # not a validation within training
-            self.began_s, self.line = time.monotonic(), Line("batch", sum(counts[self.what]))
+        if trainer.is_global_zero and self.what in BATCHES:  # not a validation within training
+            self.began_s, self.line = time.monotonic(), Line("batch", sum(getattr(trainer, BATCHES[self.what])))
 
     def pass_on(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
@@ -256,3 +228,121 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     facts: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
     shown = pictures(images if image_BCHW is None else image_BCHW) or ()
     return [Sample(*row) for row in zip(index_B, facts, shown, strict=False)]
+
+
+# --- Where the time of training goes, as time/* in the report ---
+
+
+class Clock(Callback):
+    """Seconds of this process: waiting for data, validation, saving, and steps, which are the rest of training."""
+
+    def __init__(self) -> None:
+        self.trained_s = self.validated_s = self.began_s = self.validation_began_s = 0.0
+        self.trainer: Trainer | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trainer, self.began_s, self.validated_s = trainer, time.perf_counter(), 0.0
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validation_began_s = time.perf_counter()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.validated_s += time.perf_counter() - self.validation_began_s
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.trained_s = time.perf_counter() - self.began_s
+
+    def report_figures(self) -> dict[str, Any]:
+        if self.trainer is None:
+            return {}
+        waited, saved = waited_s(self.trainer), getattr(self.trainer.strategy.checkpoint_io, "stalled_s", 0.0)
+        parts = {"wait": 0.0 if math.isnan(waited) else waited, "validation": self.validated_s, "saving": saved}
+        parts["steps"] = max(0.0, self.trained_s - sum(parts.values()))
+        return {f"time/{name}_s": seconds for name, seconds in parts.items()}
+
+
+# --- Training speed over all processes and the fraction of time spent waiting for data, both without validation; memory ---
+
+
+def waited_s(trainer: Trainer) -> float:
+    """NaN if the user's own dataloaders do not measure it."""
+    return float(getattr(trainer.datamodule, "waited_s", math.nan))  # type: ignore[attr-defined]
+
+
+def unit_of(trainer: Trainer) -> str:
+    return str(getattr(trainer.datamodule, "unit", "samples"))  # type: ignore[attr-defined]
+
+
+def finish(trainer: Trainer) -> None:
+    """Waits for what the GPU has yet to compute: the clock is the CPU's."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def size_of(batch: Any) -> int:
+    """Number of samples: `count` for Lockstep's batches, else the first dimension, else 0."""
+    if isinstance(batch, dict) and "count" in batch:
+        return int(batch["count"])
+    try:
+        return int(extract_batch_size(batch))
+    except MisconfigurationException:
+        return 0
+
+
+class Throughput(Callback):
+    """Measures windows of `log_every_n_steps` steps. The first window includes warm-up and compiling; it counts only if there
+    is no other."""
+
+    def __init__(self) -> None:
+        self.unit = "samples"
+        self.windows: list[tuple[int, float, float]] = []  # samples, seconds, seconds spent waiting for data
+        self.waited_s = 0.0
+        self.first_step_s: float | None = None  # includes compiling
+        self.samples = 0
+        self.began_s: float | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.unit = unit_of(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.began_s is None:
+            self.began_s, self.waited_s = time.perf_counter(), waited_s(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.samples += size_of(batch) * trainer.world_size
+        if self.first_step_s is None and self.began_s is not None:
+            finish(trainer)  # SYNC: once a run
+            self.first_step_s = time.perf_counter() - self.began_s
+        if completes_step(trainer, batch_idx) and has_row(trainer, steps_done(trainer)):
+            self.close(trainer)
+            self.began_s = time.perf_counter()  # includes the wait for the next batch
+            for samples, seconds, _ in self.windows[-1:]:
+                pl_module.log(f"train/{self.unit}_per_s", samples / seconds, prog_bar=True)
+                if (peak := peak_bytes(trainer.strategy.root_device)) is not None:
+                    pl_module.log("train/peak_memory_gib", peak / 2**30)
+
+    def close(self, trainer: Trainer) -> None:
+        if self.began_s is not None and self.samples:
+            finish(trainer)  # SYNC: once every log_every_n_steps
+            waited = waited_s(trainer)
+            self.windows.append((self.samples, time.perf_counter() - self.began_s, waited - self.waited_s))
+            self.waited_s = waited
+        self.samples, self.began_s = 0, None
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.close(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.close(trainer)
+
+    def report_figures(self) -> dict[str, float | None]:
+        """Of the whole run."""
+        windows = self.windows[1:] or self.windows or [(0, 0, 0)]
+        samples, seconds, waited = (sum(column) for column in zip(*windows, strict=True))
+        return {
+            f"train/{self.unit}_per_s": samples / seconds if seconds else None,
+            "train/data_wait_share": waited / seconds if seconds and not math.isnan(waited) else None,
+            "train/first_step_s": self.first_step_s,
+        }

@@ -71,6 +71,7 @@ def of_all_processes(metrics: Sequence[Metric]) -> Iterator[None]:
     if len(everyone) > 1:
         for metric, *given in zip(found, *everyone, strict=True):
             new = joined(metric, given) | {"distributed_available_fn": None}  # or compute would gather again
+            # only these: a metric may note something in compute, such as MinMaxMetric its smallest value so far
             before.append((vars(metric), {name: vars(metric).get(name, MISSING) for name in new}))
             vars(metric).update(new)
     try:

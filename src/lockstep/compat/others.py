@@ -5,7 +5,6 @@ import importlib.util
 import os
 import socket
 import sys
-from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_utilities.core import imports
@@ -28,12 +27,12 @@ def available_now(name: str) -> bool:
 
 
 class Later(imports.RequirementCache):
-    """A package that torchmetrics finds missing while it is imported, and installed when its functions ask again."""
+    """Of LATER torchmetrics finds a package missing while it is imported, and installed when its functions ask again."""
 
     plots = False
 
     def __bool__(self) -> bool:
-        if importing:
+        if importing and self.requirement in LATER:
             return False
         if self.requirement == "matplotlib" and not self.plots:
             self.plots = True
@@ -41,24 +40,15 @@ class Later(imports.RequirementCache):
         return super().__bool__()
 
 
-def requirement(name: str | None = None, module: str | None = None) -> Any:
-    return Later(name) if name in LATER else RequirementCache(name, module)
-
-
-def import_torchmetrics() -> None:
-    global importing
+# Users may have imported torchmetrics before. gammatone comes with SRMRpy.
+if "torchmetrics" not in sys.modules and not importlib.util.find_spec("gammatone"):
     importing = True
-    vars(imports).update(package_available=available_now, RequirementCache=requirement)
+    vars(imports).update(package_available=available_now, RequirementCache=Later)
     try:
         import torchmetrics  # noqa: F401
     finally:
         importing = False
         vars(imports).update(package_available=package_available, RequirementCache=RequirementCache)
-
-
-# Users may have imported torchmetrics before. gammatone comes with SRMRpy.
-if "torchmetrics" not in sys.modules and not importlib.util.find_spec("gammatone"):
-    import_torchmetrics()
 
 
 # --- The Hugging Face hub without a network: an answer at once ---

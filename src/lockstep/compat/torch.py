@@ -1,6 +1,7 @@
 """Private names of torch, each with the reason, and when it can go."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ContextDecorator
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # tests/compat/test_torch.py::test_the_class_has_no_public_name_yet fails then.
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Can be entered several times; `count` adds up. Collectives of DTensors are not seen."""
+class CollectiveCounter(TorchDispatchMode, ContextDecorator):
+    """Can be entered several times, and decorates functions; `count` adds up. Collectives of DTensors are not seen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """What strategies share: the changes to a network before training, and one form for the state of networks and optimizers."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -25,15 +25,14 @@ def parallelize(
     net: nn.Module, trainer: pl.Trainer, *, sync_batchnorm: bool, channels_last: bool, compile: bool
 ) -> Callable[[Tensor], Tensor]:
     """Changes `net` in place, keeps its state keys, and returns the callable for a batch."""
-    strategy: Any = trainer.strategy
+    strategy = cast(PortableCheckpoint, trainer.strategy)
     if channels_last:
         net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if sync_batchnorm:  # before sharding: it replaces modules
         synchronise(net, strategy.root_device.type)
     if compile:  # before sharding and DDP: their hooks stay outside the compiled graphs
         compile_in_place(strategy.blocks_of(net) or [net])
-    parallel: Callable[[Tensor], Tensor] = strategy.parallelize(net)
-    return parallel
+    return strategy.parallelize(net)
 
 
 def compile_in_place(parts: list[nn.Module]) -> None:
@@ -110,16 +109,17 @@ class PortableCheckpoint(Strategy):
         """Always strict. Raises UserError where names or shapes differ."""
         load_into(self.lightning_module.state_dict(), checkpoint["state_dict"], "the checkpoint")
 
-    def parameter_names(self, optimizer: Optimizer) -> list[list[str]]:
+    def named_groups(self, optimizer: Optimizer) -> list[dict[str, nn.Parameter]]:
+        """The parameters of each of the optimizer's groups by name."""
         names = {id(p): name for name, p in self.lightning_module.named_parameters()}
-        return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        return [{names[id(p)]: p for p in group["params"]} for group in optimizer.param_groups]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`{"state": {name: {...}}, "param_groups": [{..., "params": names}]}`."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        state, names = optimizer.state_dict(), self.parameter_names(optimizer)
-        flat = [name for group in names for name in group]
+        state, names = optimizer.state_dict(), [list(named) for named in self.named_groups(optimizer)]
+        flat = [name for own in names for name in own]
         return {
             "state": {flat[i]: values for i, values in state["state"].items()},
             "param_groups": [{**g, "params": own} for g, own in zip(state["param_groups"], names, strict=True)],
@@ -127,41 +127,42 @@ class PortableCheckpoint(Strategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            names = self.parameter_names(optimizer)
-            if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(group) for group in names]:
+            groups = self.named_groups(optimizer)
+            if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(named) for named in groups]:
                 raise UserError(
                     "the checkpoint's optimizer has other parameters than this network. Type init_from=<checkpoint> to start a new run from its weights."
                 )
-            raise_problems(shape_problems(optimizer, names, saved))
-            optimizer.load_state_dict(by_index(optimizer, names, saved))
+            optimizer.load_state_dict(by_index(optimizer, groups, saved))
 
 
-def shape_problems(optimizer: Optimizer, names: list[list[str]], saved: dict[str, Any]) -> Iterator[str]:
-    """Values of another shape than their parameter's, except the step, if the optimizer computes element by element.
+def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by name as torch wants it: by index, each value in the form of its parameter."""
+    parameters = {name: p for named in groups for name, p in named.items()}
+    if "fused" in optimizer.defaults:
+        raise_problems(shape_problems(parameters, saved["state"]))
+    index = {name: i for i, name in enumerate(parameters)}
+    state = {
+        index[name]: {key: own_copy(sharded_like(value, p), p) for key, value in saved["state"][name].items()}
+        for name, p in parameters.items()
+        if name in saved["state"]  # plain SGD has no state
+    }
+    param_groups = [
+        {**values, **{key: own[key] for key in OF_THIS_PROCESS if key in own}, "params": [index[n] for n in named]}
+        for own, named, values in zip(optimizer.param_groups, groups, saved["param_groups"], strict=True)
+    ]
+    return {"state": state, "param_groups": param_groups}
+
+
+def shape_problems(parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> Iterator[str]:
+    """Values of another shape than their parameter's, except the step, of an optimizer that computes element by element.
 
     Those optimizers are the ones with fused kernels, which would read and write past the end of such a value.
     """
-    for group, own in zip(optimizer.param_groups, names, strict=True):
-        for name, p in zip(own, group["params"], strict=True) if "fused" in optimizer.defaults else ():
-            for key, value in saved["state"].get(name, {}).items():
-                right = () if key == "step" else p.shape
-                if isinstance(value, Tensor) and value.shape != right:
-                    yield (
-                        f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(right)}. "
-                        "Type init_from=<checkpoint> to start a new run from its weights."
-                    )
-
-
-def by_index(optimizer: Optimizer, names: list[list[str]], saved: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by name as torch wants it: by index, each value in the form of its parameter."""
-    indices = iter(range(sum(map(len, names))))
-    result: dict[str, Any] = {"state": {}, "param_groups": []}
-    for group, own, values in zip(optimizer.param_groups, names, saved["param_groups"], strict=True):
-        of_group = [next(indices) for _ in own]
-        kept = {key: group[key] for key in OF_THIS_PROCESS if key in group}
-        result["param_groups"].append({**values, **kept, "params": of_group})
-        for i, name, p in zip(of_group, own, group["params"], strict=True):
-            if name in saved["state"]:  # plain SGD has no state
-                of_p = saved["state"][name]
-                result["state"][i] = {key: own_copy(sharded_like(value, p), p) for key, value in of_p.items()}
-    return result
+    for name, p in parameters.items():
+        for key, value in state.get(name, {}).items():
+            right = () if key == "step" else p.shape
+            if isinstance(value, Tensor) and value.shape != right:
+                yield (
+                    f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(right)}. "
+                    "Type init_from=<checkpoint> to start a new run from its weights."
+                )

@@ -80,10 +80,10 @@ class GlobalBatchNorm(nn.BatchNorm2d):
 SYNCHRONISED = (GlobalBatchNorm, nn.SyncBatchNorm)
 
 
-def synchronise(net: nn.Module, device_type: str) -> int:
-    """Replaces every batch norm of `net` by a synchronised one, in place; returns their number. Raises UserError: there is none."""
-    count = sum(isinstance(module, NORMS) for module in net.modules())
-    if not count:
+def synchronise(net: nn.Module, device_type: str) -> None:
+    """Replaces every batch norm of `net` by a synchronised one, in place. Raises UserError: there is none."""
+    norms = [module for module in net.modules() if isinstance(module, NORMS)]
+    if not norms:
         raise UserError(
             "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation. Leave it out."
         )
@@ -93,8 +93,6 @@ def synchronise(net: nn.Module, device_type: str) -> int:
         convert = timm_layers.convert_sync_batchnorm if timm_layers else nn.SyncBatchNorm.convert_sync_batchnorm
         convert(net)
         without_masks()
-        return count
-    for module in net.modules():
-        if isinstance(module, NORMS):
-            module.__class__ = GlobalBatchNorm  # with its own parameters, buffers, hooks, and the activation of timm's
-    return count
+        return
+    for norm in norms:
+        norm.__class__ = GlobalBatchNorm  # with its own parameters, buffers, hooks, and the activation of timm's

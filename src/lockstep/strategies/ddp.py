@@ -99,8 +99,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
         dropout.begin(micro_batch)
         for name, buffer in self.lightning_module.named_buffers():
             buffer.copy_(buffers[name])
-        for parameter in self.lightning_module.parameters():
-            parameter.grad = None
+        self.lightning_module.zero_grad()
 
 
 def total(output: Any) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 
@@ -92,10 +91,6 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         meet(self, self.timeout)
         super().setup_environment()
 
-    @property
-    def mesh(self) -> DeviceMesh:
-        return self.device_mesh["data_parallel"]
-
     def blocks_of(self, net: nn.Module) -> list[nn.Module]:
         """What is gathered at once, and compiled by itself."""
         return list(repeated_blocks(net)) if isinstance(self.blocks, str) else named_blocks(net, list(self.blocks))
@@ -107,7 +102,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         (torch 2.13) refuses channels_last parameters. Convolutions run in that format anyway when images come in it.
         """
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-        blocks = self.blocks_of(net)
+        blocks, mesh = self.blocks_of(net), self.device_mesh
         policy = MixedPrecisionPolicy()
         if self.precision_plugin.precision == "bf16-mixed" and not self.logical_ranks:
             # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays
@@ -115,10 +110,10 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             # rounded all the same, so logical ranks leave everything to autocast, as under the other strategies.
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
             if vectors := list(modules_of_vectors(blocks)):
-                fully_shard(vectors, mesh=self.mesh, reshard_after_forward=False)  # one small group, in fp32
+                fully_shard(vectors, mesh=mesh, reshard_after_forward=False)  # one small group, in fp32
         for block in reversed(blocks):
-            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
-        self.root = fully_shard(net, mesh=self.mesh, reshard_after_forward=self.reshard_after_forward)
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
+        self.root = fully_shard(net, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
         comm: Any = TreeReduceScatter()
         for module in net.modules() if self.logical_ranks else ():
             if isinstance(module, FSDPModule):  # adds the gradients of all processes in the order of a tree, undivided
@@ -141,9 +136,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
         """Sharded, or whole on rank 0."""
-        if self.sharded_checkpoints:
-            return state
-        return gathered(state, keep=self.is_global_zero)
+        return state if self.sharded_checkpoints else gathered(state, keep=self.is_global_zero)
 
     def share_buffers(self) -> None:
         """Gives all processes rank 0's running statistics, before validations and checkpoints.
@@ -153,8 +146,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         for buffer in self.lightning_module.buffers():
             torch.distributed.broadcast(buffer, 0)
 
-    def on_validation_start(self) -> None:
-        self.share_buffers()
+    on_validation_start = share_buffers
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self.share_buffers()
@@ -166,7 +158,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
-            return sharded.load_sharded(path, self.mesh)
+            return sharded.load_sharded(path, self.device_mesh)
         return self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(

@@ -48,8 +48,12 @@ def meet(strategy: Any, timeout: timedelta) -> None:
     address = f"{place.main_address}:{place.main_port} (MASTER_ADDR, MASTER_PORT)"
     limit_s = GRACE * timeout.total_seconds()
     unmet = f"rank {rank} of {size} could not {'open' if rank == 0 else 'reach rank 0 at'} {address}"
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent, otherwise by rank 0
+    server = {"is_master": rank == 0 and not served, "multi_tenant": not served}
     with connecting(2 * limit_s, unmet):  # it connects, asks, and waits for the others
-        shared = connect(place.main_address, place.main_port, rank, size, timeout)
+        shared = dist.TCPStore(
+            place.main_address, place.main_port, size, timeout=timeout, wait_for_workers=False, **server
+        )
         process.store = dist.PrefixStore(attempt(shared, rank, size, address, timeout), shared)
     with connecting(limit_s, f"rank {rank} of {size} met the others at {address} and lost them while they connected"):
         dist.init_process_group(
@@ -83,28 +87,27 @@ def connecting(limit_s: float, failed: str) -> Iterator[None]:
         timer.cancel()
 
 
-def connect(host: str, port: int, rank: int, size: int, timeout: timedelta) -> Any:
-    """The store: torchrun's agent serves it, otherwise rank 0."""
-    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(
-        host, port, size, rank == 0 and not served, timeout=timeout, wait_for_workers=False, multi_tenant=not served
-    )
-
-
 def attempt(shared: Any, rank: int, size: int, address: str, timeout: timedelta) -> str:
     """A name that all processes of this attempt share, and no earlier attempt."""
     if rank == 0:
-        return gather(shared, size, address, timeout)
-    own = secrets.token_hex(8)
-    shared.append(ASKING, f"{own} ")
-    name = shared.get(f"lockstep/{own}").decode()
-    shared.set(f"{name}/{rank}", "here")
-    raise_missing(json.loads(shared.get(f"{name}/missing")), size, address, timeout)
+        name = gather(shared, size, timeout)
+    else:
+        own = secrets.token_hex(8)
+        shared.append(ASKING, f"{own} ")
+        name = shared.get(f"lockstep/{own}").decode()
+        shared.set(f"{name}/{rank}", "here")
+    if missing := json.loads(shared.get(f"{name}/missing")):
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
+        raise NoRendezvous(
+            f"{who} of {size} did not come to {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
+            "processes, with the same address and port.",
+            alike=True,
+        )
     return name
 
 
-def gather(shared: Any, size: int, address: str, timeout: timedelta) -> str:
-    """Rank 0's part: answers whoever asks until all have."""
+def gather(shared: Any, size: int, timeout: timedelta) -> str:
+    """Rank 0's part: answers each rank that asks, until all have joined; notes which ranks are missing."""
     name, deadline, answered = f"lockstep/{secrets.token_hex(8)}", time.monotonic() + timeout.total_seconds(), 0
     shared.append(ASKING, "")
     missing = list(range(1, size))
@@ -116,15 +119,4 @@ def gather(shared: Any, size: int, address: str, timeout: timedelta) -> str:
         missing = [rank for rank in missing if not shared.check([f"{name}/{rank}"])]
         time.sleep(LOOK_S if missing else 0)
     shared.set(f"{name}/missing", json.dumps(missing))
-    raise_missing(missing, size, address, timeout)
     return name
-
-
-def raise_missing(missing: list[int], size: int, address: str, timeout: timedelta) -> None:
-    if missing:
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-        raise NoRendezvous(
-            f"{who} of {size} did not come to {address} within strategy.timeout_s={timeout.total_seconds():g}. Start all "
-            "processes, with the same address and port.",
-            alike=True,
-        )

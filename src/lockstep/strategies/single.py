@@ -1,6 +1,6 @@
 """One process: on one device, or on several GPUs with torch.nn.DataParallel, which Lightning 2 removed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,9 @@ class Replicas(nn.DataParallel):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         device = self.src_device_obj.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-        def in_precision(replica: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                with torch.autocast(device, dtype=dtype, enabled=enabled):
-                    return replica(*args, **kwargs)
-
-            return call
-
-        return super().parallel_apply([in_precision(replica) for replica in replicas], inputs, kwargs)
+        # an instance for each, because it notes its thread's state
+        in_precision = [torch.autocast(device, dtype=dtype, enabled=enabled)(replica) for replica in replicas]
+        return super().parallel_apply(in_precision, inputs, kwargs)
 
 
 class DataParallel(SingleDevice):
@@ -63,6 +57,12 @@ class DataParallel(SingleDevice):
         part = -(-len(rows) // max(1, len(self.gpus)))
         parts = {gpu: rows[i * part : (i + 1) * part] for i, gpu in enumerate(self.gpus)}
         return {gpu: own for gpu, own in parts.items() if own} or super().device_rows(rows)
+
+    def replicas(self) -> str:
+        """For the first lines of a run."""
+        if len(self.gpus) > 1:
+            return f"1 process on {len(self.gpus)} GPUs"
+        return f"ONE device ({self.root_device.type}): there are no two GPUs to split batches over"
 
     def parallelize(self, net: nn.Module) -> nn.Module:
         devices: list[Any] = self.gpus

@@ -3,7 +3,7 @@
 # B batch · K class
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,9 +11,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import Panel, wilson
-from lockstep.tasks.panels import Calibration, Confusion
-from lockstep.tasks.task import Task, class_weight, refuse_count, refuse_outputs
+from lockstep.tasks.panel import Calibration, Confusion, Panel, wilson
+from lockstep.tasks.task import Task, loss_factors, refuse_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 
@@ -25,6 +24,7 @@ class Classification(Task):
     """
 
     needs = ("classes",)
+    titles: ClassVar = {"loss": ("Loss", "cross-entropy"), "acc": ("Accuracy", "share of samples")}
     activation = "softmax"
     class_weights_K: Tensor | None
 
@@ -40,23 +40,18 @@ class Classification(Task):
             raise UserError(f"task.loss={loss} is not possible; it takes cross_entropy or bce. Type task.loss=bce.")
         if loss == "bce" and class_weights is not None:
             raise UserError("task.class_weights has no effect with task.loss=bce. Leave one of them out.")
-        self.binary, self.label_smoothing = loss == "bce", label_smoothing
+        self.binary, self.label_smoothing, self.class_weights = loss == "bce", label_smoothing, class_weights
         self.activation = "sigmoid" if self.binary else "softmax"
-        self.balanced = class_weights == "balanced"
-        given = None if self.balanced else class_weights
-        self.register_buffer("class_weights_K", class_weight(given), persistent=False)  # type: ignore[arg-type]
 
     def bind(self, about: Mapping[str, Any]) -> None:
         super().bind(about)
-        if self.balanced:
-            self.class_weights_K = class_weight(balanced(about.get("class_counts"), about["classes"]))
-        refuse_count("class_weights", self.class_weights_K, about, "classes")
-
-    def network_arguments(self) -> dict[str, Any]:
-        return {"num_classes": len(self.about["classes"])}
+        weights: Any = self.class_weights
+        if weights == "balanced":
+            weights = balanced(about.get("class_counts"), self.value_names)
+        self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        refuse_outputs(output, len(batch["target"]), max(len(self.about["classes"]), *output.shape[-1:]))
+        refuse_outputs(output, len(batch["target"]), max(len(self.value_names), *output.shape[-1:]))
         if self.binary:
             own_BK = F.one_hot(batch["target"], output.shape[1]).to(output.dtype)
             target_BK = own_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]
@@ -66,10 +61,7 @@ class Classification(Task):
         )
 
     def metrics(self) -> dict[str, Metric]:
-        return {"acc": MulticlassAccuracy(len(self.about["classes"]), average="micro", validate_args=False)}
-
-    def metric_arguments(self) -> dict[str, Any]:
-        return {"num_classes": len(self.about["classes"])}
+        return {"acc": MulticlassAccuracy(len(self.value_names), average="micro", validate_args=False)}
 
     def probabilities(self, output_BK: Tensor) -> Tensor:
         """Of each class. With bce they are independent: each class against the rest."""
@@ -78,18 +70,18 @@ class Classification(Task):
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         probability_BK = self.probabilities(output)
-        names = [self.about["classes"][place] for place in probability_BK.argmax(1).tolist()]
+        names = [self.value_names[place] for place in probability_BK.argmax(1).tolist()]
         return {"class": names, "probability": probability_BK.amax(1), "probabilities": probability_BK}
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
-        return {"target": [self.about["classes"][place] for place in batch["target"].tolist()]}
+        return {"target": [self.value_names[place] for place in batch["target"].tolist()]}
 
     def top(self, output: Tensor, count: int) -> dict[str, Sequence[Any] | Tensor]:
         ranked = self.probabilities(output).topk(min(count, output.shape[1]), 1)
         found: dict[str, Sequence[Any] | Tensor] = {}
         for number, (probability_B, place_B) in enumerate(zip(ranked.values.T, ranked.indices.T, strict=True), 1):
             ending = f"_{number}" if number > 1 else ""
-            found[f"class{ending}"] = [self.about["classes"][place] for place in place_B.tolist()]
+            found[f"class{ending}"] = [self.value_names[place] for place in place_B.tolist()]
             found[f"probability{ending}"] = probability_B
         return found
 
@@ -102,20 +94,14 @@ class Classification(Task):
         count = report["test/count"]
         return wilson(round(report["test/acc"] * count), count) if report["monitor"] in ACCURACY else None
 
-    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        return [
-            ("Loss", "cross-entropy", ("train/loss", "val/loss")),
-            ("Accuracy", "share of samples", ("val/acc",)),
-        ]
-
     def test_panels(self) -> dict[str, Panel]:
         return {
-            "confusion": Confusion(self.about["classes"], self.metric_inputs),
+            "confusion": Confusion(self.value_names, self.metric_inputs),
             "calibration": Calibration(self.metric_inputs, self.probabilities),
         }
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-        names, probability_BK = self.about["classes"], self.probabilities(output)
+        names, probability_BK = self.value_names, self.probabilities(output)
         probability_B, guess_B = probability_BK.max(1)
         right_B = probability_BK.gather(1, batch["target"].long()[:, None])[:, 0]
         rows = (x.tolist() for x in (batch["target"], guess_B, probability_B, right_B))

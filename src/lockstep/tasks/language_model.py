@@ -3,15 +3,14 @@
 # B batch · T token of a sequence · V token of the vocabulary
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lockstep.tasks.panel import Panel, Tokens
-from lockstep.tasks.panels import ByPosition
+from lockstep.tasks.panel import ByPosition, Panel, Tokens
 from lockstep.tasks.task import Task, refuse_outputs
 
 
@@ -23,19 +22,21 @@ class LanguageModel(Task):
 
     needs = ("vocabulary", "sequence_length")
     names = "vocabulary"
+    titles: ClassVar = {
+        "loss": ("Loss", "cross-entropy of a token"),
+        "perplexity": ("Perplexity", "exp(loss)"),
+        "acc": ("Accuracy", "share of tokens"),
+    }
 
     def __init__(self, *, ignore_index: int = -100) -> None:
         super().__init__()
         self.ignore_index = ignore_index
 
     def network_arguments(self) -> dict[str, Any]:
-        return {
-            "vocabulary_size": len(self.about["vocabulary"]),
-            "sequence_length": self.about["sequence_length"],
-        }
+        return {"vocabulary_size": len(self.value_names), "sequence_length": self.about["sequence_length"]}
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        size = max(len(self.about["vocabulary"]), *output.shape[-1:])  # vocabularies are padded for speed
+        size = max(len(self.value_names), *output.shape[-1:])  # vocabularies are padded for speed
         refuse_outputs(output, *batch["target"].shape, size)
         loss_BT, counts_BT = self.token_losses(output, batch)
         return loss_BT.sum(1) / counts_BT.sum(1).clamp(min=1)
@@ -54,7 +55,7 @@ class LanguageModel(Task):
         return {"perplexity": Perplexity(self.ignore_index), "acc": TokenAccuracy(self.ignore_index)}
 
     def metric_arguments(self) -> dict[str, Any]:
-        return {"num_classes": len(self.about["vocabulary"]), "ignore_index": self.ignore_index}
+        return {**super().metric_arguments(), "ignore_index": self.ignore_index}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """logits_NV and target_N of the tokens of all sequences."""
@@ -63,20 +64,13 @@ class LanguageModel(Task):
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         """The predicted token after each sequence."""
         probability_BV = output[:, -1].float().softmax(1)
-        tokens = [self.about["vocabulary"][place] for place in probability_BV.argmax(1).tolist()]
+        tokens = [self.value_names[place] for place in probability_BV.argmax(1).tolist()]
         return {"token": tokens, "probability": probability_BV.amax(1)}
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
         """The token after each sequence; none if it does not count."""
-        names, places = self.about["vocabulary"], batch["target"][:, -1].tolist()
+        names, places = self.value_names, batch["target"][:, -1].tolist()
         return {"target": [None if place == self.ignore_index else names[place] for place in places]}
-
-    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        return [
-            ("Loss", "cross-entropy of a token", ("train/loss", "val/loss")),
-            ("Perplexity", "exp(loss)", ("val/perplexity",)),
-            ("Accuracy", "share of tokens", ("val/acc",)),
-        ]
 
     def test_panels(self) -> dict[str, Panel]:
         return {"position": ByPosition(self.about["sequence_length"], self.token_losses)}
@@ -85,13 +79,13 @@ class LanguageModel(Task):
         """Each token that was to be predicted, with its loss."""
         losses_BT, counts_BT = self.token_losses(output, batch)
         rows = zip(batch["target"].tolist(), losses_BT.tolist(), counts_BT.tolist(), strict=True)
-        words = self.about["vocabulary"]
+        words = self.value_names
         texts = ([(str(words[t]), loss) for t, loss, counts in zip(*row, strict=True) if counts] for row in rows)
         return [{"text": Tokens(text)} for text in texts]
 
 
 class TokenMean(Metric):
-    """A sum over the tokens that count, and their number."""
+    """The mean over the tokens that count."""
 
     full_state_update = False
     zero: int | float
@@ -104,6 +98,17 @@ class TokenMean(Metric):
         self.add_state("total", torch.tensor(self.zero), dist_reduce_fx="sum")
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
+    def of_tokens(self, logits_NV: Tensor, target_N: Tensor) -> Tensor:
+        """What the mean is of; 0 for tokens that do not count."""
+        raise NotImplementedError
+
+    def update(self, logits_NV: Tensor, target_N: Tensor) -> None:
+        self.total += self.of_tokens(logits_NV, target_N).sum(dtype=self.total.dtype)
+        self.count += (target_N != self.ignore_index).sum()
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
 
 class Perplexity(TokenMean):
     """exp of the mean cross-entropy of all tokens.
@@ -113,13 +118,11 @@ class Perplexity(TokenMean):
 
     zero = 0.0
 
-    def update(self, logits_NV: Tensor, target_N: Tensor) -> None:
-        loss_N = F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
-        self.total += loss_N.sum(dtype=self.total.dtype)
-        self.count += (target_N != self.ignore_index).sum()
+    def of_tokens(self, logits_NV: Tensor, target_N: Tensor) -> Tensor:
+        return F.cross_entropy(logits_NV, target_N, reduction="none", ignore_index=self.ignore_index)
 
     def compute(self) -> Tensor:
-        return (self.total / self.count).exp()
+        return super().compute().exp()
 
 
 class TokenAccuracy(TokenMean):
@@ -128,10 +131,5 @@ class TokenAccuracy(TokenMean):
     zero = 0
     plot_upper_bound = 1.0
 
-    def update(self, logits_NV: Tensor, target_N: Tensor) -> None:
-        counts_N = target_N != self.ignore_index
-        self.total += ((logits_NV.argmax(1) == target_N) & counts_N).sum()
-        self.count += counts_N.sum()
-
-    def compute(self) -> Tensor:
-        return self.total / self.count
+    def of_tokens(self, logits_NV: Tensor, target_N: Tensor) -> Tensor:
+        return (logits_NV.argmax(1) == target_N) & (target_N != self.ignore_index)

@@ -3,7 +3,7 @@
 # B batch · L label
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,9 +11,8 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import Panel
-from lockstep.tasks.panels import ByLabel
-from lockstep.tasks.task import Task, class_weight, refuse_count, refuse_outputs
+from lockstep.tasks.panel import ByLabel, Panel
+from lockstep.tasks.task import Task, loss_factors, refuse_outputs
 
 
 class Multilabel(Task):
@@ -21,6 +20,11 @@ class Multilabel(Task):
 
     needs = ("labels",)
     names = "labels"
+    titles: ClassVar = {
+        "loss": ("Loss", "binary cross-entropy"),
+        "f1": ("F1", "mean over labels"),
+        "acc": ("Accuracy", "share of labels"),
+    }
     activation = "sigmoid"
     pos_weight_L: Tensor | None
 
@@ -30,15 +34,11 @@ class Multilabel(Task):
             raise UserError(
                 f"task.threshold={threshold} is not possible; it takes a probability between 0 and 1. Type task.threshold=0.5."
             )
-        self.threshold = threshold
-        self.register_buffer("pos_weight_L", class_weight(pos_weight), persistent=False)
+        self.threshold, self.pos_weight = threshold, pos_weight
 
     def bind(self, about: Mapping[str, Any]) -> None:
         super().bind(about)
-        refuse_count("pos_weight", self.pos_weight_L, about, "labels")
-
-    def network_arguments(self) -> dict[str, Any]:
-        return {"num_classes": len(self.about["labels"])}
+        self.register_buffer("pos_weight_L", loss_factors(self, "pos_weight", self.pos_weight), persistent=False)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BL = batch["target"].to(output.dtype)
@@ -54,7 +54,7 @@ class Multilabel(Task):
         }
 
     def metric_arguments(self) -> dict[str, Any]:
-        return {"num_labels": len(self.about["labels"]), "threshold": self.threshold}
+        return {"num_labels": len(self.value_names), "threshold": self.threshold}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         # Probabilities, because torchmetrics would mistake logits in [0, 1] for probabilities.
@@ -68,18 +68,11 @@ class Multilabel(Task):
         return {"target": self.present(batch["target"] > 0)}
 
     def present(self, there_BL: Tensor) -> list[list[str]]:
-        names = self.about["labels"]
+        names = self.value_names
         return [[name for name, there in zip(names, row, strict=True) if there] for row in there_BL.tolist()]
 
-    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        return [
-            ("Loss", "binary cross-entropy", ("train/loss", "val/loss")),
-            ("F1", "mean over labels", ("val/f1",)),
-            ("Accuracy", "share of labels", ("val/acc",)),
-        ]
-
     def test_panels(self) -> dict[str, Panel]:
-        return {"labels": ByLabel(self.about["labels"], self.metric_inputs, self.threshold)}
+        return {"labels": ByLabel(self.value_names, self.metric_inputs, self.threshold)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         found = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}

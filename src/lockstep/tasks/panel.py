@@ -1,11 +1,11 @@
-"""Panels of the report about the test set: what they are computed from, and what they show. Free of HTML."""
+"""Panels of the report about the test set: what they show, what they are computed from, and those of the shipped tasks. Free of HTML."""
 
-# B batch · N sample
+# B batch · N sample · K class · L label · H W pixel · T target, or token of a sequence
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -174,3 +174,201 @@ class Worst(Panel):
         """Index and loss, the worst first."""
         loss_W, index_W = largest(self.count, self.loss_W.flatten(), self.index_W.flatten())
         return [(i, loss) for i, loss in zip(index_W.tolist(), loss_W.tolist(), strict=True) if i >= 0]
+
+
+# --- Panels about classes: the confusion matrix, metrics by class or by label, calibration ---
+#
+# `inputs` is the task's `metric_inputs`: panels and metrics are computed from the same values.
+
+Inputs = Callable[[Any, Mapping[str, Any]], tuple[Any, ...]]
+BINS = 15  # of the calibration; the number of Guo et al., "On Calibration of Modern Neural Networks", 2017
+FEW = 30  # classes whose matrix can be read; of more, the most frequent confusions are listed
+PAIRS = 20
+
+
+class Confusion(Panel):
+    """Counts of (target, prediction), each of K classes; targets outside of them do not count."""
+
+    confusion_KK: Tensor
+    columns: ClassVar[tuple[str, ...]] = ("count", "recall", "precision", "F1")
+
+    def __init__(self, names: Sequence[str], inputs: Inputs, ignored: int = -1) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.names, self.ignored = [str(name) for name in names], ignored
+        size = len(self.names)
+        self.add_state("confusion_KK", torch.zeros(size, size, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        size, (output, target) = len(self.names), self.inputs(output, batch)
+        target, guess = target.flatten().long(), output[:, :size].argmax(1).flatten()
+        # as numbers: a selection would wait for the GPU
+        counts = (target >= 0) & (target < size) & (target != self.ignored)
+        place = target.clamp(0, size - 1) * size + guess
+        self.confusion_KK.view(-1).index_add_(0, place, counts.long())
+
+    def matrix(self) -> Iterator[Content]:
+        values = self.confusion_KK.tolist()
+        if len(values) <= FEW:
+            yield Matrix("Confusion matrix", self.names, values, "Rows are targets, columns predictions.")
+            return
+        wrong = self.confusion_KK.clone().fill_diagonal_(0).flatten()
+        places = [place for place in wrong.topk(PAIRS).indices.sort().values.tolist() if wrong[place]]
+        pairs = sorted(((int(wrong[place]), *divmod(place, len(values))) for place in places), reverse=True)
+        rows = [(self.names[a], self.names[b], n, Share(n, sum(values[a]))) for n, a, b in pairs]
+        yield Table("Most frequent confusions", ("target", "taken for", "count", "of the target"), rows)
+
+    def by_class(self) -> Table:
+        counts_KK = self.confusion_KK
+        columns = (counts_KK.diagonal().tolist(), counts_KK.sum(1).tolist(), counts_KK.sum(0).tolist())
+        rows = [(name, *self.of_class(*counts)) for name, *counts in zip(self.names, *columns, strict=True)]
+        return Table("Metrics by class", ("class", *self.columns), rows)
+
+    def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
+        return precision_and_recall(right, target, guess)
+
+    def contents(self) -> Sequence[Content]:
+        return [*self.matrix(), self.by_class()]
+
+
+def precision_and_recall(right: int, target: int, guess: int) -> tuple[Any, ...]:
+    """How many there are, the fraction that was found, the fraction that was right, and their harmonic mean."""
+    return target, Share(right, target), Share(right, guess), 2 * right / max(1, target + guess)
+
+
+class ByPixel(Confusion):
+    """Of segmentation: counts pixels, and measures by the intersection over union how well a class is found."""
+
+    columns = ("pixels", "IoU", "recall", "precision")
+
+    def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
+        fraction = target / max(1, int(self.confusion_KK.sum()))
+        return f"{fraction:.1%}", right / max(1, target + guess - right), right / max(1, target), right / max(1, guess)
+
+
+class Calibration(Panel):
+    """Whether a probability of 0.8 is right 8 times of 10. Bins as torchmetrics' CalibrationError has them."""
+
+    bins_3B: Tensor
+
+    def __init__(self, inputs: Inputs, probabilities: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inputs, self.probabilities = inputs, probabilities
+        self.add_state("bins_3B", torch.zeros(3, BINS, dtype=EXACT), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        output, target_B = self.inputs(output, batch)
+        probability_B, guess_B = self.probabilities(output).max(1)
+        right_B = guess_B == target_B
+        edges = torch.linspace(0, 1, BINS + 1, dtype=probability_B.dtype).to(probability_B)
+        place_B = (torch.bucketize(probability_B, edges, right=True) - 1).clamp(0, BINS - 1)
+        parts = torch.stack([torch.ones_like(probability_B), probability_B, right_B.to(probability_B)])
+        self.bins_3B.index_add_(1, place_B, parts.to(self.bins_3B.dtype))
+
+    def contents(self) -> Sequence[Content]:
+        count_B, probability_B, right_B = self.bins_3B.tolist()
+        filled = [row for row in zip(count_B, probability_B, right_B, strict=True) if row[0]]
+        error = sum(abs(p - r) for _, p, r in filled) / max(1.0, sum(count_B))
+        line = [(p / n, r / n) for n, p, r in filled]
+        series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
+        note = f"Expected calibration error {error:.4f}, in {BINS} bins of equal width."
+        return [Lines("Calibration", "probability of the prediction", "fraction that is right", series, note)]
+
+
+class ByLabel(Panel):
+    """Of multilabel data: what was found and what was missed of each label."""
+
+    counts_3L: Tensor
+
+    def __init__(self, names: Sequence[str], inputs: Inputs, threshold: float) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.names, self.threshold = [str(name) for name in names], threshold
+        self.add_state("counts_3L", torch.zeros(3, len(self.names), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        probability_BL, target_BL = self.inputs(output, batch)
+        target_BL, guess_BL = target_BL.bool(), probability_BL > self.threshold
+        self.counts_3L += torch.stack([x.sum(0) for x in (target_BL & guess_BL, target_BL, guess_BL)])
+
+    def contents(self) -> Sequence[Content]:
+        rows = [
+            (n, *precision_and_recall(*counts)) for n, counts in zip(self.names, self.counts_3L.T.tolist(), strict=True)
+        ]
+        note = f"A label is predicted if its probability is above {self.threshold:g}."
+        return [Table("Metrics by label", ("label", "count", "recall", "precision", "F1"), rows, note)]
+
+
+# --- Panels about numbers: targets and predictions, residuals, the loss by position of a token ---
+
+SAMPLES = 1000  # points of a scatter plot
+TARGETS = 6  # targets that are drawn
+HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
+
+
+class Residuals(Panel):
+    """Target and prediction of a fixed sample: the same indices in every evaluation, world and order."""
+
+    key_N: Tensor
+    index_N: Tensor
+    pairs_N2T: Tensor
+    count: Tensor
+
+    def __init__(self, names: Sequence[str], inputs: Inputs) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.names = [str(name) for name in names]
+        self.add_state("key_N", torch.full((SAMPLES,), -MODULUS), dist_reduce_fx=None)
+        self.add_state("index_N", torch.full((SAMPLES,), -1), dist_reduce_fx=None)
+        self.add_state("pairs_N2T", torch.zeros(SAMPLES, 2, len(self.names)), dist_reduce_fx=None)
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        index_B, (output, target) = batch["index"], self.inputs(output, batch)
+        pairs_B2T = torch.stack([x.reshape(len(index_B), -1).float() for x in (target, output)], 1)
+        self.key_N, self.index_N, self.pairs_N2T = largest(
+            SAMPLES,
+            torch.cat([self.key_N, -(index_B * HASH % MODULUS)]),
+            torch.cat([self.index_N, index_B]),
+            torch.cat([self.pairs_N2T, pairs_B2T]),
+        )
+        self.count += len(index_B)
+
+    def contents(self) -> Sequence[Content]:
+        key_N, index_N = self.key_N.flatten(), self.index_N.flatten()
+        _, index_N, pairs_N2T = largest(SAMPLES, key_N, index_N, self.pairs_N2T.flatten(end_dim=-3))
+        pairs_N2T = pairs_N2T[index_N >= 0]
+        note = "" if self.count <= SAMPLES else f"A fixed sample of {SAMPLES:,} of {self.count:,}."
+        return [each for place in range(min(TARGETS, len(self.names))) for each in self.of(place, pairs_N2T, note)]
+
+    def of(self, place: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
+        name, pairs = self.names[place], pairs_N2T[:, :, place].double().cpu()
+        points = [(target, guess) for target, guess in pairs.tolist()]
+        yield Points(f"Predictions of {name}", "target", "prediction", points, diagonal=True, note=note)
+        residual_N = pairs[:, 1] - pairs[:, 0]
+        residual_N = residual_N[residual_N.isfinite()]
+        if len(residual_N) > 1:
+            low, high = residual_N.min().item(), residual_N.max().item()
+            counts, edges = torch.histogram(residual_N, 25, range=(low, high if high > low else low + 1))
+            words = "prediction - target"
+            yield Bars(f"Residuals of {name}", words, "samples", edges.tolist(), counts.tolist(), note)
+
+
+class ByPosition(Panel):
+    """The mean loss of the tokens at each place of a sequence; `losses` gives loss_BT and which tokens count."""
+
+    sums_2T: Tensor
+
+    def __init__(self, length: int, losses: Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.losses = losses
+        self.add_state("sums_2T", torch.zeros(2, length, dtype=EXACT), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        loss_BT, counts_BT = self.losses(output, batch)
+        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=EXACT), counts_BT.sum(0).to(EXACT)])
+        self.sums_2T[:, : sums_2T.shape[1]] += sums_2T
+
+    def contents(self) -> Sequence[Content]:
+        points = [(float(at), loss / n) for at, (loss, n) in enumerate(self.sums_2T.T.tolist(), 1) if n]
+        return [Lines("Loss by position", "place in the sequence", "mean loss of a token", {"loss": points})]

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from lockstep.tasks.panel import Panel
-from lockstep.tasks.panels import Residuals
+from lockstep.tasks.panel import Panel, Residuals
 from lockstep.tasks.task import Task
 
 
@@ -30,23 +29,14 @@ class Regression(Task):
         losses: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": huber}
         self.error = losses[loss]
 
-    def network_arguments(self) -> dict[str, Any]:
-        return {"num_classes": len(self.about["targets"])}
-
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        output, target = self.metric_inputs(output, batch)
-        error = self.error(output, target, reduction="none")
-        return error if error.dim() == 1 else error.flatten(1).mean(1)
+        return columns_of(self.error(*self.metric_inputs(output, batch), reduction="none")).mean(1)
 
     def metrics(self) -> dict[str, Metric]:
-        return {
-            "rmse": MeanSquaredError(squared=False),
-            "mae": MeanAbsoluteError(),
-            "r2": R2(len(self.about["targets"])),
-        }
+        return {"rmse": MeanSquaredError(squared=False), "mae": MeanAbsoluteError(), "r2": R2(len(self.value_names))}
 
     def metric_arguments(self) -> dict[str, Any]:
-        return {"num_outputs": len(self.about["targets"])}
+        return {"num_outputs": len(self.value_names)}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Output and target in the target's shape, so nothing is broadcast, and in at least single precision."""
@@ -54,10 +44,10 @@ class Regression(Task):
         return output.reshape(batch["target"].shape).to(dtype), batch["target"].to(dtype)
 
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
-        return dict(zip(self.about["targets"], output.float().flatten(1).unbind(1), strict=True))
+        return dict(zip(self.value_names, output.float().flatten(1).unbind(1), strict=True))
 
     def targets(self, batch: Mapping[str, Any]) -> dict[str, Sequence[Any] | Tensor]:
-        columns = zip(self.about["targets"], columns_of(batch["target"].float()).unbind(1), strict=True)
+        columns = zip(self.value_names, columns_of(batch["target"].float()).unbind(1), strict=True)
         return {f"target/{name}": column for name, column in columns}
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -68,11 +58,11 @@ class Regression(Task):
         ]
 
     def test_panels(self) -> dict[str, Panel]:
-        return {"residuals": Residuals(self.about["targets"], self.metric_inputs)}
+        return {"residuals": Residuals(self.value_names, self.metric_inputs)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         guess, target = map(columns_of, self.metric_inputs(output, batch))
-        names = list(self.about["targets"])[:4]
+        names = self.value_names[:4]
         return [
             {name: f"{t:.4g} predicted as {g:.4g}" for name, t, g in zip(names, row_t, row_g, strict=False)}
             for row_t, row_g in zip(target.tolist(), guess.tolist(), strict=True)

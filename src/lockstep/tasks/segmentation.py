@@ -3,7 +3,7 @@
 # B batch · K class · H W pixel
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import Mask, Panel
-from lockstep.tasks.panels import ByPixel
+from lockstep.tasks.panel import ByPixel, Mask, Panel
 from lockstep.tasks.task import Task, refuse_outputs
 
 
@@ -24,14 +23,16 @@ class Segmentation(Task):
     """
 
     needs = ("classes",)
+    titles: ClassVar = {
+        "loss": ("Loss", "cross-entropy"),
+        "iou": ("Intersection over union", "mean over classes"),
+        "acc": ("Accuracy", "share of pixels"),
+    }
     activation = "softmax"
 
     def __init__(self, *, ignore_index: int = 255, dice: float = 0.0) -> None:
         super().__init__()
         self.ignore_index, self.dice = ignore_index, dice
-
-    def network_arguments(self) -> dict[str, Any]:
-        return {"num_classes": len(self.about["classes"])}
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BHW = batch["target"].long()
@@ -40,7 +41,7 @@ class Segmentation(Task):
                 f"task=segmentation needs a class per pixel and a network for it; the data has targets of shape {tuple(target_BHW.shape)}, the network "
                 f"gives {tuple(output.shape)}. Choose another task, or other data and another model."
             )
-        refuse_outputs(output, len(target_BHW), len(self.about["classes"]), *target_BHW.shape[1:])
+        refuse_outputs(output, len(target_BHW), len(self.value_names), *target_BHW.shape[1:])
         loss_BHW = F.cross_entropy(output, target_BHW, reduction="none", ignore_index=self.ignore_index)
         loss_B = loss_BHW.sum((1, 2)) / (target_BHW != self.ignore_index).sum((1, 2)).clamp(min=1)
         return loss_B + self.dice * dice_loss(output, target_BHW, self.ignore_index) if self.dice else loss_B
@@ -58,7 +59,7 @@ class Segmentation(Task):
         }
 
     def metric_arguments(self) -> dict[str, Any]:
-        return {"num_classes": len(self.about["classes"]), "ignore_index": self.ignore_index}
+        return {**super().metric_arguments(), "ignore_index": self.ignore_index}
 
     def metric_inputs(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         return output, batch["target"].long()
@@ -66,15 +67,8 @@ class Segmentation(Task):
     def predictions(self, output: Tensor) -> dict[str, Sequence[Any] | Tensor]:
         return {"mask": output.argmax(1)}
 
-    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        return [
-            ("Loss", "cross-entropy", ("train/loss", "val/loss")),
-            ("Intersection over union", "mean over classes", ("val/iou",)),
-            ("Accuracy", "share of pixels", ("val/acc",)),
-        ]
-
     def test_panels(self) -> dict[str, Panel]:
-        return {"pixels": ByPixel(self.about["classes"], self.metric_inputs, self.ignore_index)}
+        return {"pixels": ByPixel(self.value_names, self.metric_inputs, self.ignore_index)}
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """The prediction is left clear where the target does not count."""

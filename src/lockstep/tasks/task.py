@@ -24,7 +24,10 @@ class Task(nn.Module):
     """
 
     needs: ClassVar[tuple[str, ...]] = ()  # keys that `about` must have
-    names: ClassVar[str] = "classes"  # the key of `about` that names the values of a metric with several values
+    names: ClassVar[str] = (
+        "classes"  # the key of `about` that names the values of an output, and of a metric with several
+    )
+    titles: ClassVar[Mapping[str, tuple[str, str]]] = {}  # of curves in the report: title and unit by metric, or `loss`
     # What makes predictions of outputs, for exported networks: softmax, sigmoid or identity. A class with other `predictions`
     # sets its own; None: it cannot be exported.
     activation: str | None = None
@@ -42,9 +45,14 @@ class Task(nn.Module):
             )
         self.about = about
 
+    @property
+    def value_names(self) -> Sequence[Any]:
+        """Of the classes, labels, ...; empty if the data has none."""
+        return self.about.get(self.names) or ()
+
     def network_arguments(self) -> dict[str, Any]:
-        """Arguments offered to the network, such as `num_classes`. It gets those that its signature names."""
-        return {}
+        """Arguments offered to the network. It gets those that its signature names."""
+        return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
     def outputs(self, net: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
         """What the network makes of a batch. It can only be called: its other methods would bypass the strategy."""
@@ -63,8 +71,8 @@ class Task(nn.Module):
         return {}
 
     def metric_arguments(self) -> dict[str, Any]:
-        """Arguments offered to metrics of the config, such as `num_classes`."""
-        return {}
+        """Arguments offered to metrics of the config."""
+        return {"num_classes": len(self.value_names)} if self.names in self.needs else {}
 
     def metric_inputs(self, output: Any, batch: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a metric's `update`."""
@@ -99,8 +107,10 @@ class Task(nn.Module):
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """The report's curves: title, unit, columns of metrics.csv."""
-        curves: list[tuple[str, str, tuple[str, ...]]] = [("Loss", "loss", ("train/loss", "val/loss"))]
-        return [*curves, *((name, name, (f"val/{name}",)) for name in self.metrics())]
+        columns: dict[str, tuple[str, ...]] = {"loss": ("train/loss", "val/loss")}
+        columns |= {name: (f"val/{name}",) for name in self.metrics()}
+        titles = {"loss": ("Loss", "loss"), **self.titles}
+        return [(*titles.get(name, (name, name)), shown) for name, shown in columns.items()]
 
     def test_panels(self) -> dict[str, Panel]:
         """The report's panels about the test set, besides the samples with the largest losses."""
@@ -131,13 +141,12 @@ def refuse_outputs(output: Tensor, *shape: int) -> None:
         )
 
 
-def class_weight(given: Sequence[float] | None) -> Tensor | None:
-    return None if given is None else torch.tensor(given, dtype=torch.float32)
-
-
-def refuse_count(name: str, weight: Tensor | None, about: Mapping[str, Any], of: str) -> None:
-    """Raises UserError if the factors of a loss are not one for each class or label."""
-    if weight is not None and len(weight) != len(about[of]):
+def loss_factors(task: Task, name: str, factors: Sequence[float] | None) -> Tensor | None:
+    """The factors of a loss. Raises UserError if they are not one for each class or label."""
+    if factors is None:
+        return None
+    if len(factors) != len(task.value_names):
         raise UserError(
-            f"task.{name} has {len(weight)} numbers; the data has {len(about[of])} {of}. Give one for each."
+            f"task.{name} has {len(factors)} numbers; the data has {len(task.value_names)} {task.names}. Give one for each."
         )
+    return torch.tensor(factors, dtype=torch.float32)

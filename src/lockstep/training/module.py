@@ -3,7 +3,7 @@
 # B batch
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -182,20 +182,15 @@ class TaskModule(QuickHookNames):
         with of_all_processes([self.mean_loss, *self.figures.values()]):
             found = self.mean_loss.compute()
             for name, metric in self.figures.items():
-                found |= named(name, metric.compute(), self.value_names)
+                found |= named(name, metric.compute(), self.task.value_names)
         self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
         for metric in (self.mean_loss, *self.figures.values()):
             metric.reset()
 
     def figure_names(self) -> list[str]:
         """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        known = (names_without_samples(name, metric, self.value_names) for name, metric in self.figures.items())
+        known = (names_without_samples(name, metric, self.task.value_names) for name, metric in self.figures.items())
         return [*chain.from_iterable(known)]
-
-    @property
-    def value_names(self) -> Sequence[Any]:
-        """The names of a metric's values, if it has one per class, label, ..."""
-        return self.task.about.get(self.task.names, ())
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")

@@ -79,7 +79,7 @@ class TaskWorkload(Workload):
     def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
         if top_k > 1 and type(self.task).top is Task.top:
             raise UserError(f"top_k={top_k} has no effect: {self.title} does not rank classes. Leave it out.")
-        return partial(columns_of_task, self.task, top_k), self.task.about.get(self.task.names, ())
+        return partial(columns_of_task, self.task, top_k), self.task.value_names
 
 
 class CustomModuleWorkload(Workload):
