@@ -55,7 +55,7 @@ from lockstep.training import oom, optim
 from lockstep.training.dry_run import DryRun
 from lockstep.training.metrics import undivided_evaluation
 from lockstep.training.module import TaskModule
-from lockstep.training.workload import CustomModuleWorkload, workload
+from lockstep.training.workload import Workload, workload
 
 __all__ = ["data", "dry_run", "evaluate", "fit", "module", "process", "recorder", "seed", "trainer", "with_numbers"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
@@ -139,7 +139,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     """
     if uses_custom_module(cfg):
         custom = create_custom_module(cfg)
-        raise_problems(CustomModuleWorkload(custom, data).problems(title(cfg.data), cfg.checkpoint.monitor))
+        raise_problems(Workload(custom, data).problems(title(cfg.data), cfg.checkpoint.monitor))
         if weights:
             load_module_weights(custom, Path(weights))
         return custom

@@ -36,7 +36,7 @@ from lockstep.reporting.loggers import CutAtResume, MetricsCsv, in_background
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
-from lockstep.training.workload import CustomModuleWorkload, TaskWorkload
+from lockstep.training.workload import TaskWorkload, Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -114,7 +114,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     """
     custom, own_loaders, steps = uses_custom_module(cfg), has_own_loaders(cfg), arithmetic(cfg)
     if cfg.resume:
-        kind = CustomModuleWorkload if custom else TaskWorkload
+        kind = Workload if custom else TaskWorkload
         outline(Path(cfg.resume)).require_position(*kind.position, *(() if own_loaders else (DATA,)))
     config, data_info = to_plain(cfg), facts(data)
     shared = {

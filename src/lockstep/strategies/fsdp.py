@@ -165,9 +165,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if path.is_dir():
-            return sharded.load_sharded(path, self.mesh)
-        return self.checkpoint_io.load_checkpoint(path)
+        return sharded.load(path, self.mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
