@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import limited
 import pytest
@@ -22,6 +23,7 @@ from lockstep.extras import comparison
 from lockstep.launch import local
 from lockstep.machine.world import World
 from lockstep.models import BasicNet
+from lockstep.training import oom
 from lockstep.training.oom import ran_out
 
 AUTO = "trainer.accumulate_grad_batches=auto"
@@ -210,6 +212,15 @@ def test_the_message_names_what_fits(most, options, accumulate, parts, train):
     for part in parts:
         assert part in str(error.value)
     assert "CUDA out of memory" in Path("runs/a/train.log").read_text()  # torch's own words
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_trial_holds_the_copy_that_checkpoints_are_written_from(background, train, monkeypatch):
+    copied, deepcopy = [], oom.copy.deepcopy
+    monkeypatch.setattr(oom, "copy", SimpleNamespace(deepcopy=lambda state: copied.append(state) or deepcopy(state)))
+    with pytest.raises(OutOfMemory):
+        train("run=a", "data.batch_size=60", f"checkpoint.background={background}", training=20)
+    assert bool(copied) == background
 
 
 @pytest.mark.parametrize(("error", "expected"), [

@@ -122,7 +122,7 @@ class ByRow:
 
     def forward(self, x: Tensor) -> Tensor:
         shape = self.mask_shape(x)
-        p = float(getattr(self, "drop_prob", None) or getattr(self, "p", 0.0))  # as timm's layer or torch's
+        p: Any = getattr(self, "drop_prob", None) or getattr(self, "p", 0.0)  # as timm's layer or torch's
         if current is None or not self.training or not 0 < p < 1 or 0 in (shape or (0,)):
             result: Tensor = super().forward(x)  # type: ignore[misc]  # the second base's
             return result
@@ -196,8 +196,9 @@ def by_row(net: nn.Module) -> None:
     Subclasses stay as they are: they may draw otherwise.
     """
     imported = {getattr(sys.modules[name], of): BySample for name, of in OF_LIBRARIES.items() if name in sys.modules}
-    layers = LAYERS | imported
+    layers: dict[Any, Any] = LAYERS | imported
     for name, module in net.named_modules():
-        if type(module) in layers:
-            module.__class__ = with_rows(type(module), layers[type(module)])
+        kind: Any = type(module)
+        if kind in layers:
+            module.__class__ = with_rows(kind, layers[kind])
             module.layer = name

@@ -164,9 +164,7 @@ def differing(whole: list[Passed], *forwards: list[Passed]) -> list[int]:
 
 def named(source: nn.Module | Task) -> str:
     """A module's class, with the file and line of the code that computes."""
-    kind = type(source)
-    if isinstance(source, dropout.ByRow):
-        kind = source.original
+    kind: Any = source.original if isinstance(source, dropout.ByRow) else type(source)
     code: Any = getattr(kind, "loss" if isinstance(source, Task) else "forward")
     try:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
@@ -195,18 +193,17 @@ def why_not(net: nn.Module, task: Task, batch: Batch, *, exact: bool = False) ->
     draw = [passed.source for passed in whole if passed.drew]
     if draw and not exact:
         return told.format(named(draw[0])) + ", or set exact.shards=8"
-    if again := differing(
-        whole, forward(net, task, batch)
-    ):  # from a generator of its own, which nobody seeds for a step
+    again = differing(whole, forward(net, task, batch))
+    if again:  # from a generator of its own, which nobody seeds for a step
         return told.format(named(whole[again[0]].source))
     if exact:
         return ""
-    slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
-    halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
+    half = COUNT // 2
 
     def divided(whole: list[Passed]) -> list[int]:
-        parts = (forward(net, task, half, half_number * COUNT // 2) for half_number, half in enumerate(halves))
-        return differing(whole, *parts)
+        """Where two forwards of half of the samples each pass something else."""
+        halves = [{**samples_at(batch, slice(first, first + half), COUNT), "count": half} for first in (0, half)]
+        return differing(whole, forward(net, task, halves[0]), forward(net, task, halves[1], first=half))
 
     apart = divided(whole)
     if task.between_samples:  # whose loss is of the whole global batch in training

@@ -92,7 +92,7 @@ class TaskModule(QuickHookNames):
         # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
         # nor their number changes a row.
         self.window_loss += loss.detach().float().to(self.mean_loss.exact)
-        weight = 1.0 if weight_B is None else weight_B.float().mean().to(self.mean_loss.exact)
+        weight: Any = 1.0 if weight_B is None else weight_B.float().mean().to(self.mean_loss.exact)
         self.window_weight += weight
         if weight_B is not None:
             self.step_weight = weight + (0.0 if self.step_weight is None else self.step_weight)
