@@ -177,6 +177,7 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
 def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
     for accelerator, expected in (("cuda", True), ("cpu", False)):
         cfg = compose_config("train", ["exact.shards=8", "trainer.limit_val_batches=2"])
-        made = build_trainer.for_logical_ranks(cfg, replace(world_of(cfg), accelerator=accelerator))
+        world = replace(world_of(cfg), accelerator=accelerator)
+        made = build_trainer.arithmetic(cfg).trainer_arguments(cfg.trainer, world)
         assert bool(made["deterministic"]) == expected
         assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)

@@ -96,8 +96,8 @@ def test_a_broken_tree_is_noticed(base, runs, single, monkeypatch):
 
     class OneByOne(TreeReduction):
         def add(self, tensors):
-            if self.levels:
-                torch._foreach_add_(self.levels[0], tensors)
+            if self.sums:
+                torch._foreach_add_(self.sums[0], tensors)
             else:
                 super().add(tensors)
 

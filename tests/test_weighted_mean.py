@@ -3,7 +3,6 @@
 import csv
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -43,24 +42,11 @@ SETUPS = {
 }
 
 
-@dataclass(frozen=True)
-class Plain:
-    """What a plain loop ended with."""
-
-    weights: dict[str, Tensor]
-    losses: list[float]
-    val_loss: float
-
-
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, mnist, cache) -> Iterator[list[str]]:
-    root = thin_project.write(
-        tmp_path_factory.mktemp("project"),
-        **{
-            "src/weighing/__init__.py": TASK,
-            "configs/task/weighted.yaml": "defaults: [classification]\n_target_: weighing.Weighted\n",
-        },
-    )
+    config = "defaults: [classification]\n_target_: weighing.Weighted\n"
+    files = {"src/weighing/__init__.py": TASK, "configs/task/weighted.yaml": config}
+    root = thin_project.write(tmp_path_factory.mktemp("project"), **files)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         yield [
@@ -79,7 +65,8 @@ def weighted_mean(net: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def plain(options) -> Plain:
+def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
+    """Weights, losses and validation loss of a plain loop."""
     cfg = compose_config("train", options)
     cfg = decided(cfg, world_of(cfg), create_data(cfg))
     build.seed(cfg)
@@ -97,7 +84,7 @@ def plain(options) -> Plain:
     indices = data.val_split.indices(torch.arange(data.val_split.count).numpy())
     with torch.no_grad():
         val_loss = weighted_mean(net, data.finished(fetch(data.dataset.train, indices), training=False)).item()
-    return Plain({f"net.{key}": value for key, value in net.state_dict().items()}, losses, val_loss)
+    return {f"net.{key}": value for key, value in net.state_dict().items()}, losses, val_loss
 
 
 def vector(state: dict[str, Tensor]) -> Tensor:
@@ -107,12 +94,11 @@ def vector(state: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("setup", [pytest.param(name, marks=[pytest.mark.slow] * (name != "fsdp")) for name in SETUPS])
 def test_samples_weigh_alike_under_every_strategy(setup, options, plain, forked):
     report = lockstep.train([f"run={setup}", *SETUPS[setup], *options])
-    state = read(Path("runs", setup, "checkpoints/last.ckpt")).state_dict
-    assert list(state) == list(plain.weights)
-    difference = vector(state) - vector(plain.weights)
-    assert float(difference.norm() / vector(plain.weights).norm()) < 1e-6
+    state, (weights, expected, val_loss) = read(Path("runs", setup, "checkpoints/last.ckpt")).state_dict, plain
+    assert list(state) == list(weights)
+    assert float((vector(state) - vector(weights)).norm() / vector(weights).norm()) < 1e-6
     with Path("runs", setup, "metrics.csv").open() as file:
         losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
-    assert losses == pytest.approx(plain.losses, rel=2e-6)
-    assert report["val/loss"] == pytest.approx(plain.val_loss, rel=1e-5)
+    assert losses == pytest.approx(expected, rel=2e-6)
+    assert report["val/loss"] == pytest.approx(val_loss, rel=1e-5)
     assert report["test/count"] == 103  # samples of weight 0 are counted as well

@@ -63,7 +63,7 @@ from lockstep.training import oom, optim
 from lockstep.training.dry_run import DryRun
 from lockstep.training.metrics import undivided_evaluation
 from lockstep.training.module import TaskModule
-from lockstep.training.workload import CustomModuleWorkload, workload
+from lockstep.training.workload import Workload, workload
 
 __all__ = ["data", "dry_run", "evaluate", "fit", "module", "process", "recorder", "seed", "trainer", "with_numbers"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
@@ -119,14 +119,8 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     node = optimizer_node(cfg)
     made: dict[str, Any] = {"optimizer": create(node, "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
-    if cfg.exact.shards:
-        if spec_of(cfg.strategy).is_sharded and "fused" not in takes:  # torch has fused kernels for those that work so
-            raise UserError(
-                f"optim: {node['_target_']} is not known to work element by element, so exact.shards={cfg.exact.shards} is not possible "
-                f"with strategy={cfg.strategy.name}. Name another optimizer, or type strategy=ddp."
-            )
-        if "foreach" in takes:  # the first step, which is not fused, computes element by element
-            made["optimizer"] = partial(made["optimizer"], foreach=False)
+    sharding = cfg.strategy.name if spec_of(cfg.strategy).is_sharded else None
+    made["optimizer"] = arithmetic(cfg).optimizer_factory(made["optimizer"], node["_target_"], sharding)
     own = set(ENGINE["optim"]) - takes.keys()
     if asked := {key: value for key, value in node.items() if key in own and value is not None and value is not False}:
         raise_problems(
@@ -147,7 +141,7 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
     """
     if uses_custom_module(cfg):
         custom = create_custom_module(cfg)
-        raise_problems(CustomModuleWorkload(custom, data).problems(title(cfg.data), cfg.checkpoint.monitor))
+        raise_problems(Workload(custom, data).problems(title(cfg.data), cfg.checkpoint.monitor))
         if weights:
             load_module_weights(custom, Path(weights))
         return custom

@@ -22,8 +22,7 @@ from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
 from lockstep.config.instantiate import create, has_own_loaders, to_plain, uses_custom_module
-from lockstep.config.rules import COUNTED
-from lockstep.config.run_config import SPARSEST, log_interval, model_title, parts_of_step, run_dir, title
+from lockstep.config.run_config import SPARSEST, log_interval, model_title, run_dir, title
 from lockstep.config.targets import accepted
 from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
@@ -33,7 +32,7 @@ from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
-from lockstep.training.workload import CustomModuleWorkload, TaskWorkload
+from lockstep.training.workload import TaskWorkload, Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -110,7 +109,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     """
     custom, own_loaders, steps = uses_custom_module(cfg), has_own_loaders(cfg), arithmetic(cfg)
     if cfg.resume:
-        kind = CustomModuleWorkload if custom else TaskWorkload
+        kind = Workload if custom else TaskWorkload
         outline(Path(cfg.resume)).require_position(*kind.position, *(() if own_loaders else (DATA,)))
     config, data_info = to_plain(cfg), facts(data)
     shared = {
@@ -123,7 +122,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         step_seed.StepSeed(
             cfg.seed,
             steps,
-            masks_by_row=steps.masks_by_sample and not cfg.compile and not own_loaders,
+            masks_by_row=not steps.same_bits and not cfg.compile and not own_loaders,
             own_loaders=own_loaders,
         ),
         stopping.RankAgreement(shared),
@@ -162,26 +161,13 @@ def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
     return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
-def for_logical_ranks(cfg: DictConfig, world: World) -> dict[str, Any]:
-    """Arguments of the Trainer with `exact.shards`: deterministic kernels on GPUs; and the config counts steps, on any number of
-    processes, where the Trainer counts micro-batches."""
-    if not cfg.exact.shards:
-        return {}
-    parts = parts_of_step(cfg, world.size)
-    counts = {key: cfg.trainer[key] * parts for key in COUNTED if type(cfg.trainer[key]) is int}
-    return {
-        **counts,
-        "accumulate_grad_batches": parts,
-        "deterministic": cfg.trainer.deterministic or world.accelerator == "cuda",
-    }
-
-
 def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
     given = to_plain(cfg.trainer)
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
-    given |= for_logical_ranks(cfg, world) | parts
+    steps = arithmetic(cfg)
+    given |= steps.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
     node = cfg.strategy
@@ -200,7 +186,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     offered = {
         "environment": environment,
         "sharded_checkpoints": cfg.checkpoint.sharded,
-        "logical_ranks": bool(cfg.exact.shards),
+        "arithmetic": steps,
         "trains_task": not uses_custom_module(cfg),
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))

@@ -194,22 +194,29 @@ def test_what_logical_ranks_repeat_is_covered_there(net):
     assert why_not(net, Noisy(), exact=True) == ""
 
 
+class Residue(Mean):
+    """A loss of rounding errors. Its scale stands for kernels that round differently for different numbers of samples."""
+
+    def loss(self, output: Tensor, batch: dict) -> Tensor:
+        return (output * (1 + 1e-7 * len(output)) - output).flatten(1).mean(1)
+
+
+class Contrastive(Mean):
+    """Its loss is of the whole global batch in training."""
+
+    between_samples = True
+
+    def loss(self, output: Tensor, batch: dict) -> Tensor:
+        return (output @ output.T).logsumexp(1)
+
+
+@pytest.mark.parametrize("task", [Dropping(), Residue(), Contrastive()], ids=lambda task: type(task).__name__)
+def test_covered_losses(task):
+    assert why_not(layers(), task) == ""
+
+
 def test_random_numbers_of_the_loss_are_found():
     assert "random numbers in Noisy (" in why_not(layers(), Noisy())
-
-
-def test_dropout_of_the_task_is_covered():
-    assert why_not(layers(), Dropping()) == ""
-
-
-def test_a_loss_of_rounding_errors_is_no_difference():
-    class Residue(Mean):
-        """Its scale stands for kernels that round otherwise for other numbers of samples."""
-
-        def loss(self, output: Tensor, batch: dict) -> Tensor:
-            return (output * (1 + 1e-7 * len(output)) - output).flatten(1).mean(1)
-
-    assert why_not(layers(), Residue()) == ""
 
 
 def test_draws_are_seen_without_numbers():
@@ -218,13 +225,3 @@ def test_draws_are_seen_without_numbers():
         with invariance.Draws() as draws:
             copy.deepcopy(net).to("meta")(batch)
         assert draws.any is expected
-
-
-def test_a_loss_between_samples_is_of_the_whole_batch_in_training():
-    class Contrastive(Mean):
-        between_samples = True
-
-        def loss(self, output: Tensor, batch: dict) -> Tensor:
-            return (output @ output.T).logsumexp(1)
-
-    assert why_not(layers(), Contrastive()) == ""

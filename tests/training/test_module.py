@@ -1,32 +1,123 @@
 """The LightningModule of every task: figures sum up exactly, and a batch in which nothing counts changes nothing."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lockstep.errors import UserError
-from lockstep.tasks import Regression, Segmentation, Task
-from lockstep.training.metrics import named
+from lockstep.tasks import Classification, Regression, Segmentation, Task
+from lockstep.training.metrics import MeanLoss, named
 from lockstep.training.module import TaskModule
 
 FLOAT64 = pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps has no float64")
 
 
-def module(task: Task, net: nn.Module) -> TaskModule:
-    task.bind({"targets": ["height"], "classes": ["land", "sea"]})
+def untrained(task: Task, net: nn.Module) -> TaskModule:
+    """The module of a task, for evaluation."""
+    task.bind(
+        {"targets": ["height"], "classes": ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")}
+    )
     never = pytest.fail
     return TaskModule(
         net, task, optimizer=never, schedule=never, parallelize=never, metrics=task.metrics(), network_arguments={}
     )
 
 
+def module() -> TaskModule:
+    """Its network hands logits on."""
+    return untrained(Classification(), nn.Identity())
+
+
+def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    random = np.random.default_rng(seed)
+    label_B = random.integers(0, 10, count)
+    logits_BK = random.normal(size=(count, 10)) + 2 * np.eye(10)[label_B]
+    return torch.tensor(logits_BK, dtype=torch.float32), torch.tensor(label_B)
+
+
+def seen(module: TaskModule, *batches: tuple[Tensor, Tensor], fillers: int = 0) -> TaskModule:
+    """After an evaluation of these batches, each with so many fillers at its end."""
+    for logits_BK, label_B in batches:
+        odd_BK = torch.cat([logits_BK, 1e4 * torch.rand(fillers, 10)])
+        target_B, index_B = (
+            torch.cat([x, torch.full((fillers,), y)]) for x, y in ((label_B, 0), (torch.arange(len(label_B)), -1))
+        )
+        batch = {"input": odd_BK, "target": target_B, "index": index_B}
+        module.evaluation_step(batch | {"count": len(label_B)}, 0)
+    return module
+
+
+def logged(module: TaskModule) -> dict[str, float]:
+    """What the end of the evaluation logs; the sums begin anew then."""
+    found: dict[str, Tensor] = {}
+    module.log_dict = lambda figures, **_: found.update(figures)
+    module.log_evaluation("test")
+    return {name.removeprefix("test/"): value.item() for name, value in found.items()}
+
+
+def figures(*batches: tuple[Tensor, Tensor], fillers: int = 0) -> dict[str, float]:
+    return logged(seen(module(), *batches, fillers=fillers))
+
+
+def plainly(logits_BK: Tensor, label_B: Tensor) -> dict[str, float]:
+    """The same from the formulas, a sample at a time, in double precision."""
+    pairs = [(z, int(y)) for z, y in zip(logits_BK.double().numpy(), label_B, strict=True)]
+    losses = [float(np.log(np.exp(z - z.max()).sum()) + z.max() - z[y]) for z, y in pairs]
+    hits = sum(int(z.argmax() == y) for z, y in pairs)
+    return {"loss": sum(losses) / len(pairs), "acc": hits / len(pairs), "count": len(pairs)}
+
+
+def test_fillers_count_nowhere():
+    assert figures(samples(100), fillers=37) == figures(samples(100))
+    nothing = (torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64))
+    assert figures(samples(100), nothing, fillers=5) == figures(samples(100))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(0, 300), max_size=12), seed=st.integers(0, 1000))
+def test_the_figures_are_those_of_a_plain_computation_however_samples_are_split_into_batches(cuts, seed):
+    logits_BK, label_B = samples(300, seed)
+    places = [0, *sorted(cuts), 300]
+    batches = [(logits_BK[a:b], label_B[a:b]) for a, b in pairwise(places)]
+    assert figures(*batches, fillers=1) == pytest.approx(plainly(logits_BK, label_B), rel=1e-6)
+
+
+def test_the_next_evaluation_forgets_the_one_before():
+    made, last = module(), samples(50, seed=1)
+    logged(seen(made, samples(50, seed=0)))
+    assert logged(seen(made, last)) == figures(last)
+
+
+def test_weights_of_samples_weigh_their_losses():
+    loss_B, weight_B = torch.tensor([1.0, 2.0, 5.0, 9.0]), torch.tensor([0.5, 0.0, 2.0, 1.5])
+    mean = MeanLoss()
+    for part in (slice(0, 1), slice(1, 4)):
+        mean.update(loss_B[part], weight_B[part])
+    assert {name: value.item() for name, value in mean.compute().items()} == {"loss": 24 / 4, "count": 4}
+
+
+@FLOAT64
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_leave_the_sums_in_float64(dtype):
+    made = module().to(dtype)  # as Lightning does for precision bf16-true and 16-true
+    made.on_validation_epoch_start()
+    logits_BK, label_B = samples(3000)
+    seen(made, *((logits_BK[i : i + 100].to(dtype), label_B[i : i + 100]) for i in range(0, 3000, 100)))
+    assert made.mean_loss.loss_sum.dtype == torch.float64
+    assert logged(made) == pytest.approx(plainly(logits_BK.to(dtype).float(), label_B), rel=1e-5)
+
+
 @FLOAT64
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_figures_sum_up_in_float64(dtype):
-    made = module(Regression(), nn.Flatten()).to(dtype)  # as Lightning does for precision bf16-true
+    made = untrained(Regression(), nn.Flatten()).to(dtype)  # as Lightning does for precision bf16-true
     made.on_test_epoch_start()
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
@@ -38,7 +129,7 @@ def test_figures_sum_up_in_float64(dtype):
 
 def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
     net = nn.Conv2d(1, 2, 1)
-    made = module(Segmentation(), net)
+    made = untrained(Segmentation(), net)
     strategy = SimpleNamespace(reduce=lambda value, **_: value)
     trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=strategy, precision_plugin=None)
     made.trainer, made.log = trainer, pytest.fail
@@ -54,7 +145,7 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
 @pytest.mark.parametrize("fused", [True, False])
 def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
     """16-mixed: Lightning unscales them before clipping, but not for fused optimizers, whose steps skip infinite ones unasked."""
-    made, scaler = module(Regression(), nn.Linear(2, 1)), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    made, scaler = untrained(Regression(), nn.Linear(2, 1)), torch.amp.GradScaler("cpu", init_scale=1024.0)
     made.trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler))
     twin = nn.Linear(2, 1)
     twin.load_state_dict(made.net.state_dict())
@@ -79,7 +170,7 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
 
 def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():
     """The other processes would wait for it."""
-    made, asked = module(Segmentation(), nn.Identity()), []
+    made, asked = untrained(Segmentation(), nn.Identity()), []
     made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: asked.append(value) or value + 1))
     made.window_loss = made.window_weight = torch.tensor(0.0)
     checkpoint = {}
@@ -92,7 +183,7 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     """It adds up the processes' sums, which is another order of additions: in float32 the last digit differed."""
     monkeypatch.setattr("lockstep.training.module.completes_step", lambda *_: False)
     losses = iter([2.0**24, 1.0, 1.0])
-    made = module(Segmentation(), nn.Identity())
+    made = untrained(Segmentation(), nn.Identity())
     monkeypatch.setattr(made.task, "loss", lambda *_: torch.tensor([next(losses)]))
     monkeypatch.setattr(made.task, "weight", lambda _: None)
     made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: value))
@@ -112,14 +203,14 @@ class Late(Metric):
 
 
 def test_what_will_be_logged_is_known_beforehand_and_computing_it_leaves_no_trace():
-    made = module(Segmentation(), nn.Identity())
+    made = untrained(Segmentation(), nn.Identity())
     made.figures["late"] = Late()
     assert made.figure_names() == ["iou", "acc", "late", "late/*"]
     assert made.figures["iou"].update_count == 0
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():
-    names = module(Segmentation(), nn.Identity()).task.value_names
+    names = untrained(Segmentation(), nn.Identity()).task.value_names
     assert set(named("iou", torch.tensor([0.5, 0.25]), names)) == {"iou/land", "iou/sea"}
     assert set(named("matrix", torch.eye(2), names)) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
     assert set(named("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)) == {

@@ -5,7 +5,9 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import limited
 import pytest
@@ -21,6 +23,7 @@ from lockstep.extras import comparison
 from lockstep.launch import local
 from lockstep.machine.world import World
 from lockstep.models import BasicNet
+from lockstep.training import oom
 from lockstep.training.oom import ran_out
 
 AUTO = "trainer.accumulate_grad_batches=auto"
@@ -174,13 +177,7 @@ def train(tmp_path, mnist, cache, monkeypatch):
     """Trains in this process; more than `most` images at a time do not fit, in training or in an evaluation."""
     monkeypatch.chdir(tmp_path)
     forward = BasicNet.forward
-    base = [
-        f"data.root={mnist}",
-        f"data.cache_dir={cache}",
-        CPU,
-        "trainer.max_steps=2",
-        "trainer.enable_progress_bar=false",
-    ]
+    images = [f"data.root={mnist}", f"data.cache_dir={cache}"]
 
     def run(*overrides: str, training: int = 10**6, evaluation: int = 10**6):
         def limited_forward(self, image_BCHW):
@@ -189,7 +186,7 @@ def train(tmp_path, mnist, cache, monkeypatch):
             return forward(self, image_BCHW)
 
         monkeypatch.setattr(BasicNet, "forward", limited_forward)
-        return lockstep.train([*base, *overrides])
+        return lockstep.train([*images, CPU, "trainer.max_steps=2", "trainer.enable_progress_bar=false", *overrides])
 
     return run
 
@@ -217,20 +214,26 @@ def test_the_message_names_what_fits(most, options, accumulate, parts, train):
     assert "CUDA out of memory" in Path("runs/a/train.log").read_text()  # torch's own words
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
-        (MemoryError(), True),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), True),
-        (RuntimeError("could not create a primitive"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("GET was unable to find an engine to execute this computation"), True),
-        (RuntimeError("could not create a primitive descriptor for a convolution"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("out of memory"), False),
-    ],
-)
+@pytest.mark.parametrize("background", [True, False])
+def test_a_trial_holds_the_copy_that_checkpoints_are_written_from(background, train, monkeypatch):
+    copied, deepcopy = [], oom.copy.deepcopy
+    monkeypatch.setattr(oom, "copy", SimpleNamespace(deepcopy=lambda state: copied.append(state) or deepcopy(state)))
+    with pytest.raises(OutOfMemory):
+        train("run=a", "data.batch_size=60", f"checkpoint.background={background}", training=20)
+    assert bool(copied) == background
+
+
+@pytest.mark.parametrize(("error", "expected"), [
+    (torch.OutOfMemoryError("CUDA out of memory."), True),
+    (MemoryError(), True),
+    (RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"), True),
+    (RuntimeError("could not create a primitive"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), True),
+    (RuntimeError("GET was unable to find an engine to execute this computation"), True),
+    (RuntimeError("could not create a primitive descriptor for a convolution"), False),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    (ValueError("out of memory"), False),
+])  # fmt: skip
 def test_what_counts_as_out_of_memory(error, expected):
     assert ran_out(error) == expected
 
@@ -245,33 +248,25 @@ def test_accumulations_divide_the_global_batch(batch, world, expected):
     assert accumulations(batch, world) == expected
 
 
-def attempts(monkeypatch, tmp_path, needed: list[int | None]) -> list[int]:
-    """The numbers that are tried when each attempt but the last fails and names a number."""
+@pytest.mark.parametrize(("answers", "before", "expected"), [
+    ([2, 8], None, [1, 2, 8]), ([2, None], None, [1, 2]), ([], 16, [2]),  # a run that continues begins with its micro-batch
+])  # fmt: skip
+def test_attempts_go_on_until_one_fits_or_no_number_helps(answers, before, expected, monkeypatch, tmp_path):
+    """Each attempt fails and names a number, until there is none."""
     monkeypatch.chdir(tmp_path)
-    tried, answers = [], iter(needed)
+    tried, left = [], iter(answers)
+    if before:
+        (tmp_path / "runs/a").mkdir(parents=True)
+        (tmp_path / "runs/a/report.json").write_text(json.dumps({"micro_batch": before}))
 
     def run(cfg, world) -> None:
         tried.append(cfg.trainer.accumulate_grad_batches)
-        for answer in answers:
+        for answer in left:
             raise OutOfMemory("too large", answer)
 
-    local.until_it_fits(run, compose_config("train", ["run=a", AUTO]), World("cpu", 2, 1, "ddp"))
-    return tried
-
-
-def test_attempts_go_on_until_one_fits(monkeypatch, tmp_path):
-    assert attempts(monkeypatch, tmp_path, [2, 8]) == [1, 2, 8]
-
-
-def test_attempts_end_where_no_number_helps(monkeypatch, tmp_path):
-    with pytest.raises(OutOfMemory):
-        attempts(monkeypatch, tmp_path, [2, None])
-
-
-def test_a_run_that_goes_on_begins_with_the_micro_batch_that_it_had(monkeypatch, tmp_path):
-    (tmp_path / "runs/a").mkdir(parents=True)
-    (tmp_path / "runs/a/report.json").write_text(json.dumps({"micro_batch": 16}))
-    assert attempts(monkeypatch, tmp_path, []) == [2]
+    with pytest.raises(OutOfMemory) if None in answers else nullcontext():
+        local.until_it_fits(run, compose_config("train", ["run=a", AUTO]), World("cpu", 2, 1, "ddp"))
+    assert tried == expected
 
 
 def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):

@@ -29,34 +29,16 @@ def rates(schedule, total: float = TOTAL, steps: int = TOTAL, **args) -> list[fl
     return seen
 
 
-def test_constant_stays():
-    assert rates(schedules.constant) == [1.0] * (TOTAL + 1)
-
-
-def test_cosine_is_half_a_cosine():
-    expected = [(1 + math.cos(math.pi * step / TOTAL)) / 2 for step in range(TOTAL + 1)]
-    assert rates(schedules.cosine) == pytest.approx(expected, abs=1e-12)
-    assert (expected[0], expected[TOTAL // 2], expected[TOTAL]) == pytest.approx((1, 0.5, 0))
-
-
-def test_linear_is_a_line():
-    expected = [1 - step / TOTAL for step in range(TOTAL + 1)]
-    assert rates(schedules.linear) == pytest.approx(expected, abs=1e-12)
-
-
-def test_step_drops_at_its_milestones():
-    expected = [1.0] * 10 + [0.1] * 5 + [0.01] * 6
-    assert rates(schedules.step, milestones=[0.5, 0.75], gamma=0.1) == pytest.approx(expected)
-
-
-def test_step_without_milestones_stays():
-    assert rates(schedules.step) == [1.0] * (TOTAL + 1)
-
-
-@pytest.mark.parametrize("gamma", [0.5, 0.2])
-def test_the_order_of_milestones_does_not_matter(gamma):
-    expected = [1.0] * 4 + [gamma] * 14 + [gamma**2] * 3
-    assert rates(schedules.step, milestones=(0.9, 0.2), gamma=gamma) == pytest.approx(expected)
+@pytest.mark.parametrize(("schedule", "args", "expected"), [
+    (schedules.constant, {}, [1.0] * (TOTAL + 1)),
+    (schedules.cosine, {}, [(1 + math.cos(math.pi * step / TOTAL)) / 2 for step in range(TOTAL + 1)]),
+    (schedules.linear, {}, [1 - step / TOTAL for step in range(TOTAL + 1)]),
+    (schedules.step, {}, [1.0] * (TOTAL + 1)),
+    (schedules.step, {"milestones": [0.5, 0.75], "gamma": 0.1}, [1.0] * 10 + [0.1] * 5 + [0.01] * 6),
+    (schedules.step, {"milestones": (0.9, 0.2), "gamma": 0.5}, [1.0] * 4 + [0.5] * 14 + [0.25] * 3),  # in any order
+])  # fmt: skip
+def test_shapes(schedule, args, expected):
+    assert rates(schedule, **args) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("schedule", DECAYING)

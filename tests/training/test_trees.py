@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep.errors import UserError
-from lockstep.training.trees import first_rows, first_samples, samples_at
+from lockstep.training.trees import first_rows, samples_at
 
 B = 4
 Two = namedtuple("Two", "logits embedding")
@@ -64,7 +64,7 @@ def test_what_has_no_sample_is_refused_by_name_and_shape(output, told):
 
 def test_a_batch_may_hold_other_things_than_samples():
     batch = {"input": rows(B), "index": rows(B), "names": list("abcd"), "boxes": [rows(9)] * B, "of": {"x": rows(B)}, "anchors": rows(9), "views": [rows(B), rows(B)], "size": torch.Size((7, 9)), "count": 3}  # fmt: skip
-    found = first_samples(batch, 3)
+    found = samples_at(batch, slice(3), B)
     assert [len(view) for view in found.pop("views")] == [3, 3]
     assert found.pop("size") == torch.Size((7, 9))
     sizes = {name: len(value) for name, value in found.items() if name not in ("count", "of")}

@@ -8,7 +8,6 @@ complete. torch.distributed.checkpoint stores its metadata as a pickle, which ma
 # rows of that tensor from row `first` on.
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -73,15 +72,6 @@ def divide(content: Any) -> tuple[Any, dict[str, Any]]:
     return mapped(content, note), shards
 
 
-def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of `divide`."""
-
-    def tensor(_: tuple[Any, ...], leaf: Any) -> Any:
-        return tensors[leaf] if isinstance(leaf, str) and leaf.startswith(NOTE) else leaf
-
-    return mapped(rest, tensor)
-
-
 def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int) -> None:
     """Writes this process's part into an existing folder. The checkpoint is complete when every process has returned."""
     write(shards, folder / f"shard-{rank:05}-of-{world:05}.pt")
@@ -89,27 +79,26 @@ def save(rest: Any, shards: dict[str, Any], folder: Path, rank: int, world: int)
         write(rest, folder / REST)
 
 
-def shards_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """For each note, its shards in the order of their rows, memory-mapped."""
-    shards: dict[str, list[dict[str, Any]]] = {}
-    for path in shard_files(folder):
-        for note, shard in open_file(path).items():
-            shards.setdefault(note, []).append(shard)
-    return shards
+def load(path: Path, mesh: DeviceMesh | None = None) -> Any:
+    """The values of a checkpoint on the CPU, with whole tensors.
 
-
-def load(path: Path) -> Any:
-    """The values of a checkpoint on the CPU, with whole tensors."""
+    With a `mesh`, tensors from a folder of shards are sharded over it, whatever number of processes wrote them; each process reads
+    its rows only.
+    """
     if not path.is_dir():
         return open_file(path)
-    whole = {note: torch.cat([shard["rows"] for shard in each]) for note, each in shards_of(path).items()}
-    return join(open_file(path / REST), whole)
-
-
-def load_sharded(folder: Path, mesh: DeviceMesh) -> Any:
-    """The checkpoint with each tensor sharded over `mesh`, whatever number of processes wrote it; each reads its rows only."""
-    tensors = {note: resharded(each, mesh) for note, each in shards_of(folder).items()}
-    return join(open_file(folder / REST), tensors)
+    shards: dict[str, list[dict[str, Any]]] = {}  # by note, in the order of their rows, memory-mapped
+    for file in shard_files(path):
+        for note, shard in open_file(file).items():
+            shards.setdefault(note, []).append(shard)
+    tensors = {
+        note: resharded(parts, mesh) if mesh else torch.cat([part["rows"] for part in parts])
+        for note, parts in shards.items()
+    }
+    return mapped(
+        open_file(path / REST),
+        lambda _, leaf: tensors[leaf] if isinstance(leaf, str) and leaf.startswith(NOTE) else leaf,
+    )
 
 
 def rows_between(shards: list[dict[str, Any]], begin: int, end: int) -> Tensor:

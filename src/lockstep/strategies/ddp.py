@@ -13,6 +13,7 @@ from torch.distributed import ReduceOp
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.strategies.rendezvous import meet
 from lockstep.training import dropout
+from lockstep.training.arithmetic import StepArithmetic
 
 UNUSED = (
     "Some parameters had no part in the loss of the last step, and DDP waits for the gradients of all. If that is intended, type "
@@ -35,11 +36,11 @@ class DDP(PortableCheckpoint, DDPStrategy):
         find_unused_parameters: bool,
         comm_hook: str | None,
         timeout_s: float,
-        logical_ranks: bool = False,
+        arithmetic: StepArithmetic | None = None,
         trains_task: bool = True,
     ) -> None:
         self.timeout, self.trains_task = timedelta(seconds=timeout_s), trains_task
-        self.contiguous_micro_batches = logical_ranks
+        self.contiguous_micro_batches = arithmetic is not None and arithmetic.same_bits
         super().__init__(
             cluster_environment=environment,
             bucket_cap_mb=bucket_cap_mb,

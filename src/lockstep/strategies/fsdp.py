@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.machine import files
 from lockstep.strategies.base import PortableCheckpoint, gathered
 from lockstep.strategies.rendezvous import meet
-from lockstep.training.tree_reduction import TreeReduceScatter
+from lockstep.training.arithmetic import StepArithmetic
 
 MIN_BLOCK = 1_000_000  # parameters; a smaller single layer is gathered with its parent
 
@@ -75,15 +75,15 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         reduce_each_micro_batch: bool = False,
         sharded_checkpoints: bool,
         timeout_s: float,
-        logical_ranks: bool = False,
+        arithmetic: StepArithmetic | None = None,
     ) -> None:
         self.timeout, self.sharded_checkpoints = timedelta(seconds=timeout_s), sharded_checkpoints
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=sharded_checkpoints, timeout=self.timeout)
         self.cluster_environment = environment
         self.blocks, self.reshard_after_forward = blocks, reshard_after_forward
         # whole gradients of a logical rank would not fit
-        self.reduce_each_micro_batch = reduce_each_micro_batch or logical_ranks
-        self.logical_ranks = logical_ranks
+        self.arithmetic = arithmetic or StepArithmetic()
+        self.reduce_each_micro_batch = reduce_each_micro_batch or self.arithmetic.same_bits
         self.root: FSDPModule | None = None
         self.writers: Any = None  # the process group of the threads that write shards
 
@@ -104,7 +104,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         blocks, mesh = self.blocks_of(net), self.device_mesh
         policy = MixedPrecisionPolicy()
-        if self.precision_plugin.precision == "bf16-mixed" and not self.logical_ranks:
+        if self.precision_plugin.precision == "bf16-mixed" and not self.arithmetic.same_bits:
             # Autocast would keep a bf16 copy of each weight from its use in forward to backward. The rest of the network stays
             # with autocast: a position embedding in bf16 would turn all that is added to it into bf16. Layer scales in blocks are
             # rounded all the same, so logical ranks leave everything to autocast, as under the other strategies.
@@ -114,12 +114,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
         for block in reversed(blocks):
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         self.root = fully_shard(net, mesh=mesh, reshard_after_forward=self.reshard_after_forward)
-        comm: Any = TreeReduceScatter()
-        for module in net.modules() if self.logical_ranks else ():
-            if isinstance(module, FSDPModule):  # adds the gradients of all processes in the order of a tree, undivided
-                module.set_custom_reduce_scatter(comm)
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        self.arithmetic.add_shards_of([module for module in net.modules() if isinstance(module, FSDPModule)])
         return net
 
     @contextmanager
@@ -157,9 +152,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        if path.is_dir():
-            return sharded.load_sharded(path, self.device_mesh)
-        return self.checkpoint_io.load_checkpoint(path)
+        return sharded.load(path, self.device_mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None

@@ -1,21 +1,29 @@
 """How the micro-batches of a step become one update: averaged as they come, or as logical ranks with the same bits on any number of
 processes (`exact.shards`, docs/exact.md)."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.config.rules import COUNTED
+from lockstep.errors import UserError
+from lockstep.machine.world import World
 from lockstep.training.steps import micro_batch_index, steps_done
-from lockstep.training.tree_reduction import TreeReduction, add_over_processes, tree_sum
+from lockstep.training.tree_reduction import TreeReduceScatter, TreeReduction, add_over_processes
 
 if TYPE_CHECKING:
     from lockstep.training.module import TaskModule
+
+Make = Callable[..., Optimizer]
 
 
 class StepArithmetic:
@@ -25,13 +33,16 @@ class StepArithmetic:
     """
 
     evaluation_sums = 1  # in how many sums an evaluation adds up its losses
-    masks_by_sample = True  # whether dropout masks belong to the samples (training/dropout.py)
-    same_bits = False  # on any number of processes
+    same_bits = False  # on any number of processes; otherwise dropout masks belong to the samples (training/dropout.py)
 
     def seed_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, int]:
         """What the random numbers of a micro-batch depend on, besides the run's seed."""
         accumulate = trainer.accumulate_grad_batches
         return steps_done(trainer) * accumulate + batch_idx % accumulate, trainer.global_rank
+
+    def trainer_arguments(self, config: dict[str, Any], world: World) -> dict[str, Any]:
+        """Arguments of the Trainer in place of those of the config."""
+        return {}
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """The 2-norm of all gradients together, including other processes' shards.
@@ -66,6 +77,12 @@ class StepArithmetic:
         """The sum that a batch of an evaluation belongs to."""
         return 0
 
+    def add_shards_of(self, modules: list[FSDPModule]) -> None:
+        """Sets how FSDP2 adds gradients over processes."""
+
+    def optimizer_factory(self, make: Make, name: str, sharding: str | None) -> Make:
+        return make
+
     def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         return optimizer
 
@@ -77,18 +94,24 @@ class LogicalRanks(StepArithmetic):
     statistics are added in one fixed tree (tree_reduction.py), so a step has the same bits on any number of processes.
     """
 
-    masks_by_sample, same_bits = False, True
+    same_bits = True
 
     def __init__(self, count: int) -> None:
         self.count = self.evaluation_sums = count
-        self.gradients = TreeReduction()
+        self.sums = TreeReduction()  # of gradients, and of the buffers after each logical rank as one vector
         self.first: list[Tensor] = []  # the gradients of the step's first logical rank
         self.before: list[Tensor] = []  # the buffers before the step
-        self.statistics: list[Tensor] = []  # the buffers after each logical rank, as one vector
         self.losses: dict[int, Tensor] = {}  # of the current step, by logical rank
 
     def seed_parts(self, trainer: pl.Trainer, batch_idx: int) -> tuple[int, int]:
         return steps_done(trainer), micro_batch_index(trainer, batch_idx)
+
+    def trainer_arguments(self, config: dict[str, Any], world: World) -> dict[str, Any]:
+        """Deterministic kernels on GPUs. The config counts steps, on any number of processes, where the Trainer counts micro-batches."""
+        parts = self.count // world.size
+        counts = {key: config[key] * parts for key in COUNTED if type(config[key]) is int}
+        deterministic = config["deterministic"] or world.accelerator == "cuda"
+        return {**counts, "accumulate_grad_batches": parts, "deterministic": deterministic}
 
     def evaluation_sum(self, module: "TaskModule", batch_idx: int) -> int:
         return (batch_idx * module.trainer.world_size + module.trainer.global_rank) % self.count
@@ -99,7 +122,7 @@ class LogicalRanks(StepArithmetic):
         self.rank, self.part = micro_batch_index(trainer, batch_idx), batch_idx % trainer.accumulate_grad_batches
         if self.part == 0:
             assert not self.first, "the micro-batches before this one are no whole step"
-            self.before, self.statistics, self.losses = [buffer.clone() for buffer in buffers], [], {}
+            self.before, self.losses = [buffer.clone() for buffer in buffers], {}
             return
         for buffer, before in zip(buffers, self.before, strict=True):
             buffer.copy_(before)
@@ -121,26 +144,27 @@ class LogicalRanks(StepArithmetic):
             parameter.grad = None
         if self.part == 0:
             self.first = taken
-        local = local_parts(taken)
-        self.gradients.add(local)
+        gradients = local_parts(taken)
         # divided first, so constants stay as they are, even the largest number
         shares = [(buffer / self.count).reshape(-1) for buffer in buffers]
-        self.statistics.append(torch.cat([local[0].new_zeros(0), *shares]))
+        statistics = torch.cat([gradients[0].new_zeros(0), *shares])
+        contiguous = trainer.strategy.contiguous_micro_batches  # type: ignore[attr-defined]
+        if (
+            not contiguous
+        ):  # a logical rank's neighbours are in other processes, and the strategy has added the gradients of all
+            add_over_processes([statistics])
+        self.sums.add([*gradients, statistics])
         if self.part + 1 < trainer.accumulate_grad_batches:
             return
-        gradients, statistics = self.gradients.total(), torch.stack(self.statistics)
-        if trainer.strategy.contiguous_micro_batches:  # type: ignore[attr-defined]
-            statistics = tree_sum(statistics)
+        *gradients, statistics = self.sums.total()
+        if contiguous:
             add_over_processes([*gradients, statistics])
-        else:  # a logical rank's neighbours are in other processes, and the strategy has added the gradients of all
-            add_over_processes([statistics])
-            statistics = tree_sum(statistics)
         torch._foreach_mul_(gradients, 1 / self.count)
         for buffer, mean in zip(buffers, statistics.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(mean.view(buffer.shape))
         for parameter, gradient in zip(trained, self.first, strict=True):
             parameter.grad = gradient  # the total is in the memory of the first logical rank's
-        self.first, self.before, self.statistics = [], [], []
+        self.first, self.before = [], []
 
     def gradient_norm(self, grads: list[Tensor]) -> Tensor:
         """With the same bits however the gradients are divided among processes; infinite if one is not finite.
@@ -149,16 +173,12 @@ class LogicalRanks(StepArithmetic):
         largest for 2^26 elements; sums of integers do not depend on their order.
         """
         local = local_parts(grads)
-        most = [
-            grad.abs().max().double() if grad.numel() else grad.new_zeros((), dtype=torch.float64) for grad in local
-        ]
-        largest = torch.stack(most).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        most = [grad.abs().max() if grad.numel() else grad.new_zeros(()) for grad in local]
+        largest = torch.stack([each.double() for each in most]).nan_to_num(nan=torch.inf, posinf=torch.inf)
         all_reduce(largest, torch.distributed.ReduceOp.MAX, grads)
         # of each tensor; equal in all processes, as the next two are
         unit = torch.exp2(torch.frexp(largest).exponent.double())
-        grid = torch.exp2(
-            torch.tensor([62.0 - grad.numel().bit_length() for grad in grads], dtype=torch.float64).to(unit)
-        )
+        grid = torch.exp2(unit.new_tensor([62.0 - grad.numel().bit_length() for grad in grads]))
         parts = zip(local, unit, grid, strict=True)
         total = torch.stack([((grad.double() / u).square() * g).round().long().sum() for grad, u, g in parts])
         all_reduce(total, torch.distributed.ReduceOp.SUM, grads)
@@ -170,6 +190,25 @@ class LogicalRanks(StepArithmetic):
 
     def key_of(self, accumulate: int, world: int) -> str | None:
         return f"exact.shards={world * accumulate} in a new run" if accumulate.bit_count() == 1 else None
+
+    def add_shards_of(self, modules: list[FSDPModule]) -> None:
+        """In the order of a tree, undivided."""
+        comm: Any = TreeReduceScatter()
+        for module in modules:
+            module.set_custom_reduce_scatter(comm)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def optimizer_factory(self, make: Make, name: str, sharding: str | None) -> Make:
+        """`sharding`: the strategy, if it shards. Raises UserError if that would change what the optimizer computes."""
+        takes = inspect.signature(make).parameters
+        if sharding and "fused" not in takes:  # torch has fused kernels for those that work so
+            raise UserError(
+                f"optim: {name} is not known to work element by element, so exact.shards={self.count} is not possible "
+                f"with strategy={sharding}. Name another optimizer, or type strategy=ddp."
+            )
+        # the first step, which is not fused, computes element by element
+        return partial(make, foreach=False) if "foreach" in takes else make
 
     def prepared(self, optimizer: Optimizer, device: torch.device) -> Optimizer:
         return padded_fused(optimizer) if optimizer.defaults.get("fused") and device.type == "cpu" else optimizer
@@ -254,16 +293,14 @@ class PaddedFusedStep(Optimizer):
         assert p.grad is not None
         flat = [value.detach().view(-1) for value in local_parts([p, p.grad, *(state[name] for name in names)])]
         size = VECTOR // flat[0].element_size()
-        whole = len(flat[0]) - len(flat[0]) % size
+        rest = len(flat[0]) % size
+        whole = len(flat[0]) - rest
         yield self.part([each[:whole] for each in flat], names, state)
-        if whole == len(flat[0]):
-            return
-        padded = [each.new_zeros(size) for each in flat]
-        for each, there in zip(flat, padded, strict=True):
-            ends.append((each[whole:], there[: len(each) - whole]))
-            ends[-1][1].copy_(ends[-1][0])
-        counted = {"step": state["step"].clone()} if "step" in state else {}
-        yield self.part(padded, names, {**state, **counted})
+        if rest:
+            padded = [torch.cat([each[whole:], each.new_zeros(size - rest)]) for each in flat]
+            ends += [(each[whole:], there[:rest]) for each, there in zip(flat, padded, strict=True)]
+            counted = {"step": state["step"].clone()} if "step" in state else {}
+            yield self.part(padded, names, {**state, **counted})
 
     def part(self, flat: list[Tensor], names: list[str], state: dict[str, Any]) -> Tensor:
         made, made.grad, *values = flat

@@ -109,12 +109,8 @@ class ByRow:
 
     layer: str  # its name in the network
     original: type[nn.Module]
-    p: float
     training: bool
-
-    @property
-    def probability(self) -> float:
-        return self.p
+    whole_batch = False  # whether all samples share a mask
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
         """Rows first. Empty for an input that torch itself has to mask."""
@@ -125,31 +121,23 @@ class ByRow:
         return x.mul_(noise) if getattr(self, "inplace", False) else x * noise
 
     def forward(self, x: Tensor) -> Tensor:
-        p, shape = self.probability, self.mask_shape(x)
+        shape = self.mask_shape(x)
+        p: Any = getattr(self, "drop_prob", None) or getattr(self, "p", 0.0)  # as timm's layer or torch's
         if current is None or not self.training or not 0 < p < 1 or 0 in (shape or (0,)):
             result: Tensor = super().forward(x)  # type: ignore[misc]  # the second base's
             return result
-        return self.masked(x, *self.drawn(current, x.device, p, shape))
-
-    def first(self, micro_batch: MicroBatch, device: torch.device, count: int) -> int:
-        return micro_batch.first(device, count)
+        bits = 8 if (p * 256).is_integer() else 16  # that express `p`, or round it
+        dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
+        elements, first = math.prod(shape[1:]), 0 if self.whole_batch else current.first(x.device, shape[0])
+        call = key_of(self.layer, current.call(self.layer, x.device))
+        place = current.key, call, range(first, first + shape[0]), -(-elements * bits // 64)
+        words_NW = words_on_cpu(*place) if x.is_cpu else words_on(x.device, *place)
+        kept = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
+        return self.masked(x, kept.reshape(shape), dropped / 2**bits)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Saved whole, or copied, it is the layer that it was made of: classes made here cannot be imported by name."""
         return object.__new__, (self.original,), vars(self)
-
-    def drawn(
-        self, micro_batch: MicroBatch, device: torch.device, p: float, shape: tuple[int, ...]
-    ) -> tuple[Tensor, float]:
-        """What is kept, and the probability of dropping: `p` as 8 bits express it, or 16 if they can't."""
-        bits = 8 if (p * 256).is_integer() else 16
-        dropped = min(max(1, round(p * 2**bits)), 2**bits - 1)
-        elements, first = math.prod(shape[1:]), self.first(micro_batch, device, shape[0])
-        call = key_of(self.layer, micro_batch.call(self.layer, device))
-        place = micro_batch.key, call, range(first, first + shape[0]), -(-elements * bits // 64)
-        words_NW = words_on_cpu(*place) if device.type == "cpu" else words_on(device, *place)
-        kept = kept_rows(words_NW, elements, bits, dropped - 2 ** (bits - 1))  # numbers are signed
-        return kept.reshape(shape), dropped / 2**bits
 
 
 class ByChannel(ByRow):
@@ -176,19 +164,11 @@ class BySample(ByRow):
     """Drops a branch of a sample (Huang et al., "Deep Networks with Stochastic Depth", 2016): timm's and torchvision's layer."""
 
     @property
-    def probability(self) -> float:
-        p: Any = getattr(self, "drop_prob", None) or getattr(self, "p", 0.0)
-        return float(p)
-
-    @property
-    def whole_batch(self) -> bool:
+    def whole_batch(self) -> bool:  # type: ignore[override]
         return getattr(self, "mode", "row") == "batch"
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
         return (1 if self.whole_batch else len(x), *[1] * (x.dim() - 1))
-
-    def first(self, micro_batch: MicroBatch, device: torch.device, count: int) -> int:
-        return 0 if self.whole_batch else super().first(micro_batch, device, count)
 
     def masked(self, x: Tensor, kept: Tensor, p: float) -> Tensor:
         return super().masked(x, kept, p if getattr(self, "scale_by_keep", True) else 0.0)
@@ -206,19 +186,19 @@ OF_LIBRARIES = {"timm.layers": "DropPath", "torchvision.ops": "StochasticDepth"}
 
 
 @cache
-def with_rows(kind: Any) -> type[nn.Module] | None:
-    """The class of `kind` with masks by row; None for other modules and for subclasses, which may draw otherwise."""
-    found = {getattr(sys.modules[name], of): BySample for name, of in OF_LIBRARIES.items() if name in sys.modules}
-    base = (LAYERS | found).get(kind)
-    return (
-        None if base is None else type(kind.__name__, (base, kind), {"__module__": kind.__module__, "original": kind})
-    )
+def with_rows(kind: Any, base: type[ByRow]) -> type[nn.Module]:
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__, "original": kind})
 
 
 def by_row(net: nn.Module) -> None:
-    """Gives the dropout layers of a network masks by row, in place: hooks, sharing and state keys stay."""
+    """Gives the dropout layers of a network masks by row, in place: hooks, sharing and state keys stay.
+
+    Subclasses stay as they are: they may draw otherwise.
+    """
+    imported = {getattr(sys.modules[name], of): BySample for name, of in OF_LIBRARIES.items() if name in sys.modules}
+    layers: dict[Any, Any] = LAYERS | imported
     for name, module in net.named_modules():
         kind: Any = type(module)
-        if found := with_rows(kind):
-            module.__class__ = found
+        if kind in layers:
+            module.__class__ = with_rows(kind, layers[kind])
             module.layer = name

@@ -8,7 +8,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ LARGEST = 200_000_000  # parameters of a network that is copied to the run's dev
 MOST = 2_000
 META = torch.device("meta")
 log = logging.getLogger("lockstep")
+Trial = Callable[[nn.Module, Task, Batch], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +66,32 @@ class DryRun:
         """
         with warnings.catch_warnings(), invariance.same_random_numbers(self.device):
             warnings.simplefilter("ignore")  # training shows them
-            try:
-                self.step(*self.on_meta())
-            except Exception as e:
-                if is_refusal(e):
-                    raise
-                log.info("no step on the meta device: %s", e)
-                if self.shipped:
-                    self.on_device(self.step)
+            self.attempt(self.step, training=True)
             for callback in callbacks:
                 if hasattr(callback, "dry_run"):
                     self.try_callback(callback)
             if self.evaluates:
-                self.try_evaluation()
+                self.attempt(self.evaluation, training=False)
             self.module.across_processes = self.across_processes()
 
-    @property
-    def count(self) -> int:
-        return min(SAMPLES, self.samples)
+    def attempt(self, trial: Trial, *, training: bool) -> None:
+        """On the meta device. What fails there is tried on the run's device, unless it is a step with classes of the user's."""
+        try:
+            trial(*self.on_meta(training))
+        except Exception as e:
+            if is_refusal(e):
+                raise
+            log.info("no %s on the meta device: %s", trial.__name__, e)
+            if training and not self.shipped:
+                return
+            try:
+                tried = self.on_device(trial, training)
+            except UserError as failed:
+                if failed.__cause__ and self.is_user_error(failed.__cause__):
+                    raise failed.__cause__ from None
+                raise
+            if not tried and not training and isinstance(e, UserError) and not self.is_user_error(e.__cause__ or e):
+                raise
 
     @property
     def is_small(self) -> bool:
@@ -91,31 +100,28 @@ class DryRun:
     def copies(self) -> tuple[nn.Module, Task]:
         return copy.deepcopy(self.module.net).to(self.device), copy.deepcopy(self.module.task).to(self.device)
 
-    def on_meta(self, *, training: bool = True) -> tuple[nn.Module, Task, Batch]:
-        batch = move_data_to_device(self.data.example(self.count, training=training), META)
+    def on_meta(self, training: bool) -> tuple[nn.Module, Task, Batch]:
+        batch = move_data_to_device(self.data.example(min(SAMPLES, self.samples), training=training), META)
         with META:
             net = self.make_net()
         return net.train(training), copy.deepcopy(self.module.task).to("meta"), batch
 
-    def on_device(self, function: Callable[[nn.Module, Task, Batch], Any], *, training: bool = True) -> Any:
-        """Of a copy; None if the network is too large or cannot be copied, if memory runs out, or if it waits for other processes."""
+    def on_device(self, trial: Trial, training: bool) -> bool:
+        """With a copy; False if the network is too large or cannot be copied, if memory runs out, or if it waits for other processes."""
         if not self.is_small:
-            return None
+            return False
         try:
             net, task = self.copies()
-            batch = self.data.example(self.count, self.device, training=training)
+            batch = self.data.example(min(SAMPLES, self.samples), self.device, training=training)
         except Exception:
-            return None
+            return False
         try:
-            return function(net.train(training), task, batch)
+            trial(net.train(training), task, batch)
         except UserError as e:
             if e.__cause__ and (ran_out(e.__cause__) or "process group" in str(e)):
-                return None
+                return False
             raise
-
-    def outputs(self, net: nn.Module, task: Task, batch: Batch) -> Any:
-        with refused(self.misfit(batch)):
-            return task.outputs(net, batch)
+        return True
 
     def step(self, net: nn.Module, task: Task, batch: Batch) -> None:
         device, module = batch["index"].device, self.module
@@ -144,45 +150,25 @@ class DryRun:
             f"{type(callback).__name__} does not fit model={self.titles['model']} and data={self.titles['data']}: {{}}."
         )
         with refused(words):
-            net, task, batch = self.on_meta()
+            net, task, batch = self.on_meta(training=True)
             batch = callback.dry_run(batch, self.steps)
         with refused(f"{words}{getattr(callback, 'needs', '')}"):
             task.outputs(net, batch)
 
-    def try_evaluation(self) -> None:
-        """Of ones, in the shapes that the meta device gives, or else of real outputs."""
-        example = self.data.example(self.count, training=False)
-        try:
-            net, task, batch = self.on_meta(training=False)
-            with torch.no_grad():
-                shapes = task.outputs(net, batch)
-            blank = apply_to_collection(shapes, Tensor, lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype))
-            self.evaluate(blank, example)
-        except Exception as e:
-            if is_refusal(e):
-                raise
-            log.info("no evaluation on the meta device: %s", e)
-            try:
-                with torch.no_grad():
-                    outputs = self.on_device(self.outputs, training=False)
-                if outputs is not None:
-                    self.evaluate(move_data_to_device(outputs, torch.device("cpu")), example)
-                elif isinstance(e, UserError) and not self.is_user_error(e.__cause__ or e):
-                    raise e
-            except UserError as failed:
-                if failed.__cause__ and self.is_user_error(failed.__cause__):
-                    raise failed.__cause__ from None
-                raise
-
-    def evaluate(self, outputs: Any, batch: Batch) -> None:
-        """What an evaluation, the report and a prediction do with a network's outputs."""
-        task, count, title = copy.deepcopy(self.module.task), len(batch["index"]), f"task={self.titles['task']}"
-        with torch.no_grad(), refused(self.misfit(batch)):
+    @torch.no_grad()
+    def evaluation(self, net: nn.Module, task: Task, batch: Batch) -> None:
+        """What an evaluation, the report and a prediction do with a network's outputs, on the CPU. Those of the meta device become ones."""
+        # a network that cannot run without numbers may run with them
+        with nullcontext() if batch["index"].is_meta else refused(self.misfit(batch)):
+            outputs = apply_to_collection(task.outputs(net, batch), Tensor, numbers)
+        count, title = len(batch["index"]), f"task={self.titles['task']}"
+        task, batch = copy.deepcopy(self.module.task), self.data.example(count, training=False)
+        with refused(self.misfit(batch)):
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
         for name, metric in self.module.figures.items():
-            with torch.no_grad(), refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
+            with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
                 try_metric(name, metric, task.metric_inputs(outputs, batch), count, self.data.val_split.count)
         with refused(f"{title}: {{}}."):
             predicted = task.predictions(outputs)
@@ -219,6 +205,10 @@ class DryRun:
             f"model={self.titles['model']}, data={self.titles['data']}{size} and task={self.titles['task']} do not fit together: {{}}. "
             f"A batch holds {', '.join(shapes)}. Change one of them: {keys}."
         )
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
 
 
 def try_metric(name: str, metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> None:

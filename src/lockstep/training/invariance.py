@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,12 +61,9 @@ def generators(device: torch.device) -> list[object]:
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Leaves the generators of Python, NumPy and torch as they were, so what follows draws what it would have drawn."""
-    python, numbers = random.getstate(), np.random.get_state()
     of_mps = torch.mps.get_rng_state() if device.type == "mps" else None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with isolate_rng(include_cuda=device.type == "cuda"):
         yield
-    random.setstate(python)
-    np.random.set_state(numbers)
     if of_mps is not None:
         torch.mps.set_rng_state(of_mps)
 
@@ -80,67 +78,57 @@ class Passed:
     noise: float  # what may be rounding errors
 
 
-class Forward:
-    """Everything that passes between the modules of a network, and the loss, in order."""
+@torch.no_grad()
+def forward(net: nn.Module, task: Task, batch: Batch, first: int = 0) -> list[Passed]:
+    """Everything that passes between the modules of a network, and the loss, in order.
 
-    def __init__(self, net: nn.Module, task: Task) -> None:
-        self.net, self.task, self.passed, self.stack, self.state = net, task, list[Passed](), [net], list[object]()
+    `first`: the place of the first sample in the global batch. Each call has the same random numbers and buffers.
+    """
+    device = batch["index"].device
+    passed, stack, state = list[Passed](), [net], generators(device)
 
-    def keep(self, source: nn.Module, tree: Any, noise: float = 0.0) -> None:
-        before, self.state = self.state, generators(self.device)
+    def keep(source: nn.Module | Task, tree: Any, noise: float = 0.0) -> None:
+        nonlocal state
+        before, state = state, generators(device)
         kept = apply_to_collection(tree, Tensor, lambda tensor: tensor.detach().clone())
-        self.passed.append(Passed(source, kept, self.state != before, noise))
+        passed.append(Passed(source, kept, state != before, noise))
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.keep(self.stack[-1], (args, kwargs))
-        self.stack.append(module)
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        keep(stack[-1], (args, kwargs))
+        stack.append(module)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.keep(self.stack.pop(), output)
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch, first: int = 0) -> list[Passed]:
-        """`first`: the place of the first sample in the global batch. Each call has the same random numbers and buffers."""
-        self.passed, self.stack = [], [self.net]
-        index_B = batch["index"]
-        rows = {index_B.device: range(first, first + len(index_B))}
-        hooks = [m.register_forward_pre_hook(self.enter, with_kwargs=True) for m in self.net.modules()]
-        hooks += [m.register_forward_hook(self.leave) for m in self.net.modules()]
-        self.device, self.state = index_B.device, generators(index_B.device)
-        buffers = [(buffer, buffer.clone()) for buffer in self.net.buffers()]
-        dropout.begin(dropout.MicroBatch(0, 0, rows))
-        try:
-            with same_random_numbers(index_B.device):
-                outputs = self.task.outputs(self.net, batch)
-                self.keep(self.task, self.task.loss(outputs, batch), NOISE * largest(outputs))
-        finally:
-            dropout.begin(None)
-            for hook in hooks:
-                hook.remove()
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return self.passed
+    hooks = [m.register_forward_pre_hook(enter, with_kwargs=True) for m in net.modules()]
+    hooks += [m.register_forward_hook(lambda *hooked: keep(stack.pop(), hooked[-1])) for m in net.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
+    dropout.begin(dropout.MicroBatch(0, 0, {device: range(first, first + len(batch["index"]))}))
+    try:
+        with same_random_numbers(device):
+            outputs = task.outputs(net, batch)
+            keep(task, task.loss(outputs, batch), NOISE * largest(outputs))
+    finally:
+        dropout.begin(None)
+        for hook in hooks:
+            hook.remove()
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return passed
 
 
 def joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """The tensors of two halves of the samples in the form of the whole: along the dimension that the samples change."""
     a, b = parts[0], parts[-1]
-    longer = [
-        d for d in range(like.dim()) if a.dim() == b.dim() == like.dim() and a.shape[d] + b.shape[d] == like.shape[d]
-    ]
-    return torch.cat([a, b], longer[0]) if longer and a.shape != like.shape else a
+    if a.shape == like.shape or not a.dim() == b.dim() == like.dim():
+        return a
+    sizes = zip(a.shape, b.shape, like.shape, strict=True)
+    longer = next((d for d, (of_a, of_b, both) in enumerate(sizes) if of_a + of_b == both), None)
+    return a if longer is None else torch.cat([a, b], longer)
 
 
 def largest(tree: Any) -> float:
     """The largest finite number of a tree of tensors."""
-    numbers = [0.0]
-
-    def note(tensor: Tensor) -> None:
-        finite = tensor[tensor.isfinite()].double().abs()
-        numbers.append(finite.max().item() if len(finite) else 0.0)
-
-    apply_to_collection(tree, Tensor, note)
-    return max(numbers)
+    numbers = [torch.zeros(1)]
+    apply_to_collection(tree, Tensor, lambda tensor: numbers.append(tensor[tensor.isfinite()].abs().double().cpu()))
+    return torch.cat(numbers).max().item()
 
 
 def differ(whole: Any, parts: Sequence[Any], noise: float) -> bool:
@@ -176,9 +164,7 @@ def differing(whole: list[Passed], *forwards: list[Passed]) -> list[int]:
 
 def named(source: nn.Module | Task) -> str:
     """A module's class, with the file and line of the code that computes."""
-    kind = type(source)
-    if isinstance(source, dropout.ByRow):
-        kind = source.original
+    kind: Any = source.original if isinstance(source, dropout.ByRow) else type(source)
     code: Any = getattr(kind, "loss" if isinstance(source, Task) else "forward")
     try:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
@@ -202,25 +188,30 @@ def why_not(net: nn.Module, task: Task, batch: Batch, *, exact: bool = False) ->
             module.eval()  # statistics of a batch are not what is tried
     if not exact:
         dropout.by_row(both)
-    forward = Forward(net, task)
-    whole = forward(batch)
+    whole = forward(net, task, batch)
     told = "each process draws its own random numbers in {}. Use an nn.Dropout layer there"
     draw = [passed.source for passed in whole if passed.drew]
     if draw and not exact:
         return told.format(named(draw[0])) + ", or set exact.shards=8"
-    if again := differing(whole, forward(batch)):  # from a generator of its own, which nobody seeds for a step
+    again = differing(whole, forward(net, task, batch))
+    if again:  # from a generator of its own, which nobody seeds for a step
         return told.format(named(whole[again[0]].source))
     if exact:
         return ""
-    slices = (slice(0, COUNT // 2), slice(COUNT // 2, None))
-    halves = [{**samples_at(batch, rows, COUNT), "count": COUNT // 2} for rows in slices]
-    apart = differing(whole, forward(halves[0]), forward(halves[1], first=COUNT // 2))
+    half = COUNT // 2
+
+    def divided(whole: list[Passed]) -> list[int]:
+        """Where two forwards of half of the samples each pass something else."""
+        halves = [{**samples_at(batch, slice(first, first + half), COUNT), "count": half} for first in (0, half)]
+        return differing(whole, forward(net, task, halves[0]), forward(net, task, halves[1], first=half))
+
+    apart = divided(whole)
     if task.between_samples:  # whose loss is of the whole global batch in training
         apart = [place for place in apart if whole[place].source is not task]
     if not apart:
         return ""
     both.eval()  # no masks: what differs now depends on the other samples of the batch
-    coupled = set(differing(forward(batch), forward(halves[0]), forward(halves[1], first=COUNT // 2)))
+    coupled = divided(forward(net, task, batch))
     for place in apart:
         if place not in coupled:
             return (

@@ -5,7 +5,6 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,7 +34,7 @@ from lockstep.training.metrics import (
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
 from lockstep.training.steps import completes_step, has_row, total_steps
-from lockstep.training.trees import first_rows, first_samples, float32
+from lockstep.training.trees import without_fillers
 
 
 class TaskModule(QuickHookNames):
@@ -93,12 +92,10 @@ class TaskModule(QuickHookNames):
         # Sums of float32 in float64 are exact, unless one is 10^6 times another: so neither a checkpoint, which adds up processes,
         # nor their number changes a row.
         self.window_loss += loss.detach().float().to(self.mean_loss.exact)
-        if weight_B is None:
-            self.window_weight += 1.0
-        else:
-            mean_weight = weight_B.float().mean().to(self.mean_loss.exact)
-            self.window_weight += mean_weight
-            self.step_weight = mean_weight if self.step_weight is None else self.step_weight + mean_weight
+        weight: Any = 1.0 if weight_B is None else weight_B.float().mean().to(self.mean_loss.exact)
+        self.window_weight += weight
+        if weight_B is not None:
+            self.step_weight = weight + (0.0 if self.step_weight is None else self.step_weight)
         if completes_step(self.trainer, batch_idx) and has_row(self.trainer, self.trainer.global_step + 1):
             # The mean over the global batches since the last row; the only communication about the loss.
             loss_sum, weight_sum = self.window()
@@ -154,7 +151,7 @@ class TaskModule(QuickHookNames):
 
     def on_validation_epoch_start(self) -> None:
         """Makes metrics sum in float64, even if `trainer.precision=bf16-true` has converted the module."""
-        for metric in (self.mean_loss, *self.figures.values()):
+        for metric in self.all_metrics:
             metric.to(self.mean_loss.exact)  # its integers stay integers
 
     def on_test_epoch_start(self) -> None:
@@ -164,11 +161,11 @@ class TaskModule(QuickHookNames):
 
     def evaluation_step(self, batch: Batch, batch_idx: int) -> None:
         """Updates the figures with real samples; fillers are dropped before the task sees them."""
-        output, count = self(batch), batch["count"]
+        output = self(batch)
         whole = evaluation_loss(self.task, output, batch, self)
-        if not count:
+        if not batch["count"]:
             return
-        output, batch = float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
+        output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
         self.mean_loss.update(loss_B, self.task.weight(batch), self.arithmetic.evaluation_sum(self, batch_idx))
         for metric in self.figures.values():
@@ -179,18 +176,25 @@ class TaskModule(QuickHookNames):
     validation_step = test_step = evaluation_step
 
     def log_evaluation(self, stage: str) -> None:
-        with of_all_processes([self.mean_loss, *self.figures.values()]):
+        with of_all_processes(self.all_metrics):
             found = self.mean_loss.compute()
             for name, metric in self.figures.items():
                 found |= named(name, metric.compute(), self.task.value_names)
         self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
-        for metric in (self.mean_loss, *self.figures.values()):
+        for metric in self.all_metrics:
             metric.reset()
 
     def figure_names(self) -> list[str]:
         """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        known = (names_without_samples(name, metric, self.task.value_names) for name, metric in self.figures.items())
-        return [*chain.from_iterable(known)]
+        return [
+            figure
+            for name, metric in self.figures.items()
+            for figure in names_without_samples(name, metric, self.task.value_names)
+        ]
+
+    @property
+    def all_metrics(self) -> list[Metric]:
+        return [self.mean_loss, *self.figures.values()]
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")
@@ -202,8 +206,7 @@ class TaskModule(QuickHookNames):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> tuple[Any, Batch]:
         """The network's outputs and the batch, without fillers."""
-        output, count = self(batch), batch["count"]
-        return float32(first_rows(output, count, len(batch["index"]))), first_samples(batch, count)
+        return without_fillers(self(batch), batch)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.arithmetic.prepared(self.new_optimizer(), self.device)

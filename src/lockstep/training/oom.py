@@ -88,8 +88,8 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
     if found is None:
         return OutOfMemory(f"{said} {'No smaller one does' if keys else 'There is no smaller one'}. {OTHERWISE}")
     of = batch // (world * found)
-    which = f"One of {of} does, tried without the rest of the run" if alone else f"One of {of} was not tried"
-    return OutOfMemory(f"{said} {which}: type {keys[found]}; the global batch stays {batch}.", found)
+    tried = "does, tried without the rest of the run" if alone else "was not tried"
+    return OutOfMemory(f"{said} One of {of} {tried}: type {keys[found]}; the global batch stays {batch}.", found)
 
 
 def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
@@ -113,7 +113,7 @@ def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:
             loss.backward()
             optimizer.step()
             # the copy that checkpoints are written from
-            if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "queue", None):
+            if device.type == "cpu" and getattr(trainer.strategy.checkpoint_io, "thread", None):
                 copies = copies or copy.deepcopy((module.state_dict(), optimizer.state_dict()))
     except (RuntimeError, MemoryError) as e:  # with little left, many things fail: starting a thread, for one
         log.info("a micro-batch of %s: %s: %s", micro_batch, type(e).__name__, e)

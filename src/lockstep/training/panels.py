@@ -17,7 +17,7 @@ from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content, Gallery, Panel, Sample, Worst
-from lockstep.training.trees import first_rows, first_samples, float32, samples_at
+from lockstep.training.trees import samples_at, without_fillers
 
 if TYPE_CHECKING:
     from lockstep.training.module import TaskModule
@@ -95,10 +95,10 @@ class TestPanels:
             places = (np.arange(first, first + size) % len(indices)).tolist()
             moved = move_data_to_device(samples_at(raw, places, len(indices)), module.device)
             batch = trainer.precision_plugin.convert_input(data.finished(moved, training=False))
+            batch["count"] = min(size, len(indices) - first)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = module(batch)
-            count = min(size, len(indices) - first)
-            yield places[:count], float32(first_rows(output, count, size)), first_samples(batch, count), raw
+            yield places[: batch["count"]], *without_fillers(output, batch), raw
 
 
 def pictures(input_N: Any) -> list[Any] | None:

@@ -16,8 +16,14 @@ def scheduler(make: Callable[..., LRScheduler], optimizer: Optimizer, total_step
     return make(optimizer, **({"total_steps": total_steps} if asks else {}))
 
 
-def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float]) -> LambdaLR:
-    """Linear warm-up to optim.lr; then `shape` maps the progress from 0 to 1 to a factor of optim.lr."""
+def scheduled(
+    optimizer: Optimizer, total_steps: float, warmup_steps: int, shape: Callable[[float], float] | None = None
+) -> LambdaLR:
+    """Linear warm-up to optim.lr; then `shape` maps the progress from 0 to 1 to a factor of optim.lr, which is 1 without `shape`."""
+    if shape and math.isinf(total_steps):
+        raise UserError(
+            "the schedule needs the run's number of steps. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
+        )
     if warmup_steps >= total_steps:
         raise UserError(
             f"schedule.warmup_steps={warmup_steps} must be below the run's {total_steps:g} steps. Type a smaller number."
@@ -26,21 +32,13 @@ def scheduled(optimizer: Optimizer, total_steps: float, warmup_steps: int, shape
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
-        return shape(min(1.0, (step - warmup_steps) / (total_steps - warmup_steps)))
+        return shape(min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))) if shape else 1.0
 
     return LambdaLR(optimizer, factor)
 
 
-def finite(total_steps: float) -> float:
-    if math.isinf(total_steps):
-        raise UserError(
-            "the schedule needs the run's number of steps. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
-        )
-    return total_steps
-
-
 def constant(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0) -> LambdaLR:
-    return scheduled(optimizer, total_steps, warmup_steps, lambda _: 1.0)
+    return scheduled(optimizer, total_steps, warmup_steps)
 
 
 def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
@@ -49,11 +47,11 @@ def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, f
     def shape(t: float) -> float:
         return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * t)) / 2
 
-    return scheduled(optimizer, finite(total_steps), warmup_steps, shape)
+    return scheduled(optimizer, total_steps, warmup_steps, shape)
 
 
 def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: int = 0, final_fraction: float = 0.0) -> LambdaLR:
-    return scheduled(optimizer, finite(total_steps), warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
+    return scheduled(optimizer, total_steps, warmup_steps, lambda t: 1 - (1 - final_fraction) * t)
 
 
 def exponential(
@@ -69,8 +67,7 @@ def exponential(
         raise UserError(
             "schedule.initial_fraction and schedule.final_fraction must be above 0. Type for example 0.001."
         )
-    end = finite(total_steps)
-    return scheduled(optimizer, end, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)
+    return scheduled(optimizer, total_steps, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)
 
 
 def step(
@@ -86,4 +83,4 @@ def step(
     def shape(t: float) -> float:
         return float(gamma ** sum(t >= m for m in milestones))
 
-    return scheduled(optimizer, finite(total_steps), warmup_steps, shape)
+    return scheduled(optimizer, total_steps, warmup_steps, shape)

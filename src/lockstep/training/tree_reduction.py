@@ -24,29 +24,24 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 class TreeReduction:
-    """Adds lists of tensors that come one after the other, in the order of `tree_sum`; holds one list for each level of the tree.
-
-    The tensors of the lists are changed in place.
-    """
+    """Adds lists of tensors that come one after the other, in the order of `tree_sum`, in place."""
 
     def __init__(self) -> None:
-        self.levels: list[list[Tensor] | None] = []  # at i: the sum of 2^i neighbours, if its partner is still to come
+        self.count = 0
+        self.sums: list[list[Tensor]] = []  # one for each bit of `count`: of so many neighbours
 
     def add(self, tensors: list[Tensor]) -> None:
-        for level, left in enumerate(self.levels):
-            if left is None:
-                self.levels[level] = tensors
-                return
-            torch._foreach_add_(left, tensors)
-            tensors, self.levels[level] = left, None
-        self.levels.append(tensors)
+        self.count += 1
+        self.sums.append(tensors)
+        while len(self.sums) > self.count.bit_count():  # the last two are of equally many neighbours
+            right = self.sums.pop()
+            torch._foreach_add_(self.sums[-1], right)
 
     def total(self) -> list[Tensor]:
         """The sum of all lists, whose number must be a power of two; the next `add` begins a new sum."""
-        *lower, top = self.levels
-        assert top is not None and not any(lower), "the number of lists is no power of two"
-        self.levels = []
-        return top
+        assert len(self.sums) == 1, "the number of lists is no power of two"
+        self.count = 0
+        return self.sums.pop()
 
 
 def reduce_scatter(mine: Tensor, group: Any = None) -> Tensor:
@@ -71,14 +66,14 @@ def add_over_processes(tensors: Sequence[Tensor]) -> None:
         return
     for bucket in buckets(tensors):
         sizes = [part.numel() for part in bucket]
-        padding = bucket[0].new_zeros(-sum(sizes) % world)
-        flat = [*(part.reshape(-1) for part in bucket), *([padding] if len(padding) else [])]
-        total = torch.cat(flat) if len(flat) > 1 else flat[0]
+        padding = -sum(sizes) % world
+        flat = [part.reshape(-1) for part in bucket]
+        total = flat[0] if len(flat) == 1 and not padding else torch.cat([*flat, flat[0].new_zeros(padding)])
         if world == 2:  # one addition, which has no order
             dist.all_reduce(total)
         else:
             total = gather(reduce_scatter(total))
-        for part, found in zip(bucket, total.split([*sizes, len(padding)]), strict=False):
+        for part, found in zip(bucket, total.split([*sizes, padding]), strict=False):
             if found.data_ptr() != part.data_ptr():  # a large tensor was added up in its place
                 part.copy_(found.view(part.shape))
 

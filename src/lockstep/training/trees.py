@@ -91,8 +91,10 @@ def samples_at(batch: Mapping[str, Any], places: slice | list[int] | Tensor, siz
     return taken_batch
 
 
-def first_samples(batch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    return samples_at(batch, slice(count), len(batch["index"]))
+def without_fillers(output: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, Any]]:
+    """A network's output in float32 and its batch, of the samples that count."""
+    count, size = batch["count"], len(batch["index"])
+    return float32(first_rows(output, count, size)), samples_at(batch, slice(count), size)
 
 
 def float32(tree: Any) -> Any:

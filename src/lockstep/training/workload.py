@@ -21,15 +21,17 @@ Columns = dict[str, Any]
 
 
 class Workload:
-    """A module and its data. `workload` makes one."""
+    """A LightningModule of the user's and its data. `workload` makes this or a TaskWorkload."""
 
-    position: tuple[str, ...]  # what a checkpoint holds of the module, besides its weights, to continue from
+    position: tuple[str, ...] = (
+        "plateau",
+    )  # what a checkpoint holds of the module, besides its weights, to continue from
     task: Task | None = None
 
     def __init__(self, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
         self.module, self.data = module, data
         self.engine_data = data if isinstance(data, DataModule) else None
-        self.arithmetic: StepArithmetic = StepArithmetic()
+        self.arithmetic = StepArithmetic()
 
     @property
     def title(self) -> str:
@@ -38,22 +40,43 @@ class Workload:
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
-        raise NotImplementedError
-
-    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
-        """From what `predict_step` returns to the columns of a table; and the names of the values of wide columns."""
-        raise NotImplementedError
+        if self.engine_data is None:
+            return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
+        return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
 
     def promises(self, world: int) -> list[str]:
         """Lines on which of Lockstep's promises hold, where not all do."""
-        return []
+        own = "the loss is averaged as the module does it; test figures are the module's own"
+        if self.engine_data is None:
+            return [
+                f"task: {self.title}'s own steps on {type(self.data).__name__}'s own dataloaders: one-format checkpoints hold; batches are "
+                f"theirs, so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
+            ]
+        resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
+        return [f"task: {self.title}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"]
 
     def evaluates(self, step: str, loader: str) -> bool:
         """Whether there is both a step and a dataloader for it."""
         return is_overridden(f"{step}_step", self.module) and is_overridden(f"{loader}_dataloader", self.data)
 
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
-        """`panels` gets those of the next test."""
+        """`panels` gets those of the next test, if it has any."""
+
+    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
+        """From what `predict_step` returns to the columns of a table; and the names of the values of wide columns."""
+        if not is_overridden("predict_step", self.module):
+            raise UserError(
+                f"{self.title} has no predict_step. Add one: it gets a batch and returns a tensor with a row per sample, or a dict of columns."
+            )
+        return columns_of_module, ()
+
+    def problems(self, data_title: str, monitor: str | None) -> Iterator[str]:
+        """What the module and the data define but would be ignored."""
+        hooks = ("train_dataloader", "val_dataloader", "test_dataloader")
+        if loaders := [hook for hook in hooks if is_overridden(hook, self.module)]:
+            yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Move it into a LightningDataModule and name that with data._target_."
+        if monitor and not self.evaluates("validation", "val"):
+            yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Type task.monitor=null."
 
 
 class TaskWorkload(Workload):
@@ -73,6 +96,9 @@ class TaskWorkload(Workload):
             )
         return self.module.across_processes
 
+    def promises(self, world: int) -> list[str]:
+        return []
+
     def collect_panels(self, panels: list[Content], *, compiled: bool) -> None:
         self.module.test_panels = TestPanels(self.task, panels, compiled=compiled)
 
@@ -82,55 +108,20 @@ class TaskWorkload(Workload):
         return partial(columns_of_task, self.task, top_k), self.task.value_names
 
 
-class CustomModuleWorkload(Workload):
-    position = ("plateau",)
-
-    def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
-        if self.engine_data is None:
-            return DIFFERS.format("the dataloaders are your own, so each process has its own batches")
-        return UNKNOWN.format(f"the steps of {self.title} are its own, and were not tried")
-
-    def promises(self, world: int) -> list[str]:
-        own = "the loss is averaged as the module does it; test figures are the module's own"
-        if self.engine_data is None:
-            return [
-                f"task: {self.title}'s own steps on {type(self.data).__name__}'s own dataloaders: one-format checkpoints hold; batches are "
-                f"theirs, so each process has its own, and a run resumes exactly from the end of an epoch only; {own}"
-            ]
-        resume = "exact resume" if world < 3 else "resume to float rounding"  # see DDP.rebuild_buckets
-        return [f"task: {self.title}'s own steps: the same batches, {resume} and one-format checkpoints hold; {own}"]
-
-    def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
-        if not is_overridden("predict_step", self.module):
-            raise UserError(
-                f"{self.title} has no predict_step. Add one: it gets a batch and returns a tensor with a row per sample, or a dict of columns."
-            )
-        return columns_of_module, ()
-
-    def problems(self, data_title: str, monitor: str | None) -> Iterator[str]:
-        """What the module and the data define but would be ignored."""
-        hooks = ("train_dataloader", "val_dataloader", "test_dataloader")
-        if loaders := [hook for hook in hooks if is_overridden(hook, self.module)]:
-            yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Move it into a LightningDataModule and name that with data._target_."
-        if monitor and not self.evaluates("validation", "val"):
-            yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Type task.monitor=null."
-
-
 def workload(module: pl.LightningModule, data: pl.LightningDataModule) -> Workload:
-    return TaskWorkload(module, data) if isinstance(module, TaskModule) else CustomModuleWorkload(module, data)
+    return TaskWorkload(module, data) if isinstance(module, TaskModule) else Workload(module, data)
 
 
 def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
     """Targets and loss, if the batch has targets, and the task's predictions."""
     network_output, batch = output
     known = "target" in batch
-    return {
-        **(task.targets(batch) if known else {}),
-        **task.predictions(network_output),
-        **(task.top(network_output, top_k) if top_k > 1 else {}),
-        # a loss between samples is none of a sample's own
-        **({"loss": task.loss(network_output, batch)} if known and not task.between_samples else {}),
-    }
+    columns = (task.targets(batch) if known else {}) | task.predictions(network_output)
+    if top_k > 1:
+        columns |= task.top(network_output, top_k)
+    if known and not task.between_samples:  # where a sample has no loss of its own
+        columns["loss"] = task.loss(network_output, batch)
+    return columns
 
 
 def columns_of_module(output: Any) -> Columns:
