@@ -10,8 +10,9 @@ classes configs name import torch when a batch comes, so a config is checked bef
 import hashlib
 import math
 import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,11 +78,8 @@ class Draws:
     They are drawn on the host, so an operation can read them without waiting for a GPU.
     """
 
-    def __init__(
-        self, name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1, device: "device | str" = "cpu"
-    ) -> None:
-        self.name, self.device, self.repeats = name, device, repeats
-        self.host = HostDraws(name, index_B, seed=seed, epoch=epoch, repeats=repeats)
+    def __init__(self, name: str, index_B: Indices, *, device: "device | str" = "cpu", **of_sample: int) -> None:
+        self.name, self.device, self.host = name, device, HostDraws(name, index_B, **of_sample)
 
     def tensor(self, array: NDArray[Any]) -> "Tensor":
         import torch
@@ -103,8 +101,45 @@ class Draws:
     @property
     def partner_B(self) -> "Tensor":
         """The place of each sample's partner: the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy."""
-        place_B = self.host.place_B
-        return self.tensor(place_B + self.repeats * (1 - 2 * (place_B // self.repeats & 1)))
+        place_B, repeats = self.host.place_B, self.host.repeats
+        return self.tensor(place_B + repeats * (1 - 2 * (place_B // repeats & 1)))
+
+
+# --- The values that arguments take ---
+
+
+class Range(NamedTuple):
+    """The numbers that an argument takes: one, or a list of two in rising order. `above` excludes `low`; `word` is accepted as well."""
+
+    low: float
+    high: float = sys.float_info.max
+    above: bool = False
+    whole: bool = False
+    word: str | None = None
+
+    def accepts(self, value: Any) -> bool:
+        is_number = type(value) is int or (type(value) is float and not self.whole)
+        return is_number and self.low <= value <= self.high and not (self.above and value == self.low)
+
+    def __str__(self) -> str:
+        kind, low = "whole number" if self.whole else "number", "above" if self.above else "of at least"
+        return f"{kind} {low} {self.low}" + (f" and at most {self.high}" if self.high < sys.float_info.max else "")
+
+    def problems(self, name: str, value: Any) -> Iterator[str]:
+        if isinstance(value, list | tuple):
+            if len(value) != 2 or not all(map(self.accepts, value)):
+                yield f"{name}={list(value)} is invalid; expected a list of 2 numbers, each a {self}"
+            elif value[0] > value[1]:
+                yield f"{name}={list(value)} is invalid: the lower number comes first"
+        elif value != self.word and not self.accepts(value):
+            yield f"{name}={value} is invalid; expected a {self}"
+
+
+Probability = Annotated[float, Range(0, 1)]
+Amount = Annotated[float, Range(0)]
+Count = Annotated[int, Range(1, whole=True)]
+Byte = Annotated[int, Range(0, 255, whole=True)]
+MaskValue = Annotated[int | None, Range(-(2**31), 2**31 - 1, whole=True)]
 
 
 # --- Base classes ---
@@ -112,9 +147,23 @@ class Draws:
 
 class Operation:
     """Changes a batch. To stay exact, a sample's result depends on that sample and its `draws` alone; and to stay fast, an
-    operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait."""
+    operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait.
+
+    A dataclass may annotate its fields with a Range.
+    """
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a field is out of its range."""
+        ranges = [
+            (field.name, values)
+            for field in fields(self)  # type: ignore[arg-type]  # called for dataclasses only
+            for values in getattr(field.type, "__metadata__", ())
+            if isinstance(values, Range)
+        ]
+        if wrong := [problem for name, values in ranges for problem in values.problems(name, getattr(self, name))]:
+            raise ValueError("; ".join(wrong))
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         raise NotImplementedError
@@ -178,42 +227,6 @@ def images_of(batch: Batch, name: str) -> "Tensor":
             f"{tuple(image.shape)}. Remove it: ~{name}."
         )
     return image
-
-
-class Range(NamedTuple):
-    """The numbers that an argument takes. `above` excludes `low`."""
-
-    low: float
-    high: float = sys.float_info.max
-    above: bool = False
-    whole: bool = False
-
-    def accepts(self, value: Any) -> bool:
-        is_number = type(value) is int or (type(value) is float and not self.whole)
-        return is_number and self.low <= value <= self.high and not (self.above and value == self.low)
-
-    def __str__(self) -> str:
-        kind, low = "whole number" if self.whole else "number", "above" if self.above else "of at least"
-        return f"{kind} {low} {self.low}" + (f" and at most {self.high}" if self.high < sys.float_info.max else "")
-
-
-PROBABILITY, BYTE, MASK_VALUE = Range(0, 1), Range(0, 255, whole=True), Range(-(2**31), 2**31 - 1, whole=True)
-
-
-def check(operation: Operation, **ranges: Range) -> None:
-    """Raises ValueError if an attribute is out of its range: a number, a pair of rising numbers, or None."""
-    wrong = []
-    for name, numbers in ranges.items():
-        value = getattr(operation, name)
-        if isinstance(value, list):
-            if len(value) != 2 or not all(map(numbers.accepts, value)):
-                wrong.append(f"{name}={value} is invalid; expected a list of 2 numbers, each a {numbers}")
-            elif value != sorted(value):
-                wrong.append(f"{name}={value} is invalid: the lower number comes first")
-        elif value is not None and not numbers.accepts(value):
-            wrong.append(f"{name}={value} is invalid; expected a {numbers}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
 
 
 # --- All operations of a run ---
