@@ -14,7 +14,8 @@ import pytest
 from conftest import write_cifar10, write_mnist
 
 from lockstep.data import Cifar10, Mnist, published
-from lockstep.data.published import download, md5_of
+from lockstep.data.cache import hash_of
+from lockstep.data.published import download
 
 CONTENT = bytes(range(256)) * 40
 CHECKSUM = hashlib.md5(CONTENT).hexdigest()
@@ -125,7 +126,7 @@ def served_mnist(server, dead_url, tmp_path, monkeypatch) -> Path:
     folder = write_mnist(tmp_path / "made", 20, 10) / "MNIST" / "raw"
     server.content |= {f"/mnist/{name}": (folder / name).read_bytes() for name in Mnist.md5}
     monkeypatch.setattr(published, "MNIST_MIRRORS", (dead_url, server.url("/mnist/")))
-    monkeypatch.setattr(Mnist, "md5", {name: md5_of(folder / name) for name in Mnist.md5})
+    monkeypatch.setattr(Mnist, "md5", {name: hash_of(folder / name, "md5") for name in Mnist.md5})
     return folder
 
 

@@ -128,14 +128,14 @@ def test_how_many_indices_are_computed_at_once_does_not_show(monkeypatch, first,
     monkeypatch.setattr(sampler, "FIRST_BLOCK", first)
     monkeypatch.setattr(sampler, "BLOCK", most)
     assert np.array_equal(list(batches), order[:, :, 1].reshape(-1, 2))
-    batches.resume(0, 100)
+    batches.epoch, batches.start = 0, 100
     assert np.array_equal(list(batches), order[:, :, 1].reshape(-1, 2)[100:])
 
 
 @pytest.mark.parametrize("steps_done", [0, 120_000, 10**9 // 4096 - 1])
 def test_a_rank_among_thousands_holds_no_more_of_a_billion_samples_than_its_next(steps_done):
     batches = TrainBatches(Split(10**9, 0, 10**9), batch=4096, seed=0, rank=4095, world=4096)
-    batches.resume(0, steps_done)
+    batches.epoch, batches.start = 0, steps_done
     tracemalloc.start()
     next(iter(batches))
     peak = tracemalloc.get_traced_memory()[1]
@@ -162,7 +162,7 @@ def test_resuming_yields_exactly_the_rest_of_the_epoch(data, count, world, accum
     batches = TrainBatches(split, batch=3 * world * accumulate, seed=9, rank=rank, world=world, accumulate=accumulate)
     whole = epoch_of(batches, epoch)
     done = data.draw(st.integers(0, len(batches)))
-    batches.resume(epoch, done)
+    batches.epoch, batches.start = epoch, done
     assert np.array_equal(np.array(list(batches)).reshape(-1, 3), whole[done:])
     assert np.array_equal(list(batches), whole)  # the epoch after begins at its beginning
 
@@ -170,7 +170,7 @@ def test_resuming_yields_exactly_the_rest_of_the_epoch(data, count, world, accum
 def test_resuming_outlasts_the_set_epoch_that_the_trainer_calls_next():
     batches = TrainBatches(Split(100, 0, 100), batch=10, seed=0)
     whole = epoch_of(batches, 4)
-    batches.resume(4, 3)
+    batches.epoch, batches.start = 4, 3
     assert np.array_equal(epoch_of(batches, 4), whole[3:])
     assert len(epoch_of(batches, 5)) == len(whole)
 

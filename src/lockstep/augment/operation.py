@@ -156,13 +156,14 @@ class Operation:
 
     def __post_init__(self) -> None:
         """Raises ValueError: a field is out of its range."""
-        ranges = [
-            (field.name, values)
+        wrong = [
+            problem
             for field in fields(self)  # type: ignore[arg-type]  # called for dataclasses only
-            for values in getattr(field.type, "__metadata__", ())
-            if isinstance(values, Range)
+            for numbers in getattr(field.type, "__metadata__", ())
+            if isinstance(numbers, Range)
+            for problem in numbers.problems(field.name, getattr(self, field.name))
         ]
-        if wrong := [problem for name, values in ranges for problem in values.problems(name, getattr(self, name))]:
+        if wrong:
             raise ValueError("; ".join(wrong))
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:

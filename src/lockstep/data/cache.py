@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,21 @@ def key_of(name: str, files: list[Path], *more: object) -> str:
     """Names a cache folder by its source files, so a changed file gets a new folder."""
     stats = [(str(path.resolve()), *stamp(path)) for path in files]
     return f"{name}-{hashlib.sha256(repr((FORMAT, stats, more)).encode()).hexdigest()[:16]}"
+
+
+@contextlib.contextmanager
+def one_download(cache: Path, name: str, root: Path) -> Iterator[None]:
+    """Runs on one machine fetch the data `name` one after the other, so all but the first find it in `root`."""
+    from filelock import FileLock
+
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f".{key_of(name, [], str(root.resolve()))}.lock"):
+        yield
+
+
+def hash_of(path: Path, algorithm: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def decoded(folder: Path, decode: Decode) -> Cached:

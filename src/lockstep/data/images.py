@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import original_size, refuse_numbers, to_array
+from lockstep.data.pixels import refuse_numbers, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
 from lockstep.machine.world import cores, rank_of
@@ -168,28 +168,6 @@ class Files:
         return os.fsdecode(self.name_N[index])
 
 
-class InputFiles(Files):
-    """Files to predict. `problem` says why a file could not be read: its image is then black."""
-
-    def __init__(self, inputs: Listing, *, channels: int, size: int) -> None:
-        targets = np.array([os.fsencode(text) for text in inputs.targets]) if inputs.targets else None
-        super().__init__(inputs.base, inputs.paths, targets, channels=channels, size=size)
-
-    def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        problems = [""] * len(indices)
-        return {"input": self.decoded(indices, problems), "problem": problems}
-
-    def original_size(self, index: int) -> tuple[int, int]:
-        """Width and height of a file, from its header."""
-        from PIL import Image
-
-        with Image.open(self.base / self.name(index)) as image:
-            return original_size(image)
-
-    def target(self, index: int) -> str | None:
-        return None if self.target_N is None else os.fsdecode(self.target_N[index])
-
-
 def read_all(
     base: Path, paths: list[str], what: str, *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
 ) -> Iterator[tuple[bytes, str | None]]:
@@ -321,36 +299,3 @@ class Images(DataSet):
 def spatial(batch: Batch) -> Batch:
     """Batch values that may refer to places in the images: masks, boxes, keypoints."""
     return {name: value for name, value in batch.items() if name != "input" and getattr(value, "ndim", 0) > 2}
-
-
-# --- Image files to predict ---
-
-NEEDED = ("image_size", "channels", "mean", "std")  # in the `about` of the training data
-
-
-class ImageFiles(Images):
-    """Files to predict, with the description and the normalisation of the data that the network was trained on.
-
-    Raises:
-        UserError: it was not trained on images.
-    """
-
-    def __init__(
-        self, inputs: Listing, *, about: Mapping[str, Any], network: Mapping[str, Any], channels_last: bool
-    ) -> None:
-        if missing := [key for key in NEEDED if not about.get(key)]:
-            raise UserError(
-                f"input: files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their "
-                f"data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
-            )
-        super().__init__(channels_last=channels_last, **{key: about[key] for key in ("image_size", "mean", "std")})
-        self.about, self.network = dict(about), dict(network)
-        self.train = self.val = self.test = InputFiles(inputs, channels=self.channels, size=self.image_size)
-
-    def network_arguments(self) -> dict[str, Any]:
-        return self.network
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the list of files, to see that all processes have the same one."""
-        return hashlib.sha256(self.test.name_N.tobytes()).hexdigest()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import cache_folder, decoded, key_of
+from lockstep.data.cache import cache_folder, decoded, hash_of, key_of
 from lockstep.data.dataset import Indices
 from lockstep.data.folder import part_names
 from lockstep.data.images import decoded_all, reading
@@ -181,12 +181,7 @@ class HuggingFace(Wrapped):
         """Hash of the Arrow files, which are read once per machine, and of the columns and rows that are used."""
         files = sorted(self.root.rglob("*.arrow"))
         key = key_of("huggingface", files)
-        content = decoded(self.cache / key, lambda: ({}, {"sha256": [sha256(path) for path in files]})).extra
+        content = decoded(self.cache / key, lambda: ({}, {"sha256": [hash_of(path, "sha256") for path in files]})).extra
         rows = {part: rows.tobytes() for part, (_, rows) in self.rows.items()}
         used = (content["sha256"], self.columns, self.names, rows)
         return hashlib.sha256(repr(used).encode()).hexdigest()
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
