@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from lockstep.augment.operation import Draws, HostDraws, Operation, Probability, Range, images_of
+from lockstep.augment.operation import Draws, HostDraws, Operation, Probability, images_of
 from lockstep.data.dataset import Batch, Indices
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Share = NDArray[np.float32]
-Alpha = Annotated[float, Range(0, 100, above=True)]
+Alpha = Annotated[float, Field(gt=0, le=100)]
 MASKS = "{} pastes masks, and mixup would mix losses of masks that are pasted already. Use augment=[mixup] or augment=[cutmix]."
 CELLS = 4096  # of the table of a Beta distribution: its error is below 1e-6
 

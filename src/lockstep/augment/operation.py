@@ -9,13 +9,14 @@ classes configs name import torch when a batch comes, so a config is checked bef
 
 import hashlib
 import math
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
 
 from lockstep.data import sampler
 from lockstep.data.dataset import Batch, Indices
@@ -107,39 +108,23 @@ class Draws:
 
 # --- The values that arguments take ---
 
-
-class Range(NamedTuple):
-    """The numbers that an argument takes: one, or a list of two in rising order. `above` excludes `low`; `word` is accepted as well."""
-
-    low: float
-    high: float = sys.float_info.max
-    above: bool = False
-    whole: bool = False
-    word: str | None = None
-
-    def accepts(self, value: Any) -> bool:
-        is_number = type(value) is int or (type(value) is float and not self.whole)
-        return is_number and self.low <= value <= self.high and not (self.above and value == self.low)
-
-    def __str__(self) -> str:
-        kind, low = "whole number" if self.whole else "number", "above" if self.above else "of at least"
-        return f"{kind} {low} {self.low}" + (f" and at most {self.high}" if self.high < sys.float_info.max else "")
-
-    def problems(self, name: str, value: Any) -> Iterator[str]:
-        if isinstance(value, list | tuple):
-            if len(value) != 2 or not all(map(self.accepts, value)):
-                yield f"{name}={list(value)} is invalid; expected a list of 2 numbers, each a {self}"
-            elif value[0] > value[1]:
-                yield f"{name}={list(value)} is invalid: the lower number comes first"
-        elif value != self.word and not self.accepts(value):
-            yield f"{name}={value} is invalid; expected a {self}"
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
-Probability = Annotated[float, Range(0, 1)]
-Amount = Annotated[float, Range(0)]
-Count = Annotated[int, Range(1, whole=True)]
-Byte = Annotated[int, Range(0, 255, whole=True)]
-MaskValue = Annotated[int | None, Range(-(2**31), 2**31 - 1, whole=True)]
+def rising(pair: Sequence[float]) -> Sequence[float]:
+    if pair[0] > pair[1]:
+        raise ValueError("the lower number comes first")
+    return pair
+
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Byte = Annotated[int, Field(ge=0, le=255)]
+MaskValue = Annotated[int, Field(ge=-(2**31), lt=2**31)] | None
+PAIR = (Field(min_length=2, max_length=2), AfterValidator(rising))
 
 
 # --- Base classes ---
@@ -149,20 +134,22 @@ class Operation:
     """Changes a batch. To stay exact, a sample's result depends on that sample and its `draws` alone; and to stay fast, an
     operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait.
 
-    A dataclass may annotate its fields with a Range.
+    The arguments of a dataclass are checked by its annotations.
     """
 
     mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a field is out of its range."""
-        wrong = [
-            problem
-            for field in fields(self)  # type: ignore[arg-type]  # called for dataclasses only
-            for numbers in getattr(field.type, "__metadata__", ())
-            if isinstance(numbers, Range)
-            for problem in numbers.problems(field.name, getattr(self, field.name))
-        ]
+        """Raises ValueError: a field of a dataclass has a value that its annotation excludes."""
+        wrong = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            try:
+                TypeAdapter(field.type, config=STRICT).validate_python(value)
+            except ValidationError as e:
+                wrong.append(f"{field.name}={value} is invalid: {e.errors()[-1]['msg'].removeprefix('Value error, ')}")
+            except PydanticUserError:  # an annotation that only a type checker understands
+                continue
         if wrong:
             raise ValueError("; ".join(wrong))
 

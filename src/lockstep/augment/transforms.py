@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from lockstep.augment.operation import (
+    PAIR,
     Amount,
     Byte,
     Count,
     Draws,
+    Fraction,
     GeometricOperation,
     HostDraws,
     MaskValue,
     PixelOperation,
+    Positive,
     Probability,
-    Range,
 )
 from lockstep.data.dataset import Batch, Indices
 
@@ -87,9 +90,9 @@ class RandomResizedCrop(GeometricOperation):
     Chooses boxes as torchvision's RandomResizedCrop does (Szegedy et al. 2015). Without `image_size`, images keep their size.
     """
 
-    scale: Annotated[Sequence[float], Range(0, 1, above=True)] = (0.08, 1.0)
-    ratio: Annotated[Sequence[float], Range(0, above=True)] = (3 / 4, 4 / 3)
-    image_size: Annotated[int | None, Range(1, whole=True)] = None
+    scale: Annotated[Sequence[Fraction], *PAIR] = (0.08, 1.0)
+    ratio: Annotated[Sequence[Positive], *PAIR] = (3 / 4, 4 / 3)
+    image_size: Count | None = None
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
         """box_B4: top, left, height, width."""
@@ -116,7 +119,7 @@ class Rotate(GeometricOperation):
     """Rotates about the centre by up to `degrees` in either direction; uncovered pixels become `fill`."""
 
     uncovers = True
-    degrees: Annotated[float, Range(0, 180, above=True)]
+    degrees: Annotated[float, Field(gt=0, le=180)]
     interpolation: Literal["bilinear", "nearest"] = "bilinear"
     fill: Byte = 0
     mask_fill: MaskValue = None
@@ -175,9 +178,9 @@ class RandomErasing(PixelOperation):
     """
 
     probability: Probability = 0.25
-    scale: Annotated[Sequence[float], Range(0, 1)] = (0.02, 1 / 3)
-    ratio: Annotated[Sequence[float], Range(0, above=True)] = (0.3, 3.3)
-    fill: Annotated[Literal["noise"] | int, Range(0, 255, whole=True, word="noise")] = "noise"
+    scale: Annotated[Sequence[Probability], *PAIR] = (0.02, 1 / 3)
+    ratio: Annotated[Sequence[Positive], *PAIR] = (0.3, 3.3)
+    fill: Literal["noise"] | Byte = "noise"
 
     def boxes(self, height: int, width: int, draws: HostDraws) -> Indices:
         """box_B4: top, left, height, width. A box of 0 x 0 erases nothing."""
@@ -209,7 +212,7 @@ class ColorJitter(PixelOperation):
     brightness: Amount = 0.0
     contrast: Amount = 0.0
     saturation: Amount = 0.0
-    hue: Annotated[float, Range(0, 0.5)] = 0.0
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
 
     def factors(self, draws: HostDraws) -> dict[str, NDArray[np.float32]]:
         """Of the changes that are made, in their order."""
@@ -268,7 +271,7 @@ class Policy(GeometricOperation):
     """Base class. `operations`: the names to choose from; by default all but invert, as torchvision."""
 
     space: ClassVar[Space]
-    operations: Sequence[Name] | None = None
+    operations: Annotated[Sequence[Name], Field(min_length=1)] | None = None
     interpolation: Literal["nearest", "bilinear"] = "nearest"
     fill: Byte = 0
     mask_fill: MaskValue = None
@@ -277,8 +280,6 @@ class Policy(GeometricOperation):
         super().__post_init__()
         self.names: list[str] = list(NAMES[:-1] if self.operations is None else self.operations)
         self.uncovers = bool({*self.names} & {*MOVING})
-        if not self.names or not {*self.names} <= {*NAMES}:
-            raise ValueError(f"operations={self.names} is invalid; expected some of {', '.join(NAMES)}")
 
     def magnitudes(self, draws: HostDraws, height: int, width: int) -> tuple[NDArray[np.str_], NDArray[np.float64]]:
         """name_B of the operation that each sample has chosen, and magnitude_B: signed, or a factor for changes of colour."""
@@ -324,7 +325,7 @@ class RandAugment(Policy):
     space = Space(shear=0.3, degrees=30.0, pixels=lambda side: 150 / 331 * side, blend=0.9, bits=4)
 
     count: Count = 2
-    magnitude: Annotated[int, Range(0, BINS - 1, whole=True)] = 9
+    magnitude: Annotated[int, Field(ge=0, lt=BINS)] = 9
 
     def bin_B(self, draws: HostDraws) -> Indices:
         return np.full(len(draws.place_B), self.magnitude)
