@@ -31,27 +31,19 @@ def classification(**options: object) -> Classification:
     return task
 
 
-def test_mixup_is_the_weighted_mean_of_two_neighbours():
-    batch = batch_of()
-    made = mixed("mixup", batch)
-    share = made["share"][:, None, None, None]
-    expected = share * batch["input"] + (1 - share) * batch["input"].view(8, 2, 3, 12, 15).flip(1).flatten(0, 1)
-    torch.testing.assert_close(made["input"].float(), expected, atol=0.5001, rtol=0)  # bytes, rounded
-    assert made["input"].dtype == torch.uint8
-    assert torch.equal(made["target"], batch["target"])
-
-
-def test_mixup_takes_other_numbers_and_no_tokens():
-    batch = {**batch_of(), "input": torch.randn(16, 7)}
-    made = mixed("mixup", batch)
-    share = made["share"][:, None]
-    torch.testing.assert_close(
-        made["input"], share * batch["input"] + (1 - share) * batch["input"][torch.arange(16) ^ 1]
-    )
-    with pytest.raises(
-        UserError, match=r"augment.mixup changes images of bytes .*; `input` is int64 of shape \(16, 7\)"
-    ):
-        mixed("mixup", {**batch, "input": torch.ones(16, 7, dtype=torch.int64)})
+def test_mixup_is_the_weighted_mean_of_two_neighbours_of_numbers_and_not_of_tokens():
+    partner = torch.arange(16) ^ 1
+    for own, rounding in ((batch_of()["input"], 0.5001), (torch.randn(16, 7), 1e-5)):
+        batch = {**batch_of(), "input": own}
+        made = mixed("mixup", batch)
+        share = made["share"].view(-1, *[1] * (own.dim() - 1))
+        torch.testing.assert_close(
+            made["input"].float(), share * own + (1 - share) * own[partner], atol=rounding, rtol=0
+        )
+        assert made["input"].dtype == own.dtype
+        assert torch.equal(made["target"], batch["target"])
+    with pytest.raises(UserError, match=r"mixup changes images of bytes .*; `input` is int64 of shape \(16, 7\)"):
+        mixed("mixup", {**batch_of(), "input": torch.ones(16, 7, dtype=torch.int64)})
     with pytest.raises(UserError, match=r"augment.mixup mixes pairs, and a batch has 3 samples"):
         mixed("mixup", batch_of(3))
 
@@ -69,9 +61,13 @@ def test_mixup_or_cutmix_gives_each_sample_one_of_them():
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("name", MIXES)
 def test_the_loss_is_the_cross_entropy_of_timms_soft_targets(name, smoothing):
-    batch = mixed(name, batch_of())
-    logits_BK = torch.randn(16, 5)
-    loss_B, weight_B = weighted_loss(classification(label_smoothing=smoothing), logits_BK, batch)
+    batch, logits_BK = mixed(name, batch_of()), torch.randn(16, 5)
+    task = classification(label_smoothing=smoothing)
+    alone_B, weight_B = weighted_loss(
+        task, logits_BK, batch_of()
+    )  # samples that are not mixed have their loss as it is
+    assert torch.equal(alone_B, task.loss(logits_BK, batch_of())) and weight_B is None
+    loss_B, weight_B = weighted_loss(task, logits_BK, batch)
     assert weight_B is None
     for place, share in enumerate(batch["share"].tolist()):
         pair = batch["target"][[place, place ^ 1]]
@@ -131,13 +127,6 @@ def test_weights_of_samples_are_mixed_with_their_losses():
         torch.testing.assert_close(loss_B[place], share * errors[0] + (1 - share) * errors[1])
         weights = [batch["weight"][p] for p in (place, place ^ 1)]
         torch.testing.assert_close(weight_B[place], share * weights[0] + (1 - share) * weights[1])
-
-
-def test_samples_that_are_not_mixed_have_their_loss_as_it_is():
-    batch, logits = batch_of(), torch.randn(16, 5)
-    loss_B, weight_B = weighted_loss(classification(), logits, batch)
-    assert torch.equal(loss_B, F.cross_entropy(logits, batch["target"], reduction="none"))
-    assert weight_B is None
 
 
 # --- masks: a mask says where its image is bright ---

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import sampler
 from lockstep.data.dataset import Arrays, DataSet
-from lockstep.data.sampler import FILLER, PaddedEvalSampler, Split, TrainBatches, permute, splits
+from lockstep.data.sampler import FILLER, PaddedEvalSampler, Split, TrainBatches, UnpaddedEvalSampler, permute, splits
 from lockstep.errors import UserError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -224,6 +224,33 @@ def test_each_validation_and_test_image_counts_once_whatever_divides(size, first
 def test_the_number_of_batches_does_not_grow_with_the_world(world):
     assert len(PaddedEvalSampler(Split(100, 0, 100), batch=100, world=world)) == 1
     assert len(PaddedEvalSampler(Split(10_000, 0, 10_000), batch=1000, world=world)) == 10
+
+
+def shares(count: int, batch: int, world: int, shuffled: bool = False) -> list[list[np.ndarray]]:
+    split = Split(2 * count, 1, count, shuffled)
+    return [list(UnpaddedEvalSampler(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 100), st.integers(1, 8), st.booleans())
+def test_without_fillers_every_sample_comes_once_and_ranks_have_as_many_batches(count, batch, world, shuffled):
+    if count < world:
+        with pytest.raises(ValueError, match="cannot be shared"):
+            shares(count, batch, world)
+        return
+    found, whole = shares(count, batch, world, shuffled), Split(2 * count, 1, count, shuffled).indices(np.arange(count))
+    assert len({len(own) for own in found}) == 1
+    steps = [np.concatenate(step).tolist() for step in zip(*found, strict=True)]
+    assert sorted(np.concatenate(steps)) == sorted(whole)
+    for step in zip(*found, strict=True):
+        sizes = [len(part) for part in step]
+        assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1
+    # global batches are those of one process, but for a remainder that is too small
+    (one,) = shares(count, max(batch, world), 1, shuffled)
+    one = [part.tolist() for part in one]
+    if len(one) > 1 and len(one[-1]) < world:
+        one[-2:] = [one[-2] + one[-1]]
+    assert [sorted(step) for step in steps] == [sorted(step) for step in one]
 
 
 # --- splits ----------------------------------------------------------------------------------------------------------
