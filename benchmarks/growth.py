@@ -222,7 +222,7 @@ def predicted(counts: list[int], folder: Path) -> Iterator[tuple[int, int, int, 
     """Files, peak memory after them, bytes of the table, seconds; in a folder of its own. Trains a small network first."""
     from PIL import Image
 
-    from lockstep.extras.tables import InputFiles
+    from lockstep.data.images import InputFiles
 
     for name in ("a", "b"):
         (folder / "data" / name).mkdir(parents=True)

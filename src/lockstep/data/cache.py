@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, explained
 from lockstep.machine.files import refuse_unwritable, remove, replacing
 
@@ -158,9 +159,7 @@ def stamp(path: Path) -> list[int]:
 
 def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(extra, sort_keys=True).encode())
-    for name, array in parts.items():
-        digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        digest.update(array.data)
+    add_arrays(digest, parts)
     return digest.hexdigest()
 
 

@@ -197,7 +197,8 @@ class DataModule(pl.LightningDataModule):
     def teardown(self, stage: str) -> None:
         """After training, validation and test. Raises DataChanged if the decoded data was changed meanwhile."""
         while self.with_workers:
-            self.with_workers.pop().end()
+            # ends the workers, which the DataLoader keeps from epoch to epoch: Lightning ends those of loaders that it knows
+            del self.with_workers.pop().loader
         _ = self.dataset.fingerprint
 
     def state_dict(self) -> dict[str, Any]:

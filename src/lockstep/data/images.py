@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import refuse_numbers, to_array
+from lockstep.data.pixels import original_size, refuse_numbers, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
 from lockstep.machine.world import cores, rank_of
@@ -166,6 +166,33 @@ class Files:
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.name_N[index])
+
+
+class InputFiles(Files):
+    """Files to predict. `problem` says why a file could not be read: its image is then black."""
+
+    def __init__(self, inputs: Listing, *, channels: int, size: int) -> None:
+        targets = np.array([os.fsencode(text) for text in inputs.targets]) if inputs.targets else None
+        super().__init__(inputs.base, inputs.paths, targets, channels=channels, size=size)
+
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        problems = [""] * len(indices)
+        return {"input": self.decoded(indices, problems), "problem": problems}
+
+    def original_size(self, index: int) -> tuple[int, int]:
+        """Width and height of a file, from its header."""
+        from PIL import Image
+
+        with Image.open(self.base / self.name(index)) as image:
+            return original_size(image)
+
+    def target(self, index: int) -> str | None:
+        return None if self.target_N is None else os.fsdecode(self.target_N[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the list of files, to see that all processes have the same one."""
+        return hashlib.sha256(self.name_N.tobytes()).hexdigest()
 
 
 def read_all(

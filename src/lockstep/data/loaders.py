@@ -198,10 +198,6 @@ class FromWorkers:
                 )
             yield pickle.loads(batch) if isinstance(batch, bytes) else batch
 
-    def end(self) -> None:
-        """Ends the workers, which the DataLoader keeps from epoch to epoch. Lightning ends those of loaders that it knows."""
-        del self.loader
-
 
 # --- The loader that the Trainer gets ---
 
