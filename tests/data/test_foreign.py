@@ -166,21 +166,16 @@ def test_a_data_set_of_images_and_labels(tmp_path):
     assert batch["target"].tolist() == labels[:4].tolist()
 
 
-def test_its_own_parts_are_taken(tmp_path):
+def test_its_own_parts_are_taken_and_without_a_test_part_its_val_is_the_test(tmp_path):
     for part, count in (("train", 4), ("valid", 2), ("test", 3)):
         write_classes(tmp_path / "country211" / part, count)
     data = named("Country211", tmp_path)
     assert [len(part) for part in (data.train, data.val, data.test)] == [12, 6, 9]
     assert data.about["classes"] == list(COLOURS)
-
-
-def test_a_data_set_without_a_test_part_is_tested_on_its_val(tmp_path):
-    for part, count in (("train", 4), ("val", 2)):
-        for wnid in ("n01440764", "n02102040"):
-            folder = tmp_path / "imagenette2" / part / wnid
-            folder.mkdir(parents=True)
-            for number in range(count):
-                picture(COLOURS["red"], number).save(folder / f"{number}.JPEG")
+    for path in (f"{part}/{wnid}" for part in ("train", "val") for wnid in ("n01440764", "n02102040")):
+        (tmp_path / "imagenette2" / path).mkdir(parents=True)
+        for number in range(4 if path.startswith("train") else 2):
+            picture(COLOURS["red"], number).save(tmp_path / "imagenette2" / path / f"{number}.JPEG")
     data = named("Imagenette", tmp_path)
     assert [len(data.train), data.val, len(data.test)] == [8, None, 4]
     assert "Imagenette has no test part: its validation part is the test set" in data.notice
@@ -276,14 +271,13 @@ def test_columns_and_parts_that_do_not_fit_are_refused(tmp_path, keys, parts, to
         held(tmp_path, columns, parts, **keys).prepare()
 
 
-def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(UserError, match="is not a folder written by `save_to_disk`"):
-        HuggingFace(root=str(tmp_path)).prepare()
-    with pytest.raises(UserError, match="does not exist"):
-        HuggingFace(root=str(tmp_path / "none")).prepare()
-    with pytest.raises(UserError, match="has no split `train`; it has training"):
-        datasets.DatasetDict(training=datasets.Dataset.from_dict(COLUMNS)).save_to_disk(tmp_path / "a")
-        HuggingFace(root=str(tmp_path / "a")).prepare()
+@pytest.mark.parametrize(("where", "told"), [
+    (".", "is not a folder written by `save_to_disk`"), ("none", "does not exist"), ("a", "has no split `train`; it has training"),
+])  # fmt: skip
+def test_other_folders_are_refused(tmp_path, where, told):
+    datasets.DatasetDict(training=datasets.Dataset.from_dict(COLUMNS)).save_to_disk(tmp_path / "a")
+    with pytest.raises(UserError, match=told):
+        HuggingFace(root=str(tmp_path / where)).prepare()
 
 
 def test_without_the_package_it_is_told_what_to_install(monkeypatch):
