@@ -10,7 +10,6 @@ from conftest import write_idx, write_mnist
 from lockstep.data import Mnist, published
 from lockstep.errors import UserError
 
-
 DAMAGE = {  # of a compressed idx file: tests/data/test_damaged_files.py has those of any bytes
     "cut off": lambda c: gzip.compress(c)[:-200],
     "cut off in its checksum": lambda c: gzip.compress(c)[:-3],
