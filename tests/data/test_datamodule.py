@@ -1,11 +1,10 @@
 """What becomes of a batch on its way to the network: its types, and what is no tensor."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from shipped_data import stand_in_trainer
 from torch.utils.data import Dataset
 
 from lockstep.data import Arrays, DataSet
@@ -39,13 +38,7 @@ class Files(DataSet):
 
 def module(data: DataSet, precision: object = None, done: int = 0, **options: object) -> DataModule:
     made = DataModule(data, batch_size=4, eval_batch_size=8, **options)
-    current = SimpleNamespace(ready=done)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=current)))
-    made.trainer = SimpleNamespace(
-        global_rank=0, world_size=1, accumulate_grad_batches=1, fit_loop=loop, training=True, current_epoch=0,
-        precision_plugin=precision, strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        lightning_module=SimpleNamespace(of_task=True),
-    )  # fmt: skip
+    made.trainer = stand_in_trainer(done=done, precision=precision)
     return made
 
 
