@@ -145,7 +145,7 @@ class Operation:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
             try:
-                TypeAdapter(field.type, config=STRICT).validate_python(value)
+                TypeAdapter(field.type, config=STRICT).validate_python(value)  # type: ignore[arg-type]
             except ValidationError as e:
                 wrong.append(f"{field.name}={value} is invalid: {e.errors()[-1]['msg'].removeprefix('Value error, ')}")
             except PydanticUserError:  # an annotation that only a type checker understands
