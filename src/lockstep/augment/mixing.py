@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from lockstep.augment.operation import Draws, HostDraws, Operation, Probability, images_of
+from lockstep.augment.operation import Checked, Draws, HostDraws, Operation, Probability, images_of
 from lockstep.data.dataset import Batch, Indices
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
@@ -71,7 +71,7 @@ class Mix(Operation):
 
 
 @dataclass(kw_only=True)
-class Mixup(Mix):
+class Mixup(Checked, Mix):
     """The weighted mean of a sample and its partner, with a weight from Beta(alpha, alpha) (Zhang et al. 2018).
 
     Takes images and other numbers, and no tokens. Each sample has a weight of its own.
@@ -92,7 +92,7 @@ class Mixup(Mix):
 
 
 @dataclass(kw_only=True)
-class Cutmix(Mix):
+class Cutmix(Checked, Mix):
     """A box of the partner's image, whose share is from Beta(alpha, alpha) (Yun et al. 2019). Boxes as torchvision's CutMix.
 
     If the target is a mask, the box of the partner's mask is pasted with it.
@@ -135,7 +135,7 @@ class Cutmix(Mix):
 
 
 @dataclass(kw_only=True)
-class MixupOrCutmix(Mix):
+class MixupOrCutmix(Checked, Mix):
     """Cutmix with the probability `switch`, mixup for the other samples, as timm's Mixup chooses by element."""
 
     mixup_alpha: Alpha = 0.8

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
 
 from lockstep.data import sampler
 from lockstep.data.dataset import Batch, Indices
@@ -108,7 +107,7 @@ class Draws:
 
 # --- The values that arguments take ---
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def rising(pair: Sequence[float]) -> Sequence[float]:
@@ -127,20 +126,11 @@ MaskValue = Annotated[int, Field(ge=-(2**31), lt=2**31)] | None
 PAIR = (Field(min_length=2, max_length=2), AfterValidator(rising))
 
 
-# --- Base classes ---
-
-
-class Operation:
-    """Changes a batch. To stay exact, a sample's result depends on that sample and its `draws` alone; and to stay fast, an
-    operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait.
-
-    The arguments of a dataclass are checked by its annotations.
-    """
-
-    mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
+class Checked:
+    """Base class of dataclasses whose annotations say which values are allowed."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError: a field of a dataclass has a value that its annotation excludes."""
+        """Raises ValueError: a field has a value that its annotation excludes."""
         wrong = []
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -148,10 +138,18 @@ class Operation:
                 TypeAdapter(field.type, config=STRICT).validate_python(value)  # type: ignore[arg-type]
             except ValidationError as e:
                 wrong.append(f"{field.name}={value} is invalid: {e.errors()[-1]['msg'].removeprefix('Value error, ')}")
-            except PydanticUserError:  # an annotation that only a type checker understands
-                continue
         if wrong:
             raise ValueError("; ".join(wrong))
+
+
+# --- Base classes ---
+
+
+class Operation:
+    """Changes a batch. To stay exact, a sample's result depends on that sample and its `draws` alone; and to stay fast, an
+    operation reads no value of a tensor (`.item()`, `if tensor`, boolean indexing), for which the CPU would wait."""
+
+    mixes: ClassVar[bool] = False  # whether it mixes samples with their partners; runs after those that do not
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         raise NotImplementedError

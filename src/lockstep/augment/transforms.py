@@ -19,6 +19,7 @@ from lockstep.augment.operation import (
     PAIR,
     Amount,
     Byte,
+    Checked,
     Count,
     Draws,
     Fraction,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Shift(GeometricOperation):
+class Shift(Checked, GeometricOperation):
     """Shifts by up to `pixels` in each direction, padded with black: CIFAR-10's usual random crop (He et al. 2016)."""
 
     uncovers = True
@@ -64,7 +65,7 @@ class Shift(GeometricOperation):
 
 
 @dataclass(kw_only=True)
-class Flip(GeometricOperation):
+class Flip(Checked, GeometricOperation):
     """Mirrors images: left to right, and upside down, each with its probability."""
 
     horizontal: Probability = 0.5
@@ -84,7 +85,7 @@ class Flip(GeometricOperation):
 
 
 @dataclass(kw_only=True)
-class RandomResizedCrop(GeometricOperation):
+class RandomResizedCrop(Checked, GeometricOperation):
     """A box of a fraction of the image (`scale`) and an aspect ratio (`ratio`), resized to `image_size`: bilinear, with antialiasing.
 
     Chooses boxes as torchvision's RandomResizedCrop does (Szegedy et al. 2015). Without `image_size`, images keep their size.
@@ -115,7 +116,7 @@ class RandomResizedCrop(GeometricOperation):
 
 
 @dataclass(kw_only=True)
-class Rotate(GeometricOperation):
+class Rotate(Checked, GeometricOperation):
     """Rotates about the centre by up to `degrees` in either direction; uncovered pixels become `fill`."""
 
     uncovers = True
@@ -171,7 +172,7 @@ def first_that_fits(fits_BT: NDArray[np.bool_], value_BT: Indices, otherwise: in
 
 
 @dataclass(kw_only=True)
-class RandomErasing(PixelOperation):
+class RandomErasing(Checked, PixelOperation):
     """Covers a box of a fraction of the image (`scale`) with noise or one value (Zhong et al. 2020). Masks stay as they are.
 
     Chooses boxes as torchvision's RandomErasing does.
@@ -203,7 +204,7 @@ class RandomErasing(PixelOperation):
 
 
 @dataclass(kw_only=True)
-class ColorJitter(PixelOperation):
+class ColorJitter(Checked, PixelOperation):
     """Factors from 1 - x to 1 + x, and a turn of the hues by up to `hue` of the circle, as torchvision's ColorJitter.
 
     Always in this order; torchvision's is random. Saturation and hue leave grey images as they are.
@@ -267,7 +268,7 @@ class Space:
 
 
 @dataclass(kw_only=True)
-class Policy(GeometricOperation):
+class Policy(Checked, GeometricOperation):
     """Base class. `operations`: the names to choose from; by default all but invert, as torchvision."""
 
     space: ClassVar[Space]
