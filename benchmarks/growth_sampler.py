@@ -54,7 +54,7 @@ def first_s(batches: TrainBatches, micro_batch: int) -> float:
     """Seconds to the first batch after `micro_batch`, median."""
     seconds = []
     for epoch in range(REPEAT):
-        batches.resume(epoch, micro_batch)
+        batches.epoch, batches.start = epoch, micro_batch
         began_s = time.perf_counter()
         next(iter(batches))
         seconds.append(time.perf_counter() - began_s)
@@ -63,7 +63,7 @@ def first_s(batches: TrainBatches, micro_batch: int) -> float:
 
 def each_s(batches: TrainBatches, at_most_s: float = 1.0) -> float:
     """Seconds per batch, from the beginning of an epoch, where blocks of indices are computed ahead."""
-    batches.resume(0, 0)
+    batches.epoch = batches.start = 0
     began_s, count = time.perf_counter(), 0
     for _ in batches:
         count += 1
@@ -74,7 +74,7 @@ def each_s(batches: TrainBatches, at_most_s: float = 1.0) -> float:
 
 def pass_through(batches: TrainBatches) -> None:
     """The first batches of an epoch, until blocks of indices have their full size."""
-    batches.resume(0, 0)
+    batches.epoch = batches.start = 0
     share = batches.batch // (batches.world * batches.accumulate)
     for _ in islice(batches, 3 * BLOCK // share):
         pass

@@ -5,6 +5,7 @@ Processes of a test import this file: it must stay quick to import.
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,22 @@ def raw(root: Path, name: str) -> Path:
 
 def arrays(cached: Cached) -> Parts:
     return {f"{part}/{name}": a for part in ("train", "test") for name, a in cached.arrays(part).items()}
+
+
+def stand_in_trainer(
+    *, rank: int = 0, world: int = 1, accumulate: int = 1, done: int = 0, epoch: int = 0, precision: Any = None
+) -> Any:
+    """What a DataModule asks of the Trainer: `done` micro-batches of `epoch` are trained on."""
+    from torch import device
+
+    current = SimpleNamespace(ready=done)
+    return SimpleNamespace(
+        global_rank=rank, world_size=world, accumulate_grad_batches=accumulate, training=True, current_epoch=epoch,
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=current))),
+        precision_plugin=precision or SimpleNamespace(convert_input=lambda batch: batch),
+        strategy=SimpleNamespace(root_device=device("cpu")),
+        lightning_module=SimpleNamespace(of_task=True, on_before_batch_transfer=lambda batch, _: batch),
+    )  # fmt: skip
 
 
 # --- what processes of a test do ---

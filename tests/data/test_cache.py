@@ -50,18 +50,15 @@ def unwanted(*_: object) -> Parts:
 
 
 def test_the_arrays_are_mapped_and_cannot_be_changed(root, cache):
-    found = arrays(prepared(root, cache).cached)
+    dataset = prepared(root, cache)
+    assert isinstance(dataset.train.arrays["input"], np.memmap)
+    assert dataset.train.arrays["target"].dtype == dataset.test.arrays["target"].dtype == np.int64
+    found = arrays(dataset.cached)
     assert same(found, decoded(root))
     for array in found.values():
         assert isinstance(array, np.memmap)
         assert array.dtype == np.uint8
         assert not array.flags.writeable
-
-
-def test_images_of_a_run_are_the_mapped_file(root, cache):
-    dataset = prepared(root, cache)
-    assert isinstance(dataset.train.arrays["input"], np.memmap)
-    assert dataset.train.arrays["target"].dtype == dataset.test.arrays["target"].dtype == np.int64
 
 
 @pytest.mark.parametrize("source", ["disk", "embedded"])
@@ -83,26 +80,21 @@ def test_fetched_files_are_read_once_wherever_they_came_from(tmp_path, cache, mo
     assert found.cached == fetched.cached
 
 
-def test_a_file_with_other_content_makes_a_new_entry(root, cache):
+@pytest.mark.parametrize("change", ["time", "size", "content"])
+def test_a_file_written_anew_makes_a_new_entry_with_the_checksum_of_its_data(root, cache, change):
     before = prepared(root, cache).cached
-    write_idx(raw(root, "t10k-labels-idx1-ubyte.gz"), np.arange(20, dtype=np.uint8) % 10)
-    after = prepared(root, cache).cached
-    assert after.folder != before.folder
-    assert after.sha256 != before.sha256
-    assert after.arrays("test")["target"].tolist() == [*range(10)] * 2
-
-
-@pytest.mark.parametrize("change", ["time", "size"])
-def test_a_file_written_anew_makes_a_new_entry_of_the_same_data(root, cache, change):
-    before = prepared(root, cache).cached
-    path = raw(root, "train-images-idx3-ubyte.gz")
+    path = raw(root, "t10k-labels-idx1-ubyte.gz")
     stat = path.stat()
-    if change == "size":
+    if change == "content":
+        write_idx(path, np.arange(20, dtype=np.uint8) % 10)
+    elif change == "size":
         path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), 0))
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 2_000_000_000 * (change == "time")))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 2_000_000_000 * (change != "size")))
     after = prepared(root, cache).cached
     assert after.folder != before.folder
-    assert after.sha256 == before.sha256
+    assert (after.sha256 != before.sha256) == (change == "content")
+    if change == "content":
+        assert after.arrays("test")["target"].tolist() == [*range(10)] * 2
 
 
 def test_the_checksum_tells_data_apart_not_files(root, tmp_path, cache):
@@ -125,25 +117,6 @@ def test_a_damaged_file_leaves_nothing_in_the_cache(root, cache):
     assert not folders(cache)
     path.write_bytes(whole)
     assert len(prepared(root, cache).train) == 60
-
-
-def test_a_writer_that_fails_leaves_no_folder(root, cache, monkeypatch):
-    save, saved = np.save, []
-
-    def fail_at_the_third(path, array):
-        saved.append(path)
-        if len(saved) == 3:
-            raise OSError("No space left on device")
-        save(path, array)
-
-    monkeypatch.setattr(np, "save", fail_at_the_third)
-    with pytest.raises(
-        UserError, match=r"data.cache_dir=.* cannot be written: .*No space left.* Free some space, or set"
-    ):
-        prepared(root, cache)
-    assert not folders(cache)
-    monkeypatch.setattr(np, "save", save)
-    assert same(arrays(prepared(root, cache).cached), decoded(root))
 
 
 def test_a_writer_that_is_killed_leaves_no_half_entry(root, cache):
@@ -242,37 +215,35 @@ def home(tmp_path, monkeypatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.mark.parametrize("xdg", [None, ""])
-def test_the_cache_is_in_the_home_where_nothing_else_is_said(home, monkeypatch, xdg):
+def nowhere() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+@pytest.mark.parametrize(
+    ("xdg", "expected"),
+    [
+        (None, "home/.cache/lockstep"),
+        ("", "home/.cache/lockstep"),  # the standard: empty is as good as not set
+        ("xdg", "xdg/lockstep"),
+        ("file", "temporary/*"),  # it cannot be written
+        ("nowhere", "temporary/*"),  # there is no home, as in some containers
+    ],
+)
+def test_the_cache_is_in_the_users_cache_folder_or_among_the_temporary_files(home, root, monkeypatch, xdg, expected):
+    place = home.parent
+    (place / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "temporary"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if xdg is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", xdg)  # the standard: empty is as good as not set
-    assert cache_folder(None) == home / ".cache" / "lockstep"
+    if xdg == "nowhere":
+        monkeypatch.setattr(Path, "home", nowhere)
+    elif xdg is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg and str(place / xdg))
+    assert cache_folder(None).match(str(place / expected))
     assert not list(Path.cwd().iterdir())
-
-
-def test_the_cache_is_in_the_users_cache_folder(home, tmp_path, monkeypatch, root):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert prepared(root, None).cached.folder.parent == tmp_path / "xdg" / "lockstep"
-
-
-def test_a_home_that_cannot_be_written_is_no_obstacle(home, tmp_path, monkeypatch, root):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    found = prepared(root, None)
-    assert found.cached.folder.parent.parent == tmp_path / "temporary"
-    assert len(found.train) == 60
-
-
-def test_without_a_home_the_cache_is_among_the_temporary_files(tmp_path, monkeypatch):
-    def none() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", none)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert cache_folder(None).parent == tmp_path
+    if xdg == "file":
+        found = prepared(root, None)
+        assert found.cached.folder.parent == cache_folder(None)
+        assert len(found.train) == 60
 
 
 def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cache, monkeypatch):
@@ -304,7 +275,14 @@ def test_a_full_disk_is_an_error_for_people(root, tmp_path, cache, monkeypatch, 
         for data in (photos, Mnist(root=str(root), cache_dir=str(cache), image_size=28)):
             with pytest.raises(UserError, match=r"data.cache_dir=.* cannot be written: .*No space left on device"):
                 data.prepare()
-    monkeypatch.setattr(np, "save", lambda _, array: np.repeat(array, 99).tofile("/dev/full"))
-    with pytest.raises(UserError, match=r"data.cache_dir=.* requested and \d+ written"):
+    save = np.save
+
+    def fail_at_the_test_part(path, array):
+        np.repeat(array, 99).tofile("/dev/full") if path.parent.name == "test" else save(path, array)
+
+    monkeypatch.setattr(np, "save", fail_at_the_test_part)
+    with pytest.raises(UserError, match=r"data.cache_dir=.* requested and \d+ written.* Free some space, or set"):
         prepared(root, cache)
     assert not folders(cache)
+    monkeypatch.setattr(np, "save", save)
+    assert same(arrays(prepared(root, cache).cached), decoded(root))

@@ -1,11 +1,10 @@
 """What becomes of a batch on its way to the network: its types, and what is no tensor."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from shipped_data import stand_in_trainer
 from torch.utils.data import Dataset
 
 from lockstep.data import Arrays, DataSet
@@ -37,14 +36,9 @@ class Files(DataSet):
         self.train = self.test = Named()
 
 
-def module(data: DataSet, precision: object = None, **options: object) -> DataModule:
+def module(data: DataSet, precision: object = None, done: int = 0, **options: object) -> DataModule:
     made = DataModule(data, batch_size=4, eval_batch_size=8, **options)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0))))
-    made.trainer = SimpleNamespace(
-        global_rank=0, world_size=1, accumulate_grad_batches=1, fit_loop=loop, training=True, current_epoch=0,
-        precision_plugin=precision, strategy=SimpleNamespace(root_device=torch.device("cpu")),
-        lightning_module=SimpleNamespace(of_task=True),
-    )  # fmt: skip
+    made.trainer = stand_in_trainer(done=done, precision=precision)
     return made
 
 
@@ -69,3 +63,10 @@ def test_texts_of_samples_stay_in_the_batch(workers):
     assert data.example(3)["file"] == ["0.png", "1.png", "2.png"]
     *_, last = data.test_dataloader()
     assert last["file"][: last["count"]] == [f"{place}.png" for place in range(16, 20)]
+
+
+def test_training_begins_at_the_trainers_position_and_counts_how_long_it_waits():
+    whole = [batch["index"].tolist() for batch in module(Pairs()).train_dataloader()]
+    data = module(Pairs(), done=2)
+    assert [batch["index"].tolist() for batch in data.train_dataloader()] == whole[2:]
+    assert 0 < data.waited_s < 10

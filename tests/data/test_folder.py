@@ -58,6 +58,8 @@ def refusal(data: Folder) -> str:
 
 def test_a_part_of_every_class_is_held_out(root):
     data = made(root)
+    data.prepare()
+    assert (data.notice, data.facts) == (None, {"skipped": 0})
     assert sizes(data) == [48, 6, 6]
     for part, each in (("train", 16), ("val", 2), ("test", 2)):
         assert np.bincount(getattr(data, part)[np.arange(3 * each)]["target"]).tolist() == [each] * 3
@@ -95,24 +97,13 @@ def test_a_class_of_few_images_is_in_every_part_as_long_as_it_lasts(tmp_path):
     assert targets == [[0, 1, 2], [2], [1, 2]]
 
 
-@pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_parts_of_its_own_are_taken_as_they_are(root, tmp_path, name):
-    for part, count in (("train", 9), (name, 5), ("test", 7)):
-        write_classes(tmp_path / "divided" / part, count)
-    assert sizes(made(tmp_path / "divided")) == [27, 15, 21]
-
-
-def test_two_folders_for_one_part_are_refused(root, tmp_path):
-    for name in ("train", "val", "validation"):
-        write_classes(tmp_path / "both" / name, 2)
-    assert "both has val and validation, which are both the val part. Merge them." in refusal(made(tmp_path / "both"))
-
-
-def test_a_part_that_is_missing_is_taken_from_train(tmp_path):
-    write_classes(tmp_path / "divided" / "train", 10)
-    write_classes(tmp_path / "divided" / "test", 7)
+@pytest.mark.parametrize("name", ["val", "valid", "validation", None])
+def test_parts_of_its_own_are_taken_as_they_are_and_a_missing_one_from_train(tmp_path, name):
+    for part, count in (("train", 10), (name, 5), ("test", 7)):
+        if part:
+            write_classes(tmp_path / "divided" / part, count)
     (tmp_path / "divided" / "notes").mkdir()
-    assert sizes(made(tmp_path / "divided")) == [27, 3, 21]
+    assert sizes(made(tmp_path / "divided")) == ([30, 15, 21] if name else [27, 3, 21])
 
 
 def test_images_are_found_at_any_depth_and_what_is_no_image_is_ignored(root):
@@ -134,6 +125,8 @@ def test_images_are_found_at_any_depth_and_what_is_no_image_is_ignored(root):
     (lambda root: (root / "test").mkdir(), r"has test/ but no train/. Move the other classes into .*photos/train"),
     (lambda root: [write_classes(root / "train", 3), write_pictures(root / "test" / "rde", "red", 3)],
      r"photos/test/rde: train/ has no class rde \(did you mean red\?\)"),
+    (lambda root: [write_classes(root / name, 2) for name in ("train", "val", "validation")],
+     r"photos has val and validation, which are both the val part. Merge them."),
 ])  # fmt: skip
 def test_a_folder_that_is_not_as_it_should_be_is_refused(root, change, told):
     change(root)
@@ -252,11 +245,7 @@ def test_files_are_read_once_until_one_changes(root, cache, monkeypatch):
     picture(COLOURS["red"], 3).save(path)  # its content again, at another time
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
     assert made(root).fingerprint == first
-
-
-def test_a_class_of_another_name_is_other_data(root):
-    first = made(root).fingerprint
-    (root / "red").rename(root / "rot")
+    (root / "red").rename(root / "rot")  # a class of another name is other data
     assert made(root).fingerprint != first
 
 
@@ -304,6 +293,10 @@ def damage(root: Path, count: int) -> None:
 
 @pytest.mark.parametrize("decode", ["cache", "workers"])
 def test_broken_files_are_listed_at_once_with_the_key_that_skips_them(root, decode):
+    rows = [*(f"{path},{path.split('/')[0]}" for path in paths(root)), "red/lost.png,red"]  # it is not there
+    told = refusal(made(listed(root, rows), csv="labels.csv", decode=decode))
+    assert "1 of 61 image files cannot be read:\n  red/lost.png: " in told
+    assert "No such file" in told
     damage(root, 12)
     (root / "red" / "0.png").write_bytes(b"no image")
     told = refusal(made(root, decode=decode))
@@ -334,19 +327,6 @@ def test_a_part_of_broken_files_alone_is_refused(tmp_path):
         path.write_bytes(b"")
     with pytest.raises(UserError, match="all images of the val part are broken"):
         len(made(tmp_path / "divided", skip_broken=True).val)
-
-
-def test_a_file_that_a_csv_names_and_is_not_there_is_broken(root):
-    rows = [f"{path},{path.split('/')[0]}" for path in paths(root)]
-    told = refusal(made(listed(root, [*rows, "red/lost.png,red"]), csv="labels.csv"))
-    assert "1 of 61 image files cannot be read:\n  red/lost.png: " in told
-    assert "No such file" in told
-
-
-def test_data_that_needs_nothing_says_nothing(root):
-    data = made(root)
-    data.prepare()
-    assert (data.notice, data.facts) == (None, {"skipped": 0})
 
 
 def test_a_run_on_mnist_imports_none_of_this():

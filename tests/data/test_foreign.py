@@ -81,7 +81,7 @@ def test_classes_are_those_of_the_dataset_or_of_its_targets():
     part = Subset(Pictures(), [3, 4])
     assert TorchDataset(train=part, test=part).about["classes"] == list(COLOURS)
     named = vectors(12)
-    named.targets = [0, 2, 1]
+    named.targets = [0, 2, 1] * 4
     assert TorchDataset(train=named, test=named).about["classes"] == ["0", "1", "2"]
 
 
@@ -99,7 +99,7 @@ def test_a_fingerprint_tells_datasets_apart():
     assert TorchDataset(train=own, test=own).fingerprint != TorchDataset(train=other, test=own).fingerprint
 
 
-def test_a_fingerprint_of_boxes_is_one_of_their_numbers():
+def test_boxes_stay_a_list_and_their_fingerprint_is_one_of_their_numbers():
     """Not of where they are in memory: another process would refuse to resume."""
 
     def boxed(*rows: int) -> object:
@@ -114,12 +114,9 @@ def test_a_fingerprint_of_boxes_is_one_of_their_numbers():
 
     same, other = content_of(boxed(2, 1)), content_of(boxed(1, 2))
     assert content_of(boxed(2, 1)) == same != other
-
-
-def test_boxes_stay_a_list_whatever_their_number():
     for rows in ([2, 1], [2, 2]):
         boxes = [torch.zeros(count, 4) for count in rows]
-        assert as_tensor(boxes) is boxes
+        assert as_tensor(boxes) is boxes  # a list, whatever their number
 
 
 def test_random_transforms_are_noticed(tmp_path):
@@ -169,21 +166,16 @@ def test_a_data_set_of_images_and_labels(tmp_path):
     assert batch["target"].tolist() == labels[:4].tolist()
 
 
-def test_its_own_parts_are_taken(tmp_path):
+def test_its_own_parts_are_taken_and_without_a_test_part_its_val_is_the_test(tmp_path):
     for part, count in (("train", 4), ("valid", 2), ("test", 3)):
         write_classes(tmp_path / "country211" / part, count)
     data = named("Country211", tmp_path)
     assert [len(part) for part in (data.train, data.val, data.test)] == [12, 6, 9]
     assert data.about["classes"] == list(COLOURS)
-
-
-def test_a_data_set_without_a_test_part_is_tested_on_its_val(tmp_path):
-    for part, count in (("train", 4), ("val", 2)):
-        for wnid in ("n01440764", "n02102040"):
-            folder = tmp_path / "imagenette2" / part / wnid
-            folder.mkdir(parents=True)
-            for number in range(count):
-                picture(COLOURS["red"], number).save(folder / f"{number}.JPEG")
+    for path in (f"{part}/{wnid}" for part in ("train", "val") for wnid in ("n01440764", "n02102040")):
+        (tmp_path / "imagenette2" / path).mkdir(parents=True)
+        for number in range(4 if path.startswith("train") else 2):
+            picture(COLOURS["red"], number).save(tmp_path / "imagenette2" / path / f"{number}.JPEG")
     data = named("Imagenette", tmp_path)
     assert [len(data.train), data.val, len(data.test)] == [8, None, 4]
     assert "Imagenette has no test part: its validation part is the test set" in data.notice
@@ -237,18 +229,15 @@ COLUMNS = {"x": np.arange(60, dtype=np.float32).reshape(20, 3), "kind": ["cat", 
 
 
 def test_columns_of_numbers_are_arrays(tmp_path):
+    tokens = np.arange(80).reshape(20, 4)
+    batch = held(tmp_path / "tokens", {"ids": tokens, "next": tokens + 1}, input="ids", target="next").train[PLACES]
+    assert batch["input"].dtype == batch["target"].dtype == np.int64
+    assert np.array_equal(batch["input"] + 1, batch["target"])
     data = held(tmp_path, COLUMNS, input="x", target="price")
     batch = data.train[PLACES]
     assert (batch["input"].dtype, batch["input"].shape, batch["target"].shape) == (np.float32, (4, 3), (4, 1))
     assert np.allclose(batch["target"][:, 0] * 12, batch["input"][:, 0])  # of the same rows
     assert (data.about, data.network_arguments(), data.unit) == ({"targets": ["price"]}, {"in_features": 3}, "samples")
-
-
-def test_tokens_are_whole_numbers(tmp_path):
-    tokens = np.arange(80).reshape(20, 4)
-    batch = held(tmp_path, {"ids": tokens, "next": tokens + 1}, input="ids", target="next").train[PLACES]
-    assert batch["input"].dtype == batch["target"].dtype == np.int64
-    assert np.array_equal(batch["input"] + 1, batch["target"])
 
 
 def test_texts_are_classes_and_a_part_of_each_is_held_out(tmp_path):
@@ -258,10 +247,7 @@ def test_texts_are_classes_and_a_part_of_each_is_held_out(tmp_path):
     rows = [set(part.places.tolist()) for part in (data.train, data.val, data.test)]
     assert sorted(set.union(*rows)) == list(range(20))
     assert sum(map(len, rows)) == 20
-
-
-def test_with_folds_nothing_but_a_test_part_is_held_out(tmp_path):
-    data = held(tmp_path, COLUMNS, input="x", target="kind", test_fraction=0.3, folds=2)
+    data = HuggingFace(root=str(tmp_path / "saved"), input="x", target="kind", test_fraction=0.3, folds=2)
     assert (len(data.train), data.val, len(data.test)) == (14, None, 6)
 
 
@@ -276,32 +262,22 @@ def test_its_splits_are_taken(tmp_path):
     ({"input": "x", "target": "prize"}, {}, r"no such column \(did you mean price\?\)"),
     ({"input": "x", "target": "kind"}, {"test": {"x": [[0.0] * 3], "kind": ["cow"], "price": [0.0]}},
      r"kind=cow of the test part is not one of the 2 classes of train"),
+    ({"input": "x", "target": "even"}, {"test": {"x": [[0.0] * 3], "even": [-1]}}, r"even=-1 of the test part is not one of the 2 classes"),
+    ({"input": "x", "target": "kind"}, {"val": COLUMNS, "validation": COLUMNS}, "has val and validation, which are both the val part"),
 ])  # fmt: skip
-def test_columns_that_do_not_fit_are_refused(tmp_path, keys, parts, told):
+def test_columns_and_parts_that_do_not_fit_are_refused(tmp_path, keys, parts, told):
+    columns = {name: [0, 1] * 10 if name == "even" else COLUMNS[name] for name in parts.get("test", COLUMNS)}
     with pytest.raises(UserError, match=told):
-        held(tmp_path, COLUMNS, parts, **keys).prepare()
+        held(tmp_path, columns, parts, **keys).prepare()
 
 
-def test_rows_without_an_answer_are_refused(tmp_path):
-    rows = {"x": [[0.0]] * 4, "label": [0, 1, 0, 1]}
-    with pytest.raises(UserError, match=r"label=-1 of the test part is not one of the 2 classes"):
-        held(tmp_path, rows, {"test": {"x": [[0.0]], "label": [-1]}}, input="x").prepare()
-
-
-def test_two_splits_for_one_part_are_refused(tmp_path):
-    parts = {"val": COLUMNS, "validation": COLUMNS}
-    with pytest.raises(UserError, match="has val and validation, which are both the val part"):
-        held(tmp_path, COLUMNS, parts, input="x", target="kind").prepare()
-
-
-def test_other_folders_are_refused(tmp_path):
-    with pytest.raises(UserError, match="is not a folder written by `save_to_disk`"):
-        HuggingFace(root=str(tmp_path)).prepare()
-    with pytest.raises(UserError, match="does not exist"):
-        HuggingFace(root=str(tmp_path / "none")).prepare()
-    with pytest.raises(UserError, match="has no split `train`; it has training"):
-        datasets.DatasetDict(training=datasets.Dataset.from_dict(COLUMNS)).save_to_disk(tmp_path / "a")
-        HuggingFace(root=str(tmp_path / "a")).prepare()
+@pytest.mark.parametrize(("where", "told"), [
+    (".", "is not a folder written by `save_to_disk`"), ("none", "does not exist"), ("a", "has no split `train`; it has training"),
+])  # fmt: skip
+def test_other_folders_are_refused(tmp_path, where, told):
+    datasets.DatasetDict(training=datasets.Dataset.from_dict(COLUMNS)).save_to_disk(tmp_path / "a")
+    with pytest.raises(UserError, match=told):
+        HuggingFace(root=str(tmp_path / where)).prepare()
 
 
 def test_without_the_package_it_is_told_what_to_install(monkeypatch):

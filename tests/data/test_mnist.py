@@ -8,68 +8,40 @@ import pytest
 from conftest import write_idx, write_mnist
 
 from lockstep.data import Mnist, published
-from lockstep.data.cache import Parts
 from lockstep.errors import UserError
 
-
-@pytest.fixture(scope="module")
-def idx_bytes(tmp_path_factory) -> bytes:
-    path = tmp_path_factory.mktemp("idx") / "images"
-    write_idx(path, np.random.default_rng(0).integers(0, 256, (20, 28, 28)).astype(np.uint8))
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize("shape", [(7,), (5, 28, 28), (2, 3, 4, 5)])
-def test_plain_and_compressed_idx_files_hold_the_same(tmp_path, shape):
-    array = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
-    write_idx(tmp_path / "plain", array)
-    write_idx(tmp_path / "compressed.gz", array)
-    assert np.array_equal(published.read_idx(tmp_path / "plain"), array)
-    assert np.array_equal(published.read_idx(tmp_path / "compressed.gz"), array)
-
-
-DAMAGE = {
-    "gz, cut off": ("images.gz", lambda c: gzip.compress(c)[:-200]),
-    "gz, cut off in its checksum": ("images.gz", lambda c: gzip.compress(c)[:-3]),
-    "gz, empty": ("images.gz", lambda _: b""),
-    "gz, plain content": ("images.gz", lambda c: c),
-    "gz, of an idx file that is cut off": ("images.gz", lambda c: gzip.compress(c[:-1])),
-    "gz, damaged in its middle": ("images.gz", lambda c: damaged(gzip.compress(c))),
-    "gz, damaged at its beginning": (
-        "images.gz",
-        lambda c: gzip.compress(c)[:10] + b"\xff" * 30 + gzip.compress(c)[40:],
-    ),
+DAMAGE = {  # of a compressed idx file: tests/data/test_damaged_files.py has those of any bytes
+    "cut off": lambda c: gzip.compress(c)[:-200],
+    "cut off in its checksum": lambda c: gzip.compress(c)[:-3],
+    "of an idx file that is cut off": lambda c: gzip.compress(c[:-1]),
+    "damaged in its middle": lambda c: gzip.compress(c)[:8000] + b"\xff" * 50 + gzip.compress(c)[8050:],
+    "damaged at its beginning": lambda c: gzip.compress(c)[:10] + b"\xff" * 30 + gzip.compress(c)[40:],
 }
 
 
-def damaged(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes(255 - byte for byte in content[middle : middle + 50]) + content[middle + 50 :]
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_idx_file_is_named(tmp_path, idx_bytes, damage):
-    name, change = DAMAGE[damage]
-    (tmp_path / name).write_bytes(change(idx_bytes))
-    with pytest.raises(UserError) as error:
-        published.read_idx(tmp_path / name)
-    assert str(tmp_path / name) in str(error.value)
+def test_a_damaged_idx_file_is_named(tmp_path, damage):
+    images = np.random.default_rng(0).integers(0, 256, (20, 28, 28)).astype(np.uint8)
+    write_idx(tmp_path / "images", images)
+    (tmp_path / "images.gz").write_bytes(DAMAGE[damage]((tmp_path / "images").read_bytes()))
+    with pytest.raises(UserError, match=r"/images\.gz"):
+        published.read_idx(tmp_path / "images.gz")
 
 
 @pytest.mark.parametrize("part", ["train", "t10k"])
-@pytest.mark.parametrize("labels", [np.zeros(19, np.uint8), np.full(20, 10, np.uint8), np.zeros((20, 1), np.uint8)])
-def test_labels_that_do_not_match_their_images_are_refused(tmp_path, part, labels):
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("labels-idx1", np.zeros(19, np.uint8)),
+        ("labels-idx1", np.full(20, 10, np.uint8)),
+        ("labels-idx1", np.zeros((20, 1), np.uint8)),
+        ("images-idx3", np.zeros(20, np.uint8)),
+    ],
+)
+def test_labels_and_images_that_do_not_match_are_refused(tmp_path, part, kind, wrong):
     folder = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw"
-    write_idx(folder / f"{part}-labels-idx1-ubyte.gz", labels)
-    with pytest.raises(UserError) as error:
-        Mnist.read(Mnist.find(tmp_path))
-    assert str(folder / f"{part}-images-idx3-ubyte.gz") in str(error.value)
-
-
-def test_labels_in_the_place_of_images_are_refused(tmp_path):
-    folder = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw"
-    write_idx(folder / "train-images-idx3-ubyte.gz", np.zeros(20, np.uint8))
-    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz does not hold MNIST"):
+    write_idx(folder / f"{part}-{kind}-ubyte.gz", wrong)
+    with pytest.raises(UserError, match=rf"{folder}/{part}-images-idx3-ubyte\.gz does not hold MNIST"):
         Mnist.read(Mnist.find(tmp_path))
 
 
@@ -108,27 +80,16 @@ def test_a_folder_that_lacks_one_file_of_mnist_does_not_hold_it(tmp_path):
 # --- the embedded images ---
 
 
-@pytest.fixture(scope="module")
-def embedded() -> Parts:
-    return published.read_embedded(published.embedded_file())
-
-
-def test_the_embedded_images_are_in_equal_parts(embedded):
-    assert embedded["train/input"].shape == (4000, 1, 28, 28)
-    assert embedded["test/input"].shape == (1000, 1, 28, 28)
-    assert np.bincount(embedded["train/target"]).tolist() == [400] * 10
-    assert np.bincount(embedded["test/target"]).tolist() == [100] * 10
-
-
-def test_no_embedded_test_image_is_trained_on(embedded):
+def test_the_embedded_images_are_whole_digits_in_equal_parts_that_share_none():
+    embedded = published.read_embedded(published.embedded_file())
+    for part, count in (("train", 400), ("test", 100)):
+        images = embedded[f"{part}/input"]
+        assert (images.shape, images.dtype) == ((10 * count, 1, 28, 28), np.uint8)
+        assert np.bincount(embedded[f"{part}/target"]).tolist() == [count] * 10
+        assert (images.max(axis=(1, 2, 3)) > 200).all()
+        assert images[:, :, [0, -1]].mean() < 1  # digits stand in the middle: rows are not shifted
     train = {image.tobytes() for image in embedded["train/input"]}
     assert not train & {image.tobytes() for image in embedded["test/input"]}
-
-
-def test_the_embedded_images_are_whole_digits(embedded):
-    assert embedded["train/input"].dtype == embedded["test/input"].dtype == np.uint8
-    assert (embedded["train/input"].max(axis=(1, 2, 3)) > 200).all()
-    assert embedded["train/input"][:, :, [0, -1]].mean() < 1  # digits stand in the middle: rows are not shifted
 
 
 def test_without_the_package_the_embedded_images_are_not_there(monkeypatch):

@@ -47,18 +47,12 @@ def assert_holds(dataset: Published, parts: Parts) -> None:
 
 
 @pytest.mark.parametrize("source", ["auto", "disk"])
-def test_files_on_disk_are_decoded(root, cache, source):
-    dataset = prepared(root, cache, source=source)
+@pytest.mark.parametrize("name", CLASSES)
+def test_files_on_disk_are_decoded(root, cache, monkeypatch, name, source):
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(root, 4))
+    dataset = prepared(root, cache, name, source=source)
     assert dataset.source == "disk"
-    assert_holds(dataset, Mnist.read(Mnist.find(root)))
-
-
-@pytest.mark.parametrize("source", ["auto", "disk"])
-def test_cifar10_on_disk_is_decoded(tmp_path, cache, monkeypatch, source):
-    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path / "data", 4))
-    dataset = prepared(tmp_path / "data", cache, "cifar10", source=source)
-    assert dataset.source == "disk"
-    assert_holds(dataset, Cifar10.read(Cifar10.find(tmp_path / "data")))
+    assert_holds(dataset, CLASSES[name].read(CLASSES[name].find(root)))
 
 
 @pytest.mark.parametrize("source", ["auto", "download"])
@@ -81,31 +75,21 @@ def test_a_download_puts_damaged_files_right(root, cache, monkeypatch, damaged):
     assert_holds(prepared(root, cache, source="download"), expected)
 
 
-def test_mnist_comes_from_its_package_without_files_and_network(tmp_path, cache):
+def test_mnist_comes_from_its_package_without_files_and_network_or_by_choice(root, tmp_path, cache):
+    chosen = prepared(root, cache, source="embedded")
+    assert (chosen.source, len(chosen.train), len(chosen.test)) == ("embedded", 4000, 1000)
     dataset = prepared(tmp_path / "missing", cache)
     assert (dataset.source, len(dataset.train), len(dataset.test)) == ("embedded", 4000, 1000)
     assert "EMBEDDED SUBSET of 5,000 images (4,000 to train and validate, 1,000 to test)" in dataset.notice
     assert_holds(dataset, published.read_embedded(published.embedded_file()))
 
 
-def test_the_embedded_images_can_be_chosen_beside_files(root, cache):
-    dataset = prepared(root, cache, source="embedded")
-    assert (dataset.source, len(dataset.train), len(dataset.test)) == ("embedded", 4000, 1000)
-
-
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_missing_folder_and_what_it_should_hold_are_named(tmp_path, cache, name):
-    with pytest.raises(UserError, match=r"does not exist.*Set data\.root=<folder>") as error:
-        prepared(tmp_path / "missing", cache, name, source="disk")
-    assert f"data.root={tmp_path / 'missing'}" in str(error.value)
+@pytest.mark.parametrize(("folder", "state"), [("missing", "does not exist"), (".", "does not contain")])
+def test_a_folder_without_the_files_and_what_it_should_hold_are_named(tmp_path, cache, name, folder, state):
+    with pytest.raises(UserError, match=rf"data\.root={tmp_path / folder} {state}.*Set data\.root=<folder>") as error:
+        prepared(tmp_path / folder, cache, name, source="disk")
     assert all(file in str(error.value) for file in CLASSES[name].md5)
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_folder_without_the_files_is_named(tmp_path, cache, name):
-    with pytest.raises(UserError, match=r"does not contain.*Set data\.root=<folder>") as error:
-        prepared(tmp_path, cache, name, source="disk")
-    assert f"data.root={tmp_path} " in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "source"), [("mnist", "download"), ("cifar10", "download"), ("cifar10", "auto")])

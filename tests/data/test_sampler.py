@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lockstep.data import sampler
 from lockstep.data.dataset import Arrays, DataSet
-from lockstep.data.sampler import FILLER, PaddedEvalSampler, Split, TrainBatches, permute, splits
+from lockstep.data.sampler import FILLER, PaddedEvalSampler, Split, TrainBatches, UnpaddedEvalSampler, permute, splits
 from lockstep.errors import UserError
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -55,19 +55,15 @@ def test_a_permutation_reaches_every_place_once(n, seed, epoch):
     assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
 
-def test_places_among_a_billion_samples_are_computed_one_by_one():
+def test_places_among_a_billion_samples_are_computed_one_by_one_and_no_two_share_one():
     n = 10**9
     positions = np.array([0, 1, 2, 31_622, 31_623, n // 2, n - 2, n - 1])
     places = permute(positions, n, 3, 1)
     assert [int(permute(positions[i : i + 1], n, 3, 1)[0]) for i in range(len(positions))] == places.tolist()
     assert places.min() >= 0
     assert places.max() < n
-
-
-def test_no_two_among_a_billion_samples_share_a_place():
-    n, count = 10**9, 300_000  # a random function would give 45 pairs the same place
-    places = permute(np.arange(count) * (n // count), n, 0, 0)
-    assert len(np.unique(places)) == count
+    count = 300_000  # a random function would give 45 pairs the same place
+    assert len(np.unique(permute(np.arange(count) * (n // count), n, 0, 0))) == count
 
 
 @pytest.mark.parametrize("vary", ["seed", pytest.param("epoch", marks=pytest.mark.slow)])
@@ -128,14 +124,14 @@ def test_how_many_indices_are_computed_at_once_does_not_show(monkeypatch, first,
     monkeypatch.setattr(sampler, "FIRST_BLOCK", first)
     monkeypatch.setattr(sampler, "BLOCK", most)
     assert np.array_equal(list(batches), order[:, :, 1].reshape(-1, 2))
-    batches.resume(0, 100)
+    batches.epoch, batches.start = 0, 100
     assert np.array_equal(list(batches), order[:, :, 1].reshape(-1, 2)[100:])
 
 
 @pytest.mark.parametrize("steps_done", [0, 120_000, 10**9 // 4096 - 1])
 def test_a_rank_among_thousands_holds_no_more_of_a_billion_samples_than_its_next(steps_done):
     batches = TrainBatches(Split(10**9, 0, 10**9), batch=4096, seed=0, rank=4095, world=4096)
-    batches.resume(0, steps_done)
+    batches.epoch, batches.start = 0, steps_done
     tracemalloc.start()
     next(iter(batches))
     peak = tracemalloc.get_traced_memory()[1]
@@ -162,17 +158,9 @@ def test_resuming_yields_exactly_the_rest_of_the_epoch(data, count, world, accum
     batches = TrainBatches(split, batch=3 * world * accumulate, seed=9, rank=rank, world=world, accumulate=accumulate)
     whole = epoch_of(batches, epoch)
     done = data.draw(st.integers(0, len(batches)))
-    batches.resume(epoch, done)
-    assert np.array_equal(np.array(list(batches)).reshape(-1, 3), whole[done:])
+    batches.start = done  # which outlasts the set_epoch that the Trainer calls next
+    assert np.array_equal(epoch_of(batches, epoch).reshape(-1, 3), whole[done:])
     assert np.array_equal(list(batches), whole)  # the epoch after begins at its beginning
-
-
-def test_resuming_outlasts_the_set_epoch_that_the_trainer_calls_next():
-    batches = TrainBatches(Split(100, 0, 100), batch=10, seed=0)
-    whole = epoch_of(batches, 4)
-    batches.resume(4, 3)
-    assert np.array_equal(epoch_of(batches, 4), whole[3:])
-    assert len(epoch_of(batches, 5)) == len(whole)
 
 
 def test_each_epoch_has_its_own_order_and_leaves_out_others():
@@ -197,18 +185,13 @@ def test_a_batch_that_cannot_be_divided_is_refused(batch, world, accumulate):
 
 @FORKS
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataloader_takes_it_as_sampler_of_data_indexed_by_arrays(num_workers):
+@pytest.mark.parametrize(
+    ("data", "how"), [(ByArray(), {"sampler": 0, "batch_size": None}), (ByIndex(), {"batch_sampler": 0})]
+)
+def test_a_dataloader_takes_it_for_data_indexed_by_arrays_or_by_numbers(data, how, num_workers):
     batches = TrainBatches(Split(101, 0, 101), batch=12, seed=1, rank=1, world=2)
-    loader = DataLoader(ByArray(), sampler=batches, batch_size=None, num_workers=num_workers)
-    assert len(loader) == len(batches)
-    assert np.array_equal(torch.stack(list(loader)).numpy(), list(batches))
-
-
-@FORKS
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataloader_takes_it_as_batch_sampler_of_a_map_style_dataset(num_workers):
-    batches = TrainBatches(Split(101, 0, 101), batch=12, seed=1, rank=1, world=2)
-    loader = DataLoader(ByIndex(), batch_sampler=batches, num_workers=num_workers)
+    options = {key: batches if value == 0 else value for key, value in how.items()}
+    loader = DataLoader(data, num_workers=num_workers, **options)
     assert len(loader) == len(batches)
     assert np.array_equal(torch.stack(list(loader)).numpy(), list(batches))
 
@@ -224,22 +207,17 @@ def assert_each_once(split: Split, batch: int, world: int) -> None:
     assert len({indices.shape for batches in ranks for indices in batches}) == 1
     laid = np.array(ranks).transpose(1, 0, 2).ravel()
     assert laid[: split.count].tolist() == split.indices(np.arange(split.count)).tolist()
-    assert (laid[split.count :] == FILLER).all()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
-@pytest.mark.parametrize("batch", [1, 64, 1000])
-def test_each_test_image_counts_once(size, world, batch):
-    assert_each_once(Split(size, 0, size, shuffled=False), batch, world)
+    assert (laid[split.count :] == FILLER).all() and FILLER < 0
 
 
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 600), first=st.integers(0, 50), batch=st.integers(1, 700), world=st.integers(1, 700))
 @example(size=1, first=0, batch=1000, world=4096)
 @example(size=600, first=3, batch=700, world=4095)
-def test_each_validation_image_counts_once_whatever_divides(size, first, batch, world):
+@example(size=10_000, first=0, batch=64, world=3)
+def test_each_validation_and_test_image_counts_once_whatever_divides(size, first, batch, world):
     assert_each_once(Split(size + 50, first, size), batch, world)
+    assert_each_once(Split(size, 0, size, shuffled=False), batch, world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
@@ -248,12 +226,31 @@ def test_the_number_of_batches_does_not_grow_with_the_world(world):
     assert len(PaddedEvalSampler(Split(10_000, 0, 10_000), batch=1000, world=world)) == 10
 
 
-def test_fillers_are_no_indices():
-    batches = [
-        indices for rank in range(4) for indices in PaddedEvalSampler(Split(7, 0, 7), batch=7, rank=rank, world=4)
-    ]
-    assert FILLER < 0
-    assert sorted(np.concatenate(batches).tolist()) == [FILLER, 0, 1, 2, 3, 4, 5, 6]
+def shares(count: int, batch: int, world: int, shuffled: bool = False) -> list[list[np.ndarray]]:
+    split = Split(2 * count, 1, count, shuffled)
+    return [list(UnpaddedEvalSampler(split, batch=batch, rank=rank, world=world)) for rank in range(world)]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 100), st.integers(1, 8), st.booleans())
+def test_without_fillers_every_sample_comes_once_and_ranks_have_as_many_batches(count, batch, world, shuffled):
+    if count < world:
+        with pytest.raises(ValueError, match="cannot be shared"):
+            shares(count, batch, world)
+        return
+    found, whole = shares(count, batch, world, shuffled), Split(2 * count, 1, count, shuffled).indices(np.arange(count))
+    assert len({len(own) for own in found}) == 1
+    steps = [np.concatenate(step).tolist() for step in zip(*found, strict=True)]
+    assert sorted(np.concatenate(steps)) == sorted(whole)
+    for step in zip(*found, strict=True):
+        sizes = [len(part) for part in step]
+        assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1
+    # global batches are those of one process, but for a remainder that is too small
+    (one,) = shares(count, max(batch, world), 1, shuffled)
+    one = [part.tolist() for part in one]
+    if len(one) > 1 and len(one[-1]) < world:
+        one[-2:] = [one[-2] + one[-1]]
+    assert [sorted(step) for step in steps] == [sorted(step) for step in one]
 
 
 # --- splits ----------------------------------------------------------------------------------------------------------

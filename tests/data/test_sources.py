@@ -4,7 +4,6 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from conftest import digits, write_idx
 from pictures import COLOURS, picture, write_classes
 from PIL import Image
+from shipped_data import stand_in_trainer
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
@@ -139,11 +139,7 @@ def batches(case: Case, *, rank: int = 0, world: int = 1, workers: int = 0) -> l
     """Index and pixels of the samples of each step of the second epoch, as a rank's loader gives them."""
     cfg = compose_config("train", case.overrides())
     module = DataModule(create_data(cfg), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0))))
-    module.trainer = SimpleNamespace(
-        global_rank=rank, world_size=world, accumulate_grad_batches=1, fit_loop=loop,
-        strategy=SimpleNamespace(root_device=torch.device("cpu")),
-    )  # fmt: skip
+    module.trainer = stand_in_trainer(rank=rank, world=world)
     loader = module.train_dataloader()
     loader.sampler.set_epoch(1)
     return [

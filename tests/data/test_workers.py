@@ -96,17 +96,14 @@ def test_workers_that_cannot_be_started_say_why(monkeypatch):
         list(FromWorkers({}, [], num_workers=2).batches())
 
 
-@pytest.mark.parametrize(("free", "shares"), [(2**16, False), (2**30, True)])
-def test_the_room_of_a_small_shared_memory_is_left_to_other_things(free, shares, monkeypatch):
-    monkeypatch.setattr(loaders, "shared_room", lambda: free)
-    assert Indexed({}).shares == shares
-
-
 @pytest.mark.parametrize(("free", "warns"), [(2**16, True), (2**30, False)])
-def test_a_small_shared_memory_is_told_to_those_with_dataloaders_of_their_own(free, warns, monkeypatch, caplog):
+def test_the_room_of_a_small_shared_memory_is_left_to_others_and_told_to_own_dataloaders(
+    free, warns, monkeypatch, caplog
+):
     monkeypatch.setattr(loaders, "shared_room", lambda: free)
     monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
     monkeypatch.setattr(build, "has_own_loaders", lambda _: True)
     monkeypatch.setattr(build, "create", lambda *_: None)
     build.data(OmegaConf.create({"data": {}}))
     assert ("64 KiB free" in caplog.text and "num_workers=0" in caplog.text) is warns
+    assert Indexed({}).shares is not warns

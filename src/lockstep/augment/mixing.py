@@ -7,13 +7,15 @@ samples, which config/run_config.py asks for. Losses are mixed where they are co
 
 # B batch · C channel · H W pixel
 
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
-from lockstep.augment.operation import PROBABILITY, Draws, HostDraws, Operation, Range, check, images_of
+from lockstep.augment.operation import Checked, Draws, HostDraws, Operation, Probability, images_of
 from lockstep.data.dataset import Batch, Indices
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Share = NDArray[np.float32]
-ALPHA = Range(0, 100, above=True)
+Alpha = Annotated[float, Field(gt=0, le=100)]
 MASKS = "{} pastes masks, and mixup would mix losses of masks that are pasted already. Use augment=[mixup] or augment=[cutmix]."
 CELLS = 4096  # of the table of a Beta distribution: its error is below 1e-6
 
@@ -56,7 +58,7 @@ class Mix(Operation):
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         count = len(batch["index"])
-        if count % (2 * draws.repeats):
+        if count % (2 * draws.host.repeats):
             raise UserError(f"{draws.name} mixes pairs, and a batch has {count} samples. Use an even number.")
         partner_B = draws.partner_B
         batch, own_share_B = self.mixed(batch, draws, partner_B)
@@ -68,15 +70,15 @@ class Mix(Operation):
         return {**batch, "share": share_B, "partner": partner_B}
 
 
-class Mixup(Mix):
+@dataclass(kw_only=True)
+class Mixup(Checked, Mix):
     """The weighted mean of a sample and its partner, with a weight from Beta(alpha, alpha) (Zhang et al. 2018).
 
     Takes images and other numbers, and no tokens. Each sample has a weight of its own.
     """
 
-    def __init__(self, *, alpha: float = 0.2, probability: float = 1.0) -> None:
-        self.alpha, self.probability = alpha, probability
-        check(self, alpha=ALPHA, probability=PROBABILITY)
+    alpha: Alpha = 0.2
+    probability: Probability = 1.0
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share]:
         from lockstep.augment.kernels import weighted_mean
@@ -89,15 +91,15 @@ class Mixup(Mix):
         return {**batch, "input": weighted_mean(own, own.index_select(0, partner_B), share_B)}, share_B
 
 
-class Cutmix(Mix):
+@dataclass(kw_only=True)
+class Cutmix(Checked, Mix):
     """A box of the partner's image, whose share is from Beta(alpha, alpha) (Yun et al. 2019). Boxes as torchvision's CutMix.
 
     If the target is a mask, the box of the partner's mask is pasted with it.
     """
 
-    def __init__(self, *, alpha: float = 1.0, probability: float = 1.0) -> None:
-        self.alpha, self.probability = alpha, probability
-        check(self, alpha=ALPHA, probability=PROBABILITY)
+    alpha: Alpha = 1.0
+    probability: Probability = 1.0
 
     def boxes(self, height: int, width: int, draws: HostDraws) -> Indices:
         """box_B4: top, left, height, width."""
@@ -132,17 +134,19 @@ class Cutmix(Mix):
         return result, None
 
 
-class MixupOrCutmix(Mix):
+@dataclass(kw_only=True)
+class MixupOrCutmix(Checked, Mix):
     """Cutmix with the probability `switch`, mixup for the other samples, as timm's Mixup chooses by element."""
 
-    def __init__(
-        self, *, mixup_alpha: float = 0.8, cutmix_alpha: float = 1.0, switch: float = 0.5, probability: float = 1.0
-    ) -> None:
-        self.mixup_alpha, self.cutmix_alpha = mixup_alpha, cutmix_alpha
-        self.switch, self.probability = switch, probability
-        check(self, mixup_alpha=ALPHA, cutmix_alpha=ALPHA, switch=PROBABILITY, probability=PROBABILITY)
-        self.mixup = Mixup(alpha=mixup_alpha, probability=probability)
-        self.cutmix = Cutmix(alpha=cutmix_alpha, probability=probability)
+    mixup_alpha: Alpha = 0.8
+    cutmix_alpha: Alpha = 1.0
+    switch: Probability = 0.5
+    probability: Probability = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mixup = Mixup(alpha=self.mixup_alpha, probability=self.probability)
+        self.cutmix = Cutmix(alpha=self.cutmix_alpha, probability=self.probability)
 
     def mixed(self, batch: Batch, draws: Draws, partner_B: "Tensor") -> tuple[Batch, Share]:
         mean, mixup_share_B = self.mixup.mixed(batch, draws, partner_B)

@@ -9,12 +9,13 @@ classes configs name import torch when a batch comes, so a config is checked bef
 
 import hashlib
 import math
-import sys
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from lockstep.data import sampler
 from lockstep.data.dataset import Batch, Indices
@@ -77,11 +78,8 @@ class Draws:
     They are drawn on the host, so an operation can read them without waiting for a GPU.
     """
 
-    def __init__(
-        self, name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1, device: "device | str" = "cpu"
-    ) -> None:
-        self.name, self.device, self.repeats = name, device, repeats
-        self.host = HostDraws(name, index_B, seed=seed, epoch=epoch, repeats=repeats)
+    def __init__(self, name: str, index_B: Indices, *, device: "device | str" = "cpu", **of_sample: int) -> None:
+        self.name, self.device, self.host = name, device, HostDraws(name, index_B, **of_sample)
 
     def tensor(self, array: NDArray[Any]) -> "Tensor":
         import torch
@@ -103,8 +101,45 @@ class Draws:
     @property
     def partner_B(self) -> "Tensor":
         """The place of each sample's partner: the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy."""
-        place_B = self.host.place_B
-        return self.tensor(place_B + self.repeats * (1 - 2 * (place_B // self.repeats & 1)))
+        place_B, repeats = self.host.place_B, self.host.repeats
+        return self.tensor(place_B + repeats * (1 - 2 * (place_B // repeats & 1)))
+
+
+# --- The values that arguments take ---
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def rising(pair: Sequence[float]) -> Sequence[float]:
+    if pair[0] > pair[1]:
+        raise ValueError("the lower number comes first")
+    return pair
+
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Amount = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Byte = Annotated[int, Field(ge=0, le=255)]
+MaskValue = Annotated[int, Field(ge=-(2**31), lt=2**31)] | None
+PAIR = (Field(min_length=2, max_length=2), AfterValidator(rising))
+
+
+class Checked:
+    """Base class of dataclasses whose annotations say which values are allowed."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a field has a value that its annotation excludes."""
+        wrong = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            try:
+                TypeAdapter(field.type, config=STRICT).validate_python(value)  # type: ignore[arg-type]
+            except ValidationError as e:
+                wrong.append(f"{field.name}={value} is invalid: {e.errors()[-1]['msg'].removeprefix('Value error, ')}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
 
 # --- Base classes ---
@@ -178,42 +213,6 @@ def images_of(batch: Batch, name: str) -> "Tensor":
             f"{tuple(image.shape)}. Remove it: ~{name}."
         )
     return image
-
-
-class Range(NamedTuple):
-    """The numbers that an argument takes. `above` excludes `low`."""
-
-    low: float
-    high: float = sys.float_info.max
-    above: bool = False
-    whole: bool = False
-
-    def accepts(self, value: Any) -> bool:
-        is_number = type(value) is int or (type(value) is float and not self.whole)
-        return is_number and self.low <= value <= self.high and not (self.above and value == self.low)
-
-    def __str__(self) -> str:
-        kind, low = "whole number" if self.whole else "number", "above" if self.above else "of at least"
-        return f"{kind} {low} {self.low}" + (f" and at most {self.high}" if self.high < sys.float_info.max else "")
-
-
-PROBABILITY, BYTE, MASK_VALUE = Range(0, 1), Range(0, 255, whole=True), Range(-(2**31), 2**31 - 1, whole=True)
-
-
-def check(operation: Operation, **ranges: Range) -> None:
-    """Raises ValueError if an attribute is out of its range: a number, a pair of rising numbers, or None."""
-    wrong = []
-    for name, numbers in ranges.items():
-        value = getattr(operation, name)
-        if isinstance(value, list):
-            if len(value) != 2 or not all(map(numbers.accepts, value)):
-                wrong.append(f"{name}={value} is invalid; expected a list of 2 numbers, each a {numbers}")
-            elif value != sorted(value):
-                wrong.append(f"{name}={value} is invalid: the lower number comes first")
-        elif value is not None and not numbers.accepts(value):
-            wrong.append(f"{name}={value} is invalid; expected a {numbers}")
-    if wrong:
-        raise ValueError("; ".join(wrong))
 
 
 # --- All operations of a run ---

@@ -9,21 +9,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from lockstep.augment.operation import (
-    BYTE,
-    MASK_VALUE,
-    PROBABILITY,
+    PAIR,
+    Amount,
+    Byte,
+    Checked,
+    Count,
     Draws,
+    Fraction,
     GeometricOperation,
     HostDraws,
+    MaskValue,
     PixelOperation,
-    Range,
-    check,
+    Positive,
+    Probability,
 )
 from lockstep.data.dataset import Batch, Indices
 
@@ -33,17 +38,20 @@ if TYPE_CHECKING:
 # --- Operations that move pixels ---
 
 
-class Shift(GeometricOperation):
+@dataclass(kw_only=True)
+class Shift(Checked, GeometricOperation):
     """Shifts by up to `pixels` in each direction, padded with black: CIFAR-10's usual random crop (He et al. 2016)."""
 
     uncovers = True
+    pixels: Count
+    mask_fill: MaskValue = None
+    image_size: int | None = None
 
-    def __init__(self, *, pixels: int, mask_fill: int | None = None, image_size: int | None = None) -> None:
-        self.pixels, self.mask_fill = pixels, mask_fill
-        check(self, pixels=Range(1, whole=True), mask_fill=MASK_VALUE)
-        if image_size is not None and pixels >= image_size:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.image_size is not None and self.pixels >= self.image_size:
             raise ValueError(
-                f"pixels={pixels} would move whole images of {image_size} pixels away. Set a number below {image_size}"
+                f"pixels={self.pixels} would move whole images of {self.image_size} pixels away. Set a number below {self.image_size}"
             )
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
@@ -56,17 +64,17 @@ class Shift(GeometricOperation):
         return shifted(value_BCHW, plan, pixels=self.pixels, fill=(self.mask_fill or 0) if is_mask else 0)
 
 
-class Flip(GeometricOperation):
+@dataclass(kw_only=True)
+class Flip(Checked, GeometricOperation):
     """Mirrors images: left to right, and upside down, each with its probability."""
 
-    def __init__(self, *, horizontal: float = 0.5, vertical: float = 0.0) -> None:
-        self.horizontal, self.vertical = horizontal, vertical
-        check(self, horizontal=PROBABILITY, vertical=PROBABILITY)
+    horizontal: Probability = 0.5
+    vertical: Probability = 0.0
 
     def plan(self, height: int, width: int, draws: Draws) -> dict[int, NDArray[np.bool_]]:
         """Which samples are mirrored, by dimension."""
         mirrored = {-1: draws.host.chance(self.horizontal), -2: draws.host.chance(self.vertical)}
-        return {dim: chosen for dim, chosen in mirrored.items() if (self.horizontal if dim == -1 else self.vertical)}
+        return {dim: chosen_B for dim, chosen_B in mirrored.items() if chosen_B.any()}
 
     def move(self, value_BCHW: "Tensor", plan: dict[int, NDArray[np.bool_]], *, is_mask: bool) -> "Tensor":
         from lockstep.augment.kernels import flipped
@@ -76,21 +84,16 @@ class Flip(GeometricOperation):
         return value_BCHW
 
 
-class RandomResizedCrop(GeometricOperation):
+@dataclass(kw_only=True)
+class RandomResizedCrop(Checked, GeometricOperation):
     """A box of a fraction of the image (`scale`) and an aspect ratio (`ratio`), resized to `image_size`: bilinear, with antialiasing.
 
     Chooses boxes as torchvision's RandomResizedCrop does (Szegedy et al. 2015). Without `image_size`, images keep their size.
     """
 
-    def __init__(
-        self,
-        *,
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        image_size: int | None = None,
-    ) -> None:
-        self.scale, self.ratio, self.image_size = list(scale), list(ratio), image_size
-        check(self, scale=Range(0, 1, above=True), ratio=Range(0, above=True), image_size=Range(1, whole=True))
+    scale: Annotated[Sequence[Fraction], *PAIR] = (0.08, 1.0)
+    ratio: Annotated[Sequence[Positive], *PAIR] = (3 / 4, 4 / 3)
+    image_size: Count | None = None
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
         """box_B4: top, left, height, width."""
@@ -112,21 +115,15 @@ class RandomResizedCrop(GeometricOperation):
         return cropped(value_BCHW, plan, size=(self.image_size or height, self.image_size or width), is_mask=is_mask)
 
 
-class Rotate(GeometricOperation):
+@dataclass(kw_only=True)
+class Rotate(Checked, GeometricOperation):
     """Rotates about the centre by up to `degrees` in either direction; uncovered pixels become `fill`."""
 
     uncovers = True
-
-    def __init__(
-        self,
-        *,
-        degrees: float,
-        interpolation: Literal["bilinear", "nearest"] = "bilinear",
-        fill: int = 0,
-        mask_fill: int | None = None,
-    ) -> None:
-        self.degrees, self.interpolation, self.fill, self.mask_fill = degrees, interpolation, fill, mask_fill
-        check(self, degrees=Range(0, 180, above=True), fill=BYTE, mask_fill=MASK_VALUE)
+    degrees: Annotated[float, Field(gt=0, le=180)]
+    interpolation: Literal["bilinear", "nearest"] = "bilinear"
+    fill: Byte = 0
+    mask_fill: MaskValue = None
 
     def plan(self, height: int, width: int, draws: Draws) -> NDArray[np.float32]:
         return affine_matrix({"rotate": draws.host.uniform(-self.degrees, self.degrees)}, height, width)
@@ -174,23 +171,17 @@ def first_that_fits(fits_BT: NDArray[np.bool_], value_BT: Indices, otherwise: in
     return np.where(fits_BT.any(1), np.take_along_axis(value_BT, first_B1, 1)[:, 0], otherwise)
 
 
-class RandomErasing(PixelOperation):
+@dataclass(kw_only=True)
+class RandomErasing(Checked, PixelOperation):
     """Covers a box of a fraction of the image (`scale`) with noise or one value (Zhong et al. 2020). Masks stay as they are.
 
     Chooses boxes as torchvision's RandomErasing does.
     """
 
-    def __init__(
-        self,
-        *,
-        probability: float = 0.25,
-        scale: Sequence[float] = (0.02, 1 / 3),
-        ratio: Sequence[float] = (0.3, 3.3),
-        fill: Literal["noise"] | int = "noise",
-    ) -> None:
-        self.probability, self.scale, self.ratio, self.fill = probability, list(scale), list(ratio), fill
-        ranges = {"probability": PROBABILITY, "scale": PROBABILITY, "ratio": Range(0, above=True)}
-        check(self, **ranges, **({} if fill == "noise" else {"fill": BYTE}))
+    probability: Probability = 0.25
+    scale: Annotated[Sequence[Probability], *PAIR] = (0.02, 1 / 3)
+    ratio: Annotated[Sequence[Positive], *PAIR] = (0.3, 3.3)
+    fill: Literal["noise"] | Byte = "noise"
 
     def boxes(self, height: int, width: int, draws: HostDraws) -> Indices:
         """box_B4: top, left, height, width. A box of 0 x 0 erases nothing."""
@@ -212,17 +203,17 @@ class RandomErasing(PixelOperation):
 # --- Random changes of brightness, contrast, saturation and hue ---
 
 
-class ColorJitter(PixelOperation):
+@dataclass(kw_only=True)
+class ColorJitter(Checked, PixelOperation):
     """Factors from 1 - x to 1 + x, and a turn of the hues by up to `hue` of the circle, as torchvision's ColorJitter.
 
     Always in this order; torchvision's is random. Saturation and hue leave grey images as they are.
     """
 
-    def __init__(
-        self, *, brightness: float = 0.0, contrast: float = 0.0, saturation: float = 0.0, hue: float = 0.0
-    ) -> None:
-        self.brightness, self.contrast, self.saturation, self.hue = brightness, contrast, saturation, hue
-        check(self, brightness=Range(0), contrast=Range(0), saturation=Range(0), hue=Range(0, 0.5))
+    brightness: Amount = 0.0
+    contrast: Amount = 0.0
+    saturation: Amount = 0.0
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
 
     def factors(self, draws: HostDraws) -> dict[str, NDArray[np.float32]]:
         """Of the changes that are made, in their order."""
@@ -276,32 +267,27 @@ class Space:
         return most.get(name, self.blend) * steps
 
 
-class Policy(GeometricOperation):
+@dataclass(kw_only=True)
+class Policy(Checked, GeometricOperation):
     """Base class. `operations`: the names to choose from; by default all but invert, as torchvision."""
 
     space: ClassVar[Space]
+    operations: Annotated[Sequence[Name], Field(min_length=1)] | None = None
+    interpolation: Literal["nearest", "bilinear"] = "nearest"
+    fill: Byte = 0
+    mask_fill: MaskValue = None
 
-    def __init__(
-        self,
-        *,
-        operations: Sequence[Name] | None = None,
-        interpolation: Literal["nearest", "bilinear"] = "nearest",
-        fill: int = 0,
-        mask_fill: int | None = None,
-    ) -> None:
-        self.operations: list[str] = list(NAMES[:-1] if operations is None else operations)
-        self.interpolation, self.fill, self.mask_fill = interpolation, fill, mask_fill
-        self.uncovers = bool({*self.operations} & {*MOVING})
-        check(self, fill=BYTE, mask_fill=MASK_VALUE)
-        if not self.operations or not {*self.operations} <= {*NAMES}:
-            raise ValueError(f"operations={self.operations} is invalid; expected some of {', '.join(NAMES)}")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.names: list[str] = list(NAMES[:-1] if self.operations is None else self.operations)
+        self.uncovers = bool({*self.names} & {*MOVING})
 
     def magnitudes(self, draws: HostDraws, height: int, width: int) -> tuple[NDArray[np.str_], NDArray[np.float64]]:
         """name_B of the operation that each sample has chosen, and magnitude_B: signed, or a factor for changes of colour."""
-        table = np.stack([self.space.magnitudes(name, height, width) for name in self.operations])
-        chosen_B = draws.below(len(self.operations))
+        table = np.stack([self.space.magnitudes(name, height, width) for name in self.names])
+        chosen_B = draws.below(len(self.names))
         sign_B = 1 - 2 * draws.below(2)
-        name_B, magnitude_B = np.array(self.operations)[chosen_B], table[chosen_B, self.bin_B(draws)]
+        name_B, magnitude_B = np.array(self.names)[chosen_B], table[chosen_B, self.bin_B(draws)]
         is_blend_B = np.isin(name_B, BLENDS)
         signed_B = is_blend_B + np.where(is_blend_B | np.isin(name_B, MOVING), sign_B, 1) * magnitude_B
         return name_B, signed_B
@@ -333,15 +319,14 @@ class TrivialAugment(Policy):
         return draws.below(BINS)
 
 
+@dataclass(kw_only=True)
 class RandAugment(Policy):
     """`count` operations one after another at one magnitude of 0 to 30 (Cubuk et al. 2020): torchvision's RandAugment."""
 
     space = Space(shear=0.3, degrees=30.0, pixels=lambda side: 150 / 331 * side, blend=0.9, bits=4)
 
-    def __init__(self, *, count: int = 2, magnitude: int = 9, **policy: Any) -> None:
-        super().__init__(**policy)
-        self.count, self.magnitude = count, magnitude
-        check(self, count=Range(1, whole=True), magnitude=Range(0, BINS - 1, whole=True))
+    count: Count = 2
+    magnitude: Annotated[int, Field(ge=0, lt=BINS)] = 9
 
     def bin_B(self, draws: HostDraws) -> Indices:
         return np.full(len(draws.place_B), self.magnitude)

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.dataset import add_arrays
 from lockstep.errors import DataChanged, explained
 from lockstep.machine.files import refuse_unwritable, remove, replacing
 
@@ -70,6 +71,21 @@ def key_of(name: str, files: list[Path], *more: object) -> str:
     """Names a cache folder by its source files, so a changed file gets a new folder."""
     stats = [(str(path.resolve()), *stamp(path)) for path in files]
     return f"{name}-{hashlib.sha256(repr((FORMAT, stats, more)).encode()).hexdigest()[:16]}"
+
+
+@contextlib.contextmanager
+def one_download(cache: Path, name: str, root: Path) -> Iterator[None]:
+    """Runs on one machine fetch the data `name` one after the other, so all but the first find it in `root`."""
+    from filelock import FileLock
+
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f".{key_of(name, [], str(root.resolve()))}.lock"):
+        yield
+
+
+def hash_of(path: Path, algorithm: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def decoded(folder: Path, decode: Decode) -> Cached:
@@ -143,9 +159,7 @@ def stamp(path: Path) -> list[int]:
 
 def digest_of(parts: Parts, extra: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(extra, sort_keys=True).encode())
-    for name, array in parts.items():
-        digest.update(f"{name}{array.dtype}{array.shape}".encode())
-        digest.update(array.data)
+    add_arrays(digest, parts)
     return digest.hexdigest()
 
 

@@ -1,7 +1,7 @@
 """The datamodule: batches of a data set, in the sampler's order, preprocessed on the device."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, samples_of
-from lockstep.data.loaders import FromWorkers, InMemory, LoaderPosition, ResumableLoader, fetch
+from lockstep.data.loaders import FromWorkers, InMemory, ResumableLoader, fetch
 from lockstep.data.sampler import PaddedEvalSampler, Sampler, Split, TrainBatches, UnpaddedEvalSampler, balanced, splits
 from lockstep.errors import UserError
 
@@ -30,10 +30,6 @@ class DataModule(pl.LightningDataModule):
         *,
         batch_size: int,
         eval_batch_size: int,
-        val_fraction: float = 0.1,
-        folds: int | None = None,
-        fold: int = 0,
-        limit_train: int | None = None,
         balance: bool = False,
         repeats: int = 1,
         num_workers: int = 0,
@@ -43,6 +39,7 @@ class DataModule(pl.LightningDataModule):
         seed: int = 0,
         augment: Augment | None = None,
         shards: int | None = None,
+        **parts: Any,  # arguments of `splits`
     ) -> None:
         super().__init__()
         self.dataset, self.unit = dataset, dataset.unit
@@ -52,12 +49,11 @@ class DataModule(pl.LightningDataModule):
         self.prefetch_factor, self.persistent_workers = prefetch_factor, persistent_workers
         self.in_memory: dict[str, InMemory] = {}
         self.with_workers: list[FromWorkers] = []
-        self.position = LoaderPosition(lambda: 0)
+        self.waited_s = 0.0  # how long training in this process has waited for batches and their preparation
         self.predicted = "test"  # the part that predict_dataloader has
         self.index_B: Indices | None = None  # of the batch that is being transferred, on the host
         # why samples of the current batch could not be read, if the data says so
         self.problems: list[str] | None = None
-        parts: dict[str, Any] = {"val_fraction": val_fraction, "folds": folds, "fold": fold, "limit_train": limit_train}
         self.train_split, self.val_split, self.test_split = splits(dataset, batch_size=batch_size, **parts)
         self.about = {**dataset.about, **class_counts(dataset, self.train_split)}
         if balance:
@@ -92,12 +88,11 @@ class DataModule(pl.LightningDataModule):
             self.in_memory[part] = InMemory(arrays, self.home(arrays))
         return self.in_memory[part]
 
-    def loader(self, part: str, sampler: Sampler, position: LoaderPosition | None = None) -> ResumableLoader:
+    def loader(self, part: str, sampler: Sampler) -> ResumableLoader:
         on_gpu, samples = self.device.type == "cuda", getattr(self.dataset, part)
         if not self.num_workers and isinstance(samples, Arrays):
             memory = self.memory(part)
-            batches = partial(memory.batches, sampler, pin=on_gpu and memory.device is None)
-            return ResumableLoader(batches, sampler, position)
+            return ResumableLoader(partial(memory.batches, sampler, pin=on_gpu and memory.device is None), sampler)
         loaded = FromWorkers(
             samples_of(samples),
             sampler,
@@ -107,19 +102,29 @@ class DataModule(pl.LightningDataModule):
             pin_memory=on_gpu,
         )
         self.with_workers.append(loaded)
-        return ResumableLoader(loaded.batches, sampler, position)
+        return ResumableLoader(loaded.batches, sampler)
 
     def train_dataloader(self) -> ResumableLoader:
-        trainer = self.trainer
         sampler = self.sampler(
-            rank=trainer.global_rank,
-            world=trainer.world_size,
-            accumulate=trainer.accumulate_grad_batches,
-            in_blocks=getattr(trainer.strategy, "contiguous_micro_batches", False),
+            rank=self.trainer.global_rank,
+            world=self.trainer.world_size,
+            accumulate=self.trainer.accumulate_grad_batches,
+            in_blocks=getattr(self.trainer.strategy, "contiguous_micro_batches", False),
         )
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        self.position.batches_done = lambda: progress.current.ready
-        return self.loader("train", sampler, position=self.position)
+        loader = self.loader("train", sampler)
+        return ResumableLoader(partial(self.resumed, loader.batches, sampler), sampler)
+
+    def resumed(self, batches: Callable[[], Iterator[Batch]], sampler: TrainBatches) -> Iterator[Batch]:
+        """The batches of an epoch from the Trainer's position on; counts how long training waits for them."""
+        sampler.start = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        left = batches()
+        while True:
+            began_s = time.perf_counter()
+            batch = next(left, None)
+            self.waited_s += time.perf_counter() - began_s
+            if batch is None:
+                return
+            yield batch
 
     def eval_loader(self, part: str, split: Split) -> ResumableLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
@@ -154,7 +159,7 @@ class DataModule(pl.LightningDataModule):
         # half and double precision: Lightning converts batches before this hook
         batch = trainer.precision_plugin.convert_input(batch)
         if trainer.training:
-            self.position.waited_s += time.perf_counter() - began_s
+            self.waited_s += time.perf_counter() - began_s
         if self.module_of_task:
             return batch
         module = trainer.lightning_module  # of the user's, with a hook of its own
@@ -171,7 +176,7 @@ class DataModule(pl.LightningDataModule):
         sampler = self.sampler()
         if step >= len(sampler):
             raise UserError(f"an epoch has {len(sampler)} steps; step {step} is beyond it. They count from 0.")
-        sampler.resume(epoch, step)
+        sampler.epoch, sampler.start = epoch, step
         return self.raw("train", next(iter(sampler)))
 
     def finished(self, batch: Batch, *, training: bool, epoch: int = 0, **of_step: Any) -> Batch:
@@ -189,15 +194,11 @@ class DataModule(pl.LightningDataModule):
         batch = self.raw("train", np.arange(count) % len(self.dataset.train))
         return self.finished(move_data_to_device(batch, torch.device(device)), training=training)
 
-    @property
-    def waited_s(self) -> float:
-        """How long training in this process has waited for batches and their preparation."""
-        return self.position.waited_s
-
     def teardown(self, stage: str) -> None:
         """After training, validation and test. Raises DataChanged if the decoded data was changed meanwhile."""
         while self.with_workers:
-            self.with_workers.pop().end()
+            # ends the workers, which the DataLoader keeps from epoch to epoch: Lightning ends those of loaders that it knows
+            del self.with_workers.pop().loader
         _ = self.dataset.fingerprint
 
     def state_dict(self) -> dict[str, Any]:

@@ -117,13 +117,17 @@ def classes_of(part: Any) -> NDArray[np.int64] | None:
 # --- Fingerprints of samples ---
 
 
+def add_arrays(digest: Any, arrays: Mapping[str, NDArray[Any]]) -> None:
+    for name, array in arrays.items():
+        digest.update(f"{name}{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+
+
 def content_of(part: Any) -> bytes:
     """Digest of the whole of Arrays; of other samples, of their `fingerprint`, or of the arrays they hold and some samples."""
     digest, holder = hashlib.sha256(), holder_of(part)
     if isinstance(part, Arrays):
-        for name, array in part.arrays.items():
-            digest.update(f"{name}{array.dtype}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
+        add_arrays(digest, part.arrays)
         return digest.digest()
     digest.update(f"{type(holder).__qualname__}{len(holder)}".encode())
     if isinstance(fingerprint := getattr(holder, "fingerprint", None), str):

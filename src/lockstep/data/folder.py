@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch
+from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import ENDINGS, PART_NAMES, Files, Images, Listing, images_below, read_all, read_csv, reading
 from lockstep.data.sampler import PARTS, divided
@@ -232,11 +233,9 @@ class Folder(Images):
         """Key of the cache: files by name, size and time, their targets, and the size they are decoded to."""
         listing, digest = self.listing, hashlib.sha256()
         for path, target, part in zip(listing.paths, listing.targets, self.parts, strict=True):
-            try:
-                stat = (listing.base / path).stat()
-                state: tuple[int, ...] = (stat.st_size, stat.st_mtime_ns)
-            except OSError:
-                state = ()
+            state: list[int] = []  # of a file that is not there
+            with suppress(OSError):
+                state = stamp(listing.base / path)
             digest.update(repr((path, target, str(part), *state)).encode())
         decoding = (self.channels, self.image_size) if self.in_cache else ()
         return key_of("folder", [], str(listing.base.resolve()), self.kind, decoding, digest.hexdigest())

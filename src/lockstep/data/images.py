@@ -189,6 +189,11 @@ class InputFiles(Files):
     def target(self, index: int) -> str | None:
         return None if self.target_N is None else os.fsdecode(self.target_N[index])
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the list of files, to see that all processes have the same one."""
+        return hashlib.sha256(self.name_N.tobytes()).hexdigest()
+
 
 def read_all(
     base: Path, paths: list[str], what: str, *, channels: int, size: int, image_NCHW: NDArray[np.uint8] | None
@@ -321,36 +326,3 @@ class Images(DataSet):
 def spatial(batch: Batch) -> Batch:
     """Batch values that may refer to places in the images: masks, boxes, keypoints."""
     return {name: value for name, value in batch.items() if name != "input" and getattr(value, "ndim", 0) > 2}
-
-
-# --- Image files to predict ---
-
-NEEDED = ("image_size", "channels", "mean", "std")  # in the `about` of the training data
-
-
-class ImageFiles(Images):
-    """Files to predict, with the description and the normalisation of the data that the network was trained on.
-
-    Raises:
-        UserError: it was not trained on images.
-    """
-
-    def __init__(
-        self, inputs: Listing, *, about: Mapping[str, Any], network: Mapping[str, Any], channels_last: bool
-    ) -> None:
-        if missing := [key for key in NEEDED if not about.get(key)]:
-            raise UserError(
-                f"input: files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their "
-                f"data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
-            )
-        super().__init__(channels_last=channels_last, **{key: about[key] for key in ("image_size", "mean", "std")})
-        self.about, self.network = dict(about), dict(network)
-        self.train = self.val = self.test = InputFiles(inputs, channels=self.channels, size=self.image_size)
-
-    def network_arguments(self) -> dict[str, Any]:
-        return self.network
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the list of files, to see that all processes have the same one."""
-        return hashlib.sha256(self.test.name_N.tobytes()).hexdigest()

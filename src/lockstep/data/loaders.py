@@ -3,12 +3,11 @@
 import itertools
 import logging
 import math
+import pickle
 import re
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.data.dataset import Arrays, Batch, Indices, Samples, flat
-from lockstep.data.sampler import FILLER, Sampler, TrainBatches
+from lockstep.data.sampler import FILLER, Sampler
 from lockstep.errors import TrainingFailed, UserError, chain
 
 log = logging.getLogger("lockstep")
@@ -72,27 +71,25 @@ class InMemory:
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 self.on_device = {n: torch.from_numpy(np.asarray(a)).to(device) for n, a in arrays.arrays.items()}
 
-    def batch(self, indices_B: Indices) -> dict[str, Tensor]:
-        """The batch with its `index`; some sample takes the place of a filler."""
-        index_B = torch.from_numpy(indices_B)
+    def gather(self, indices_N: Indices) -> dict[str, Tensor]:
+        """The samples at `indices_N`; some sample takes the place of a filler."""
         if self.device is None:  # NumPy takes 0.06 ms a batch between BasicNet's steps, torch 0.20
-            return {name: torch.from_numpy(a) for name, a in self.arrays[indices_B].items()} | {"index": index_B}
-        index_B = index_B.to(self.device, non_blocking=True)
-        places_B = index_B.clamp(min=0)
-        return {name: a.index_select(0, places_B) for name, a in self.on_device.items()} | {"index": index_B}
+            return {name: torch.from_numpy(a) for name, a in self.arrays[indices_N].items()}
+        places_N = torch.from_numpy(indices_N).to(self.device, non_blocking=True).clamp(min=0)
+        return {name: a.index_select(0, places_N) for name, a in self.on_device.items()}
 
     def batches(self, sampler: Sampler, *, pin: bool = False) -> Iterator[Batch]:
-        """Gathers several batches at a time: an operation's fixed cost exceeds that of copying. `pin`: to copy to a GPU while it computes."""
+        """Takes several batches at a time: an operation's fixed cost exceeds that of copying. `pin`: to copy to a GPU while it computes."""
         indices = iter(sampler)
         for first_B in indices:
             several = [first_B, *itertools.islice(indices, AT_ONCE // (len(first_B) * self.sample_bytes))]
-            gathered = self.batch(np.concatenate(several))
-            sizes = [len(indices_B) for indices_B in several]
-            parts = zip(*(tensor.split(sizes) for tensor in gathered.values()), strict=True)
+            values = self.gather(np.concatenate(several))
+            parts = zip(*(tensor.split([*map(len, several)]) for tensor in values.values()), strict=True)
             for part, indices_B in zip(parts, several, strict=True):
                 # The indices stay on the host, where augmentation draws its numbers.
-                tensors: Batch = {**dict(zip(gathered, part, strict=True)), "index": torch.from_numpy(indices_B)}
-                batch = {name: tensor.pin_memory() if pin else tensor for name, tensor in tensors.items()}
+                batch: Batch = {**dict(zip(values, part, strict=True)), "index": torch.from_numpy(indices_B)}
+                if pin:
+                    batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
                 yield {**batch, "count": count_of(indices_B)}
 
 
@@ -128,7 +125,7 @@ def shared_room() -> float:
 
 
 def warn_of_small_shared_memory() -> None:
-    """For dataloaders of the user's own, whose batches torch loses there (see `Indexed.passable`)."""
+    """For dataloaders of the user's own, whose batches torch loses there (see `Indexed`)."""
     if (room := shared_room()) < SHARED:
         log.warning(
             "%s has only %.0f KiB free. Worker processes pass batches through it, and a run waits for ever for a batch that does not fit. "
@@ -138,33 +135,27 @@ def warn_of_small_shared_memory() -> None:
         )
 
 
-class FromTensor(np.ndarray):
-    """A tensor on its way through a pipe."""
+class Indexed(Dataset[Batch | bytes]):
+    """Samples as a torch Dataset that is indexed by whole batches of indices.
 
-
-class Indexed(Dataset[Batch]):
-    """Samples as a torch Dataset that is indexed by whole batches of indices."""
+    A worker returns tensors in shared memory; or pickled ones, for which a pipe has room, if /dev/shm has none. torch would
+    share them in a thread of the worker, lose the batch when that fails, and wait for it for ever.
+    """
 
     def __init__(self, samples: Samples) -> None:
         self.samples, self.shares = samples, shared_room() >= SHARED
 
-    def __getitem__(self, indices_B: Indices) -> Batch:
+    def __getitem__(self, indices_B: Indices) -> Batch | bytes:
         batch = fetch(self.samples, indices_B)
-        return batch if get_worker_info() is None else self.passable(batch)
-
-    def passable(self, batch: Batch) -> Batch:
-        """Tensors in shared memory; or arrays, which a pipe takes, if /dev/shm has no room.
-
-        torch would share them in a thread of the worker, lose the batch when that fails, and wait for it for ever.
-        """
+        if get_worker_info() is None:
+            return batch
         if self.shares:
             try:
                 shared: Batch = apply_to_collection(batch, Tensor, Tensor.share_memory_)
                 return shared
             except RuntimeError:
                 self.shares = False  # each failure leaves a name in /dev/shm
-        piped: Batch = apply_to_collection(batch, Tensor, lambda tensor: tensor.numpy().view(FromTensor))
-        return piped
+        return pickle.dumps(batch)
 
 
 def unchanged(batch: Any) -> Any:
@@ -198,35 +189,21 @@ class FromWorkers:
                 "files (ulimit -n). Raise these limits, or set fewer data.num_workers, or data.num_workers=0."
             ) from None
         for batch in batches:
-            if isinstance(batch["index"], FromTensor):
-                if not self.warned:
-                    self.warned = True
-                    log.warning(
-                        "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Enlarge it "
-                        "(docker run --shm-size=8g), or set fewer data.num_workers.",
-                        workers,
-                    )
-                batch = apply_to_collection(batch, FromTensor, lambda array: torch.from_numpy(array.view(np.ndarray)))
-            yield batch
-
-    def end(self) -> None:
-        """Ends the workers, which the DataLoader keeps from epoch to epoch. Lightning ends those of loaders that it knows."""
-        del self.loader
+            if isinstance(batch, bytes) and not self.warned:
+                self.warned = True
+                log.warning(
+                    "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Enlarge it "
+                    "(docker run --shm-size=8g), or set fewer data.num_workers.",
+                    workers,
+                )
+            yield pickle.loads(batch) if isinstance(batch, bytes) else batch
 
 
 # --- The loader that the Trainer gets ---
 
 
-@dataclass
-class LoaderPosition:
-    """The position of training, and how long it has waited for batches."""
-
-    batches_done: Callable[[], int]  # micro-batches of the epoch
-    waited_s: float = 0.0
-
-
 class ResumableLoader:
-    """A loader that starts at `position`, and only when its first batch is requested.
+    """Batches that are made when the first one is requested.
 
     Lightning creates the iterator before it restores a checkpoint and sets the epoch, when workers would fetch batches of
     epoch 0. The position comes from the Trainer, which saves it in checkpoints, so the loader has no state. It is no
@@ -235,28 +212,14 @@ class ResumableLoader:
 
     batch_sampler = None  # Lightning 2.6 expects it of everything with a sampler
 
-    def __init__(
-        self, batches: Callable[[], Iterator[Batch]], sampler: Sampler, position: LoaderPosition | None = None
-    ) -> None:
-        self.batches, self.sampler, self.position = batches, sampler, position
+    def __init__(self, batches: Callable[[], Iterator[Batch]], sampler: Sampler) -> None:
+        self.batches, self.sampler = batches, sampler
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self.position is None:
-            yield from self.batches()
-            return
-        assert isinstance(self.sampler, TrainBatches)
-        self.sampler.start = self.position.batches_done()
-        batches = self.batches()
-        while True:
-            began_s = time.perf_counter()
-            batch = next(batches, None)
-            self.position.waited_s += time.perf_counter() - began_s
-            if batch is None:
-                return
-            yield batch
+        return self.batches()
 
     def state_dict(self) -> dict[str, Any]:
         return {}

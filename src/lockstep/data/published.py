@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of
+from lockstep.data.cache import Cached, Parts, cache_folder, decoded, hash_of, key_of, one_download
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import Images, reading
 from lockstep.errors import UserError
@@ -26,18 +26,13 @@ from lockstep.machine.files import write_bytes
 TIMEOUT_S = 10
 
 
-def md5_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
-
-
 def download(urls: list[str], path: Path, checksum: str) -> None:
     """Downloads from the first url whose content has the MD5 `checksum` to `path`, unless that file is there already.
 
     Raises:
         ConnectionError: no url could be read, or none had the right content. `path` then does not exist.
     """
-    if path.is_file() and md5_of(path) == checksum:
+    if path.is_file() and hash_of(path, "md5") == checksum:
         return
     import http.client  # here, because they take 0.05 s of the config check, which imports this module
     import urllib.request
@@ -115,26 +110,21 @@ class Published(Images):
 
     def locate(self) -> tuple[str, list[Path]]:
         """The source of the data, and its files."""
-        source, root = self.asked, self.root
-        needs = f"{self.folders[0]}/{', '.join(self.md5)}"
-        if source in ("auto", "disk"):
+        root, needs = self.root, f"{self.folders[0]}/{', '.join(self.md5)}"
+        if self.asked in ("auto", "disk"):
             with reading(root):
                 if files := self.find(root):
                     return "disk", files
                 state = "does not contain" if root.is_dir() else "does not exist; it should contain"
-        if source == "disk":
+        if self.asked == "disk":
             raise UserError(f"data.root={root} {state} {needs}. Set data.root=<folder>, or data.source=download.")
-        if source in ("auto", "download"):
-            from filelock import FileLock
-
+        if self.asked != "embedded":
             try:
-                self.cache.mkdir(parents=True, exist_ok=True)
-                key = key_of(self.name, [], str(root.resolve()))
-                with FileLock(self.cache / f".{key}.lock"):  # two runs share one download
+                with one_download(self.cache, self.name, root):
                     self.fetch()
                 return "download", self.find(root) or []
             except OSError as e:
-                if source == "download" or not self.embedded:
+                if self.asked == "download" or not self.embedded:
                     raise UserError(
                         f"{self.name} is not in data.root={root} and could not be fetched ({e}). "
                         f"Set data.root=<folder> for a folder with {needs}."
@@ -269,7 +259,7 @@ class Cifar10(Published):
     @classmethod
     def changed(cls, files: list[Path]) -> list[str]:
         """Names of files that are not as published."""
-        return [path.name for path in files if md5_of(path) != cls.md5[path.name]]
+        return [path.name for path in files if hash_of(path, "md5") != cls.md5[path.name]]
 
     @classmethod
     def read(cls, files: list[Path]) -> Parts:

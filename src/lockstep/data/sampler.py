@@ -1,7 +1,7 @@
 """Which rank gets which samples at which step: pure arithmetic over (seed, epoch, step), for any world size."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice, pairwise
 from typing import Any
 
@@ -132,6 +132,7 @@ def splits(
     return Split(total, begin + val, count), whole_val if has_val else Split(total, begin, val), test
 
 
+@dataclass(eq=False)
 class TrainBatches:
     """The micro-batches of one rank. All ranks and accumulation steps together form the global batches.
 
@@ -140,25 +141,22 @@ class TrainBatches:
     batch are left out; each epoch leaves out different ones.
     """
 
-    def __init__(
-        self,
-        split: Split,
-        *,
-        batch: int,
-        seed: int,
-        rank: int = 0,
-        world: int = 1,
-        accumulate: int = 1,
-        in_blocks: bool = False,
-    ) -> None:
-        if batch % (world * accumulate):
+    split: Split
+    _: KW_ONLY
+    batch: int
+    seed: int
+    rank: int = 0
+    world: int = 1
+    accumulate: int = 1
+    in_blocks: bool = False
+    epoch: int = 0
+    start: int = 0  # micro-batches that the next iteration leaves out, to resume
+
+    def __post_init__(self) -> None:
+        if self.batch % (self.world * self.accumulate):
             raise ValueError(
-                f"a global batch of {batch} cannot be divided by {world} processes x {accumulate} micro-batches"
+                f"a global batch of {self.batch} cannot be divided by {self.world} processes x {self.accumulate} micro-batches"
             )
-        self.split, self.batch, self.seed = split, batch, seed
-        self.rank, self.world, self.accumulate, self.in_blocks = rank, world, accumulate, in_blocks
-        self.epoch = 0
-        self.start = 0
 
     def __len__(self) -> int:
         return self.split.count // self.batch * self.accumulate
@@ -166,10 +164,6 @@ class TrainBatches:
     def set_epoch(self, epoch: int) -> None:
         """Called by the Trainer before each epoch."""
         self.epoch = epoch
-
-    def resume(self, epoch: int, micro_batches: int) -> None:
-        """Makes the next iteration begin in `epoch` after this many micro-batches."""
-        self.epoch, self.start = epoch, micro_batches
 
     def __iter__(self) -> Iterator[Indices]:
         first, self.start = self.start, 0

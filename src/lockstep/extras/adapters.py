@@ -1,21 +1,20 @@
 """Data that another library holds, as a data set: torch Datasets, and torchvision's by name. Free of torch until samples are read."""
 
-import ast
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import NDArray
 
 from lockstep.config.instantiate import problems
 from lockstep.config.words import shown
-from lockstep.data.cache import cache_folder, key_of
-from lockstep.data.dataset import Batch, Items, bytes_of
+from lockstep.data.cache import cache_folder, one_download
+from lockstep.data.dataset import Batch, Items, bytes_of, classes_of
 from lockstep.data.images import Images, reason
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, did_you_mean
@@ -91,10 +90,8 @@ def class_names(dataset: Any) -> list[str]:
     """A Dataset's class names, or class numbers; empty if it has neither."""
     if (names := getattr(dataset, "classes", None)) is not None:
         return [str(name[0] if isinstance(name, tuple) else name) for name in names]
-    for key in ("targets", "labels"):  # where torchvision's Datasets keep them
-        targets = np.asarray(getattr(dataset, key, ()))
-        if targets.size and targets.ndim == 1 and targets.dtype.kind in "iu":
-            return [str(number) for number in range(int(targets.max()) + 1)]
+    if (class_N := classes_of(dataset)) is not None and len(class_N):
+        return [str(number) for number in range(int(class_N.max()) + 1)]
     return class_names(dataset.dataset) if hasattr(dataset, "dataset") else []  # of a Subset
 
 
@@ -208,9 +205,7 @@ class Torchvision(Wrapped):
                     f"data.root={self.root} does not hold torchvision's {self.dataset} ({reason(e)}). Set data.root=<folder>{how}."
                 ) from None
         try:
-            self.cache.mkdir(parents=True, exist_ok=True)
-            key = key_of(self.dataset, [], str(self.root.resolve()))
-            with FileLock(self.cache / f".{key}.lock"):  # two runs share one download
+            with one_download(self.cache, self.dataset, self.root):
                 dataset = make(**arguments, download=True)
         except (RuntimeError, OSError) as e:
             raise UserError(
@@ -222,11 +217,8 @@ class Torchvision(Wrapped):
 
 
 def torchvision_names() -> list[str]:
-    """What torchvision.datasets exports, parsed from its source, because importing it takes seconds."""
+    """What torchvision.datasets exports, by its source, because importing it takes seconds."""
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "datasets" / "__init__.py").read_text())
-    lists = [
-        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    ]
-    return list(ast.literal_eval(lists[0]))
+    source = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text()
+    return re.findall(r'"(\w+)"', source.partition("__all__ =")[2])

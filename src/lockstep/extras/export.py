@@ -24,9 +24,10 @@ from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.config.words import shown
 from lockstep.data import pixels, preprocess
 from lockstep.data.dataset import samples_of
-from lockstep.data.images import NEEDED, InputFiles, find_inputs
+from lockstep.data.images import InputFiles, find_inputs
 from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_graphs, exported
+from lockstep.extras.tables import NEEDED
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import ENVIRONMENT
 from lockstep.run.folder import RunFolder

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.cache import cache_folder, decoded, key_of
+from lockstep.data.cache import cache_folder, decoded, hash_of, key_of
 from lockstep.data.dataset import Indices
 from lockstep.data.folder import part_names
 from lockstep.data.images import decoded_all, reading
@@ -22,21 +23,15 @@ from lockstep.extras.adapters import Wrapped
 # B batch · C channel · H W pixel
 
 
+@dataclass
 class Rows:
     """Rows of a table as batches. Images stay encoded in the table until they are read."""
 
-    def __init__(
-        self,
-        table: Any,
-        places: Indices,
-        columns: Mapping[str, str],
-        names: Mapping[str, list[str]],
-        *,
-        channels: int,
-        size: int,
-    ) -> None:
-        self.places, self.names, self.channels, self.size = places, names, channels, size
-        self.columns = {key: one_column(table, column) for key, column in columns.items()}
+    columns: Mapping[str, Any]  # tables of one column
+    places: Indices
+    names: Mapping[str, list[str]]
+    channels: int
+    size: int
 
     def __len__(self) -> int:
         return len(self.places)
@@ -49,9 +44,7 @@ class Rows:
         elif "targets" in self.names:
             values["target"] = values["target"].astype(np.float32).reshape(len(rows), 1)
         if isinstance(values["input"], list):  # encoded images, or files that the table names
-            files = [
-                io.BytesIO(file["bytes"]) if file["bytes"] is not None else file["path"] for file in values["input"]
-            ]
+            files = [file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"]) for file in values["input"]]
             values["input"] = decoded_all(files, channels=self.channels, size=self.size)
         return values
 
@@ -147,12 +140,12 @@ class HuggingFace(Wrapped):
 
     def prepare(self) -> None:
         """Raises UserError if a target is not a class, such as the -1 of test sets without answers."""
-        classes, column = self.names.get("classes"), self.columns["target"]
+        classes, column = self.names.get("classes", []), self.columns["target"]
+        known = {*classes, *range(len(classes))}
         for part, table in self.tables.items() if classes else ():
-            known = {*(classes or ()), *range(len(classes or ()))}
             if wrong := [value for value in table.unique(column) if value not in known]:
                 raise UserError(
-                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(classes or ())} classes of train. "
+                    f"data.root={self.root}: {column}={wrong[0]} of the {part} part is not one of the {len(classes)} classes of train. "
                     "Remove these rows; or remove the part, which is then taken from train."
                 )
         super().prepare()
@@ -174,19 +167,14 @@ class HuggingFace(Wrapped):
         table, places = self.rows[part]
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
-        return Rows(table, places, self.columns, self.names, channels=self.channels, size=self.image_size)
+        columns = {key: one_column(table, column) for key, column in self.columns.items()}
+        return Rows(columns, places, self.names, channels=self.channels, size=self.image_size)
 
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the Arrow files, which are read once per machine, and of the columns and rows that are used."""
         files = sorted(self.root.rglob("*.arrow"))
-        key = key_of("huggingface", files)
-        content = decoded(self.cache / key, lambda: ({}, {"sha256": [sha256(path) for path in files]})).extra
+        folder = self.cache / key_of("huggingface", files)
+        content = decoded(folder, lambda: ({}, {"sha256": [hash_of(path, "sha256") for path in files]})).extra
         rows = {part: rows.tobytes() for part, (_, rows) in self.rows.items()}
-        used = (content["sha256"], self.columns, self.names, rows)
-        return hashlib.sha256(repr(used).encode()).hexdigest()
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.sha256(repr((content["sha256"], self.columns, self.names, rows)).encode()).hexdigest()

@@ -19,11 +19,11 @@ from lockstep.config.instantiate import has_own_loaders
 from lockstep.config.run_config import title
 from lockstep.config.targets import target_of
 from lockstep.data.datamodule import DataModule
-from lockstep.data.images import ImageFiles, Images, find_inputs
+from lockstep.data.images import Images, find_inputs
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.extras.tables import Row, text, write_table
+from lockstep.extras.tables import ImageFiles, Row, text, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
 from lockstep.machine.world import World

@@ -1,4 +1,4 @@
-"""Tables as files: CSV, JSON, JSON lines, Parquet. Rows are written as they come, so memory does not grow. Free of torch."""
+"""What predictions are made of and written to: image files, and tables as CSV, JSON, JSON lines or Parquet. Free of torch."""
 
 import csv
 import itertools
@@ -7,7 +7,39 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.images import Images, InputFiles, Listing
+from lockstep.errors import UserError
 from lockstep.machine.files import finite
+
+# --- Image files to predict ---
+
+NEEDED = ("image_size", "channels", "mean", "std")  # in the `about` of the training data
+
+
+class ImageFiles(Images):
+    """Files to predict, with the description and the normalisation of the data that the network was trained on.
+
+    Raises:
+        UserError: it was not trained on images.
+    """
+
+    def __init__(
+        self, inputs: Listing, *, about: Mapping[str, Any], network: Mapping[str, Any], channels_last: bool
+    ) -> None:
+        if missing := [key for key in NEEDED if not about.get(key)]:
+            raise UserError(
+                f"input: files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their "
+                f"data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
+            )
+        super().__init__(channels_last=channels_last, **{key: about[key] for key in ("image_size", "mean", "std")})
+        self.about, self.network = dict(about), dict(network)
+        self.train = self.val = self.test = InputFiles(inputs, channels=self.channels, size=self.image_size)
+
+    def network_arguments(self) -> dict[str, Any]:
+        return self.network
+
+
+# --- Tables as files. Rows are written as they come, so memory does not grow ---
 
 Row = dict[str, Any]
 CHUNK = 10_000  # rows of a Parquet row group
