@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import measuring
-from measuring import ArgumentParser, made_by
+from measuring import ArgumentParser, made_by, some_of
 
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
@@ -202,25 +202,10 @@ AMOUNTS = {  # batch, optimizer steps of a turn, rounds
 }
 
 
-@dataclass(frozen=True)
-class Plan:
-    device: str
-    batch: int
-    segment: int  # optimizer steps
-    rounds: int
-    overrides: list[str]
-    images: int  # of the training split
-    epochs: int  # as many as the turns need
-    accuracy: bool
-
-
-def chosen(peers: str, world: int, also: Sequence[str] = ()) -> dict[str, tuple[str, list[str]]]:
+def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> dict[str, tuple[str, list[str]]]:
     """Contenders by name. Peers whose package is not installed are left out, with a line that says so."""
-    names = peers.split(",")
-    if unknown := set(names) - set(PEERS):
-        raise UserError(f"--peers {peers}: {', '.join(sorted(unknown))} is unknown; use some of {','.join(PEERS)}.")
     found: dict[str, tuple[str, list[str]]] = {}
-    for name in names:
+    for name in peers:
         if name == "plain" or importlib.util.find_spec(name):
             found[name] = (name, [])
         else:
@@ -229,30 +214,23 @@ def chosen(peers: str, world: int, also: Sequence[str] = ()) -> dict[str, tuple[
     return found | ours | {f"lockstep {options}": ("lockstep", options.split()) for options in also}
 
 
-def planned(args: argparse.Namespace) -> Plan:
-    device = args.device or ("cuda" if gpu_count() else "cpu")
-    if device == "cuda" and gpu_count() < args.world:
-        raise UserError(
-            f"--device cuda --world {args.world}: this machine shows {gpu_count()} GPUs. Type --device cpu."
-        )
-    batch, segment, rounds = AMOUNTS[args.recipe, device]
-    batch, segment = args.batch_size or batch, args.segment or (15 if args.quick else segment)
-    rounds = args.rounds or (7 if args.quick else rounds)
+def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
+    """Options of all contenders, and a line about them. The data is prepared here, once, and with its words."""
     overrides = [
-        *RECIPES[args.recipe], f"data.batch_size={batch}", f"trainer.accelerator={device}",
+        *RECIPES[args.recipe], f"data.batch_size={args.batch_size}", f"trainer.accelerator={args.device}",
         "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false",
         *(["strategy=ddp"] if args.world > 1 else []), *(["data.source=embedded"] if args.quick else []),
         *([f"data.root={args.data_root}"] if args.data_root else []),
     ]  # fmt: skip
     cfg = compose_config("train", overrides)
-    prepared = create_data(cfg)
-    prepared.prepare()  # once, and with its words here, not in each contender
-    if prepared.source == "embedded":
-        overrides.append("data.source=embedded")
-    images = len(prepared.train) - val_count(len(prepared.train), cfg.data.val_fraction)
-    epochs = math.ceil((1 + rounds) * segment / (images // batch))
-    accuracy = args.recipe == "basic_net" and not args.quick if args.accuracy is None else args.accuracy
-    return Plan(device, batch, segment, rounds, [*overrides, f"trainer.max_epochs={epochs}"], images, epochs, accuracy)
+    data = create_data(cfg)
+    data.prepare()
+    images = len(data.train) - val_count(len(data.train), cfg.data.val_fraction)
+    epochs = math.ceil((1 + args.rounds) * args.segment / (images // args.batch_size))  # as many as the turns need
+    learned = f"; accuracy after {epochs} epoch(s) of {images:,} images" if args.accuracy else ""
+    source = ["data.source=embedded"] if data.source == "embedded" else []
+    about = f"Global batch {args.batch_size}, turns of {args.segment} optimizer steps{learned}."
+    return [*overrides, *source, f"trainer.max_epochs={epochs}"], about
 
 
 def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
@@ -308,29 +286,27 @@ class Contender:
             self.process.wait()
 
 
-def measure(args: argparse.Namespace, plan: Plan, contenders: dict[str, tuple[str, list[str]]]) -> dict[str, Figures]:
+def measure(
+    args: argparse.Namespace, overrides: list[str], contenders: dict[str, tuple[str, list[str]]]
+) -> dict[str, Figures]:
     figures = {name: Figures() for name in contenders}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes: list[Contender] = []
         for name, (kind, options) in contenders.items():
-            overrides = [
-                *plan.overrides,
-                *arithmetic(kind, options, plan.device),
-                f"runs_dir={folder}/{len(processes)}",
-            ]
-            process = Contender(name, kind, overrides, Path(folder), device=plan.device, world=args.world)
+            own = [*arithmetic(kind, options, args.device), f"runs_dir={folder}/{len(processes)}"]
+            process = Contender(name, kind, [*overrides, *own], Path(folder), device=args.device, world=args.world)
             stack.callback(process.end)
             processes.append(process)
         for process in processes:
             process.answer()
         say(f"{len(processes)} contenders stand")
         for process in processes:
-            process.train(plan.segment)  # warms up
-        for i in range(plan.rounds):
+            process.train(args.segment)  # warms up
+        for i in range(args.rounds):
             for process in processes if i % 2 == 0 else processes[::-1]:
-                figures[process.name].add(process.train(plan.segment))
+                figures[process.name].add(process.train(args.segment))
             say(" · ".join(f"{name} {found.turns[-1].images_per_s:,.1f}" for name, found in figures.items()))
-        if plan.accuracy:
+        if args.accuracy:
             for process in processes:
                 if not process.name.startswith("upper bound"):
                     figures[process.name].accuracy = process.train(REST)["accuracy"]
@@ -346,23 +322,20 @@ def machine(device: str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return cpu + (f"; {gpu_name()}" if device == "cuda" else "")
-
-
-def gpu_name() -> str:
+    if device == "cpu":
+        return cpu
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else "a GPU"
+    return f"{cpu}; {done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else 'a GPU'}"
 
 
 def main(args: argparse.Namespace) -> None:
-    plan = planned(args)
-    contenders = chosen(args.peers or ("plain" if args.quick else ",".join(PEERS)), args.world, args.also)
-    figures = measure(args, plan, contenders | (NETWORKS if args.networks else {}))
+    overrides, about = shared_overrides(args)
+    contenders = chosen(args.peers, args.world, args.also)
+    figures = measure(args, overrides, contenders | (NETWORKS if args.networks else {}))
     peers = [f"{name} {version(name)}" for name in PEERS[1:] if name in figures]
-    print(made_by(*peers, machine(plan.device)))
-    learned = f"; accuracy after {plan.epochs} epoch(s) of {plan.images:,} images" if plan.accuracy else ""
-    print(f"Global batch {plan.batch}, turns of {plan.segment} optimizer steps{learned}.\n\n{table(figures)}\n")
+    print(made_by(*peers, machine(args.device)))
+    print(f"{about}\n\n{table(figures)}\n")
     limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
     problems = list(accuracy_problems(figures))
     if args.check:
@@ -376,7 +349,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", choices=RECIPES, default="basic_net")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--world", type=int, default=1, help="processes of each contender")
-    parser.add_argument("--peers", help=f"which of {','.join(PEERS)}; default: all, with --quick plain")
+    parser.add_argument(
+        "--peers", type=some_of(PEERS), help=f"which of {','.join(PEERS)}; default: all, with --quick plain"
+    )
     parser.add_argument(
         "--also", action="append", default=[], help="Lockstep with these options as well: 'compile=true'"
     )
@@ -390,7 +365,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--accuracy", action=argparse.BooleanOptionalAction, help="default: of basic_net, unless --quick"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.device = args.device or ("cuda" if gpu_count() else "cpu")
+    if args.device == "cuda" and gpu_count() < args.world:
+        raise UserError(
+            f"--device cuda --world {args.world}: this machine shows {gpu_count()} GPUs. Type --device cpu."
+        )
+    batch, segment, rounds = AMOUNTS[args.recipe, args.device]
+    segment, rounds = (15, 7) if args.quick else (segment, rounds)
+    args.batch_size, args.segment = args.batch_size or batch, args.segment or segment
+    args.rounds = args.rounds or rounds
+    args.peers = args.peers or (["plain"] if args.quick else PEERS)
+    args.accuracy = args.recipe == "basic_net" and not args.quick if args.accuracy is None else args.accuracy
+    return args
 
 
 if __name__ == "__main__":

@@ -159,7 +159,9 @@ class UpperBound(pl.Callback):
         self.turns = turns
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        batch = one_batch(trainer)
+        loader: Any = trainer.train_dataloader
+        batch = trainer.precision_plugin.convert_input(next(iter(loader)))
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)  # as the network gets it
         image_BCHW, label_B = batch["input"], batch["target"]
         net, (optimizer,) = pl_module.net, trainer.optimizers
         assert isinstance(net, torch.nn.Module) and net.training
@@ -182,13 +184,6 @@ class UpperBound(pl.Callback):
             optimizer.step()
             optimizer.zero_grad()
             self.turns.stepped(len(label_B))
-
-
-def one_batch(trainer: pl.Trainer) -> Any:
-    """The first batch of the training, as the network gets it."""
-    loader: Any = trainer.train_dataloader
-    batch = trainer.precision_plugin.convert_input(next(iter(loader)))
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def matmul_rate(device: torch.device, precision: str, repeat: int = 5) -> float:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import hosts
@@ -382,45 +382,42 @@ def verdict(run: Run, fault: Fault, whole: Path, times_s: tuple[float, float]) -
     return "right"
 
 
-class Injector:
-    """Runs cases one after the other, and a run without faults of each setup before its first case."""
+def reference(folder: Path, setup: str, nodes: list[hosts.Host]) -> tuple[Path, tuple[float, float]]:
+    """The folder of a run without faults, and how long it took to begin and to end."""
+    run = Run(folder / f"{setup} without faults", setup, nodes, random.Random(0))
+    began_s = time.monotonic()
+    run.start()
+    run.wait(run.begun)
+    begun_s = time.monotonic() - began_s
+    if any(run.finish()):
+        raise RuntimeError(f"{setup}: the run without faults failed\n{said(run.outputs)}")
+    return run.folder, (begun_s, time.monotonic() - began_s)
 
-    def __init__(self, folder: Path, seed: int, nodes: list[hosts.Host]) -> None:
-        self.folder, self.seed, self.nodes = folder, seed, nodes
-        self.references: dict[str, tuple[Path, tuple[float, float]]] = {}
 
-    def reference(self, setup: str) -> tuple[Path, tuple[float, float]]:
-        """The folder of a run without faults, and how long it took to begin and to end."""
-        if setup not in self.references:
-            run = Run(self.folder / f"{setup} without faults", setup, self.nodes, random.Random(0))
-            began_s = time.monotonic()
-            run.start()
-            run.wait(run.begun)
-            begun_s = time.monotonic() - began_s
-            if any(run.finish()):
-                raise RuntimeError(f"{setup}: the run without faults failed\n{said(run.outputs)}")
-            self.references[setup] = run.folder, (begun_s, time.monotonic() - began_s)
-        return self.references[setup]
-
-    def run(self, number: int, name: str, setup: str) -> str:
-        """`right`, `clear` or `badly`."""
-        fault, draw = FAULTS[name], random.Random(f"{self.seed} {number}")
-        reference = self.reference(setup)
-        kind, why = None, ""
-        while kind is None:  # again if it ended before the fault
-            run, began_s = Run(self.folder / str(number), setup, self.nodes, draw), time.monotonic()
-            with small_disk(run.folder) if fault.inject is fill else nullcontext():
-                try:
-                    kind = verdict(run, fault, *reference)
-                except Badly as e:
-                    kind, why = "badly", f": {e}\n{said(sorted(run.logs.glob('*.log')))}"
-                finally:
-                    run.kill()
-                    run.repair()
-            shutil.rmtree(run.logs)
-        notes = ", ".join([name, *run.notes])
-        print(f"{number}: {setup}: {notes}: {kind}{why} [{time.monotonic() - began_s:.1f} s]", flush=True)
-        return kind
+def outcome(
+    folder: Path,
+    name: str,
+    setup: str,
+    nodes: list[hosts.Host],
+    draw: random.Random,
+    whole: tuple[Path, tuple[float, float]],
+) -> str:
+    """`right`, `clear` or `badly`, of a fault in a run, which is started again if it ended before the fault."""
+    kind, why = None, ""
+    while kind is None:
+        run, began_s = Run(folder, setup, nodes, draw), time.monotonic()
+        with small_disk(run.folder) if FAULTS[name].inject is fill else nullcontext():
+            try:
+                kind = verdict(run, FAULTS[name], *whole)
+            except Badly as e:
+                kind, why = "badly", f": {e}\n{said(sorted(run.logs.glob('*.log')))}"
+            finally:
+                run.kill()
+                run.repair()
+        shutil.rmtree(run.logs)
+    notes = ", ".join([name, *run.notes])
+    print(f"{folder.name}: {setup}: {notes}: {kind}{why} [{time.monotonic() - began_s:.1f} s]", flush=True)
+    return kind
 
 
 def cases(rounds: int, draw: random.Random) -> list[tuple[str, str]]:
@@ -458,11 +455,14 @@ def main() -> int:
         todo = [case for case in todo if "nodes" not in case[1][1] and FAULTS[case[1][0]].inject is not fill]
     todo = [case for case in todo if not args.only or case[0] in args.only][: args.runs]
     tally: Counter[tuple[str, str, str]] = Counter()
-    with tempfile.TemporaryDirectory() as folder, hosts.hosts(0 if reason else 2) as nodes:
-        forked.start_server(Path(folder))
-        injector = Injector(Path(folder), args.seed, nodes)
-        for number, case in todo:
-            tally[*case, injector.run(number, *case)] += 1
+    with tempfile.TemporaryDirectory() as name, nullcontext([]) if reason else hosts.hosts(2) as nodes:
+        folder = Path(name)
+        forked.start_server(folder)
+        whole = cache(lambda setup: reference(folder, setup, nodes))
+        for number, (fault, setup) in todo:
+            draw = random.Random(f"{args.seed} {number}")
+            kind = outcome(folder / str(number), fault, setup, nodes, draw, whole(setup))
+            tally[fault, setup, kind] += 1
     totals = {
         kind: sum(count for key, count in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")
     }

@@ -70,6 +70,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 START_S, ROUND_S = 240.0, 240.0
+WAYS = {"killed": hosts.Host.kill, "cut off": hosts.Host.cut_off}
 
 
 def until(true: Callable[[], bool], limit_s: float, what: str) -> None:
@@ -82,7 +83,7 @@ class Job:
 
     def __init__(self, folder: Path, run: str, nodes: list[hosts.Host], recipe: list[str]) -> None:
         self.folder, self.name, self.nodes, self.recipe = folder, run, nodes, recipe
-        self.run = folder / "runs" / run
+        self.report, self.metrics = (folder / "runs" / run / name for name in ("report.json", "metrics.csv"))
         self.script = noting_script(folder, run)
         self.log = (folder / f"{run}.log").open("ab")
         self.agents = {node.name: self.start(node) for node in nodes}
@@ -96,22 +97,11 @@ class Job:
         job = [str(self.script), f"run={self.name}", "strategy=ddp", "strategy.timeout_s=30", *self.recipe]
         return node.start([*torchrun, *job], ENVIRONMENT, self.log, str(self.folder))
 
-    def steps(self) -> int:
-        """The steps that the log shows."""
-        return last_step(self.run / "metrics.csv")
-
     def ended(self) -> bool:
-        report = self.run / "report.json"
-        return report.exists() and '"status": "done"' in report.read_text()
+        return self.report.exists() and '"status": "done"' in self.report.read_text()
 
     def trains_with(self, world: int, since: float) -> bool:
         return any(note.world == world and note.time > since for note in notes(self.folder, self.name))
-
-    def lose(self, node: hosts.Host, how: str) -> None:
-        if how == "cut off":
-            node.cut_off()
-        else:
-            node.kill()
 
     def come_back(self, node: hosts.Host) -> None:
         node.kill()  # what was cut off has been given up by the others
@@ -138,11 +128,11 @@ def elastic_run(
     until(lambda: job.trains_with(every, 0), START_S, "the first round of all")
     for number in range(losses):
         low, high = last * number // losses + 5, last * (number + 1) // losses - 25
-        at = draw.randint(max(low, job.steps() + 2), max(high, job.steps() + 4))
-        until(lambda at=at: job.steps() >= at, ROUND_S, f"step {at}")  # type: ignore[misc]
-        node, how, since = draw.choice(nodes[1:]), draw.choice(("killed", "cut off")), time.time()
-        at = job.steps()
-        job.lose(node, how)
+        at = draw.randint(max(low, last_step(job.metrics) + 2), max(high, last_step(job.metrics) + 4))
+        until(lambda at=at: last_step(job.metrics) >= at, ROUND_S, f"step {at}")  # type: ignore[misc]
+        node, how, since = draw.choice(nodes[1:]), draw.choice(list(WAYS)), time.time()
+        at = last_step(job.metrics)
+        WAYS[how](node)
         away = node
         print(f"{run}: {node.address} {how} after step {at}", flush=True)
         lost.append(f"{how} after step {at}")
@@ -152,7 +142,7 @@ def elastic_run(
             job.come_back(node)
             away = None
             until(lambda since=since: job.trains_with(every, since) or job.ended(), ROUND_S, "a round of all")  # type: ignore[misc]
-            print(f"{run}: {node.address} is back at step {job.steps()}", flush=True)
+            print(f"{run}: {node.address} is back at step {last_step(job.metrics)}", flush=True)
     job.wait(away)
     for node in nodes:
         node.kill()

@@ -8,7 +8,6 @@ import pytest
 from benchmark import Figures, Turn, accuracy_problems, flops_share, ratio, table, too_slow, waiting, waits_long
 
 from lockstep import ROOT
-from lockstep.errors import UserError
 
 
 def figures(*rates: float, accuracy: float | None = None, **about: object) -> Figures:
@@ -81,21 +80,19 @@ def test_the_table_has_an_empty_cell_for_what_is_not_known():
 
 def test_a_peer_that_is_not_installed_is_left_out_and_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
-    found = benchmark.chosen("plain,accelerate,transformers", world=1)
+    found = benchmark.chosen(benchmark.PEERS, world=1)
     assert list(found) == ["plain", "transformers", *benchmark.OURS]
     assert "accelerate is left out" in (said := capsys.readouterr().err) and "uv run --group peers" in said
-    assert not any("upper bound" in name for name in benchmark.chosen("plain", world=2))
-    assert benchmark.chosen("plain", 1, ["compile=true tf32=true"])["lockstep compile=true tf32=true"] == (
+    assert not any("upper bound" in name for name in benchmark.chosen(["plain"], world=2))
+    assert benchmark.chosen(["plain"], 1, ["compile=true tf32=true"])["lockstep compile=true tf32=true"] == (
         "lockstep",
         ["compile=true", "tf32=true"],
     )
-    with pytest.raises(UserError, match=r"jax is unknown; use some of plain,accelerate,transformers"):
-        benchmark.chosen("plain,jax", world=1)
 
 
 def test_all_that_compute_in_fp32_on_a_gpu_have_the_same_tf32():
     for device, more in (("cuda", ["tf32=true"]), ("cpu", [])):
-        for name, (kind, options) in benchmark.chosen("plain", 1).items():
+        for name, (kind, options) in benchmark.chosen(["plain"], 1).items():
             fp32 = kind == "plain" or "equal precision" in name
             assert benchmark.arithmetic(kind, options, device) == [*options, *(more if fp32 else [])]
 
