@@ -26,6 +26,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import hosts
 import measuring
@@ -67,6 +68,7 @@ ENTER = "import ctypes, os\nctypes.CDLL(None).setns(os.open(f\"/run/netns/{os.en
 NAMES = re.compile(r"^error: .*(rank \d|\d\.\d+\.\d|/|SIG[A-Z]+|signal|timeout_s)", re.MULTILINE)
 PROMISED = re.compile(r"after (\d+) steps; (?:type|everything is saved)")
 ports = iter(range(21000, 30000))
+Case = tuple[str, str]  # names of a fault and of a setup
 
 
 class Badly(Exception):
@@ -324,6 +326,14 @@ FAULTS = {
 # --- runs ---
 
 
+class Reference(NamedTuple):
+    """The folder of a run without faults, and how long it took to begin and to end."""
+
+    folder: Path
+    begun_s: float
+    total_s: float
+
+
 def check_message(run: Run, codes: list[int], killed: bool) -> None:
     """Raises Badly unless the commands that could still speak say what happened: one of them, if they all know it."""
     message = said(run.outputs)
@@ -335,9 +345,8 @@ def check_message(run: Run, codes: list[int], killed: bool) -> None:
         raise Badly(f"ended by {signal.Signals(-min(codes)).name}")
 
 
-def inject(run: Run, fault: Fault, times_s: tuple[float, float]) -> int | None:
+def inject(run: Run, fault: Fault, begun_s: float, total_s: float) -> int | None:
     """Waits for a random moment. Returns the steps that were saved by then; None if the run ended before."""
-    begun_s, total_s = times_s
     saving = fault.saving or run.draw.random() < 0.2
     early = not saving and run.draw.random() < 0.3
     if not early:
@@ -353,10 +362,10 @@ def inject(run: Run, fault: Fault, times_s: tuple[float, float]) -> int | None:
     return saved
 
 
-def verdict(run: Run, fault: Fault, whole: Path, times_s: tuple[float, float]) -> str | None:
+def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
     """`right` or `clear`; None if the fault came too late. Raises Badly."""
     run.start()
-    saved = inject(run, fault, times_s)
+    saved = inject(run, fault, whole.begun_s, whole.total_s)
     if saved is None:
         return None
     codes = run.finish()
@@ -377,13 +386,12 @@ def verdict(run: Run, fault: Fault, whole: Path, times_s: tuple[float, float]) -
     if any(codes):
         return "clear"
     run.bring_back("runs")  # what was damaged after its last use, and would be refused at the next
-    if told := run.compared(whole):
+    if told := run.compared(whole.folder):
         raise Badly(told)
     return "right"
 
 
-def reference(folder: Path, setup: str, nodes: list[hosts.Host]) -> tuple[Path, tuple[float, float]]:
-    """The folder of a run without faults, and how long it took to begin and to end."""
+def reference(folder: Path, setup: str, nodes: list[hosts.Host]) -> Reference:
     run = Run(folder / f"{setup} without faults", setup, nodes, random.Random(0))
     began_s = time.monotonic()
     run.start()
@@ -391,24 +399,19 @@ def reference(folder: Path, setup: str, nodes: list[hosts.Host]) -> tuple[Path, 
     begun_s = time.monotonic() - began_s
     if any(run.finish()):
         raise RuntimeError(f"{setup}: the run without faults failed\n{said(run.outputs)}")
-    return run.folder, (begun_s, time.monotonic() - began_s)
+    return Reference(run.folder, begun_s, time.monotonic() - began_s)
 
 
-def outcome(
-    folder: Path,
-    name: str,
-    setup: str,
-    nodes: list[hosts.Host],
-    draw: random.Random,
-    whole: tuple[Path, tuple[float, float]],
-) -> str:
+def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Random, whole: Reference) -> str:
     """`right`, `clear` or `badly`, of a fault in a run, which is started again if it ended before the fault."""
+    name, setup = case
+    fault = FAULTS[name]
     kind, why = None, ""
     while kind is None:
         run, began_s = Run(folder, setup, nodes, draw), time.monotonic()
-        with small_disk(run.folder) if FAULTS[name].inject is fill else nullcontext():
+        with small_disk(run.folder) if fault.inject is fill else nullcontext():
             try:
-                kind = verdict(run, FAULTS[name], *whole)
+                kind = verdict(run, fault, whole)
             except Badly as e:
                 kind, why = "badly", f": {e}\n{said(sorted(run.logs.glob('*.log')))}"
             finally:
@@ -420,8 +423,8 @@ def outcome(
     return kind
 
 
-def cases(rounds: int, draw: random.Random) -> list[tuple[str, str]]:
-    """(fault, setup) of each run, in random order."""
+def cases(rounds: int, draw: random.Random) -> list[Case]:
+    """In random order."""
     one = [
         (name, setup)
         for setup, options in SETUPS.items()
@@ -459,10 +462,9 @@ def main() -> int:
         folder = Path(name)
         forked.start_server(folder)
         whole = cache(lambda setup: reference(folder, setup, nodes))
-        for number, (fault, setup) in todo:
+        for number, case in todo:
             draw = random.Random(f"{args.seed} {number}")
-            kind = outcome(folder / str(number), fault, setup, nodes, draw, whole(setup))
-            tally[fault, setup, kind] += 1
+            tally[*case, outcome(case, folder / str(number), nodes, draw, whole(case[1]))] += 1
     totals = {
         kind: sum(count for key, count in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")
     }

@@ -69,13 +69,13 @@ ENVIRONMENT = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds from SIGTERM to SIGKILL for a process that waits for a lost one
     "OMP_NUM_THREADS": "1",
 }
-START_S, ROUND_S = 240.0, 240.0
+ROUND_S = 240.0  # for the processes to meet, and to get to a step
 WAYS = {"killed": hosts.Host.kill, "cut off": hosts.Host.cut_off}
 
 
-def until(true: Callable[[], bool], limit_s: float, what: str) -> None:
-    if not wait_until(true, limit_s):
-        raise TimeoutError(f"{what}: not within {limit_s:.0f} s")
+def until(true: Callable[[], bool], what: str) -> None:
+    if not wait_until(true, ROUND_S):
+        raise TimeoutError(f"{what}: not within {ROUND_S:.0f} s")
 
 
 class Job:
@@ -111,7 +111,7 @@ class Job:
 
     def wait(self, away: hosts.Host | None) -> None:
         """Until the run has ended, and each host's agent. That of a host which is still `away` would look for the others."""
-        until(self.ended, ROUND_S, "the end of the run")
+        until(self.ended, "the end of the run")
         if away:
             away.kill()
         for agent in self.agents.values():
@@ -125,23 +125,23 @@ def elastic_run(
     """Trains while nodes are lost and come back; returns what was lost when."""
     job, lost, away = Job(folder, run, nodes, recipe), [], None
     last, every = STEPS_PER_EPOCH * EPOCHS, len(nodes)
-    until(lambda: job.trains_with(every, 0), START_S, "the first round of all")
+    until(lambda: job.trains_with(every, 0), "the first round of all")
     for number in range(losses):
         low, high = last * number // losses + 5, last * (number + 1) // losses - 25
         at = draw.randint(max(low, last_step(job.metrics) + 2), max(high, last_step(job.metrics) + 4))
-        until(lambda at=at: last_step(job.metrics) >= at, ROUND_S, f"step {at}")  # type: ignore[misc]
+        until(lambda at=at: last_step(job.metrics) >= at, f"step {at}")  # type: ignore[misc]
         node, how, since = draw.choice(nodes[1:]), draw.choice(list(WAYS)), time.time()
         at = last_step(job.metrics)
         WAYS[how](node)
         away = node
         print(f"{run}: {node.address} {how} after step {at}", flush=True)
         lost.append(f"{how} after step {at}")
-        until(lambda since=since: job.trains_with(every - 1, since), ROUND_S, "a round without it")  # type: ignore[misc]
+        until(lambda since=since: job.trains_with(every - 1, since), "a round without it")  # type: ignore[misc]
         if number + 1 < losses or draw.random() < 0.5:
             since = time.time()
             job.come_back(node)
             away = None
-            until(lambda since=since: job.trains_with(every, since) or job.ended(), ROUND_S, "a round of all")  # type: ignore[misc]
+            until(lambda since=since: job.trains_with(every, since) or job.ended(), "a round of all")  # type: ignore[misc]
             print(f"{run}: {node.address} is back at step {last_step(job.metrics)}", flush=True)
     job.wait(away)
     for node in nodes:
