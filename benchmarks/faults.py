@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -458,7 +458,8 @@ def main() -> int:
         todo = [case for case in todo if "nodes" not in case[1][1] and FAULTS[case[1][0]].inject is not fill]
     todo = [case for case in todo if not args.only or case[0] in args.only][: args.runs]
     tally: Counter[tuple[str, str, str]] = Counter()
-    with tempfile.TemporaryDirectory() as name, nullcontext([]) if reason else hosts.hosts(2) as nodes:
+    two: AbstractContextManager[list[hosts.Host]] = nullcontext([]) if reason else hosts.hosts(2)
+    with tempfile.TemporaryDirectory() as name, two as nodes:
         folder = Path(name)
         forked.start_server(folder)
         whole = cache(lambda setup: reference(folder, setup, nodes))
