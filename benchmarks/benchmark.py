@@ -180,15 +180,16 @@ LIMITS = {
 }
 MOST_WAITING = 0.05  # 0.01 to 0.02 were seen
 PEERS = ("plain", "accelerate", "transformers")
+Kinds = dict[str, tuple[str, list[str]]]  # name: what it is, its options
 EQUAL = ["trainer.precision=32-true"]
 EQUAL_ON_GPUS = ["tf32=true"]  # products and convolutions; in a plain loop torch has it for convolutions alone
-OURS = {  # name: what it is, its options
+OURS: Kinds = {
     "lockstep": ("lockstep", []),
     "lockstep equal precision": ("lockstep", EQUAL),
     "upper bound": ("upper_bound", []),
     "upper bound equal precision": ("upper_bound", EQUAL),
 }
-NETWORKS = {  # of basic_net: each with the other's network, to tell what the engine gives from what the network gives
+NETWORKS: Kinds = {  # of basic_net: each with the other's network, to tell what the engine gives from what the network gives
     "plain, Lockstep's network": ("plain_our_net", []),
     "lockstep, the plain loop's network": ("lockstep_plain_net", []),
     "lockstep equal precision, the plain loop's network": ("lockstep_plain_net", EQUAL),
@@ -202,9 +203,9 @@ AMOUNTS = {  # batch, optimizer steps of a turn, rounds
 }
 
 
-def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> dict[str, tuple[str, list[str]]]:
+def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
     """Contenders by name. Peers whose package is not installed are left out, with a line that says so."""
-    found: dict[str, tuple[str, list[str]]] = {}
+    found: Kinds = {}
     for name in peers:
         if name == "plain" or importlib.util.find_spec(name):
             found[name] = (name, [])
@@ -286,9 +287,7 @@ class Contender:
             self.process.wait()
 
 
-def measure(
-    args: argparse.Namespace, overrides: list[str], contenders: dict[str, tuple[str, list[str]]]
-) -> dict[str, Figures]:
+def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -> dict[str, Figures]:
     figures = {name: Figures() for name in contenders}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes: list[Contender] = []
@@ -349,12 +348,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", choices=RECIPES, default="basic_net")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--world", type=int, default=1, help="processes of each contender")
-    parser.add_argument(
-        "--peers", type=some_of(PEERS), help=f"which of {','.join(PEERS)}; default: all, with --quick plain"
-    )
-    parser.add_argument(
-        "--also", action="append", default=[], help="Lockstep with these options as well: 'compile=true'"
-    )
+    parser.add_argument("--peers", type=some_of(PEERS), help="some of the peers; default: all, with --quick plain")
+    parser.add_argument("--also", action="append", default=[], help="Lockstep with these options: 'compile=true'")
     parser.add_argument("--networks", action="store_true", help="basic_net: each with the other's network as well")
     parser.add_argument("--data-root", type=Path, help="data.root of all contenders")
     parser.add_argument("--batch-size", type=int, help="global batch of one optimizer step")
@@ -362,15 +357,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true", help="embedded images, the plain loop alone, few short rounds")
     parser.add_argument("--check", action="store_true", help="exit code 1 when a ratio is below its limit")
-    parser.add_argument(
-        "--accuracy", action=argparse.BooleanOptionalAction, help="default: of basic_net, unless --quick"
-    )
+    parser.add_argument("--accuracy", action=argparse.BooleanOptionalAction, help="default: of basic_net, not --quick")
     args = parser.parse_args()
     args.device = args.device or ("cuda" if gpu_count() else "cpu")
     if args.device == "cuda" and gpu_count() < args.world:
-        raise UserError(
-            f"--device cuda --world {args.world}: this machine shows {gpu_count()} GPUs. Type --device cpu."
-        )
+        raise UserError(f"--device cuda --world {args.world}: there are {gpu_count()} GPUs. Type --device cpu.")
     batch, segment, rounds = AMOUNTS[args.recipe, args.device]
     segment, rounds = (15, 7) if args.quick else (segment, rounds)
     args.batch_size, args.segment = args.batch_size or batch, args.segment or segment

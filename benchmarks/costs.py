@@ -236,6 +236,9 @@ def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: 
 
 
 def saving(args: argparse.Namespace) -> str:
+    """Seconds, medians. `stall`: what a step with a save takes longer than one without; the first is apart, for its memory is new.
+    `in save_checkpoint`: the part of it within Lightning's call. `write`: to the disk, fsync included. `cost of a save`: stall and
+    what steps beside a write take longer, together."""
     os.environ[PARAMETERS] = str(round(args.parameters * 1e6))
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -247,12 +250,7 @@ def saving(args: argparse.Namespace) -> str:
         }  # fmt: skip
         found = {name: costs for name, (costs,) in in_turns(ways, rounds=1).items()}
     rows = [[name, *(f"{value:.2f}" for value in costs.values())] for name, costs in found.items()]
-    note = (
-        "Seconds, medians. `stall`: what a step with a save takes longer than one without; the first is apart, for its memory is new. "
-        "`in save_checkpoint`: the part of it within Lightning's call. `write`: to the disk, fsync included. `cost of a save`: stall "
-        "and what steps beside a write take longer, together."
-    )
-    return f"{note}\n\n{table(['', *next(iter(found.values()))], rows)}"
+    return table(["", *next(iter(found.values()))], rows)
 
 
 # --- startup: the time from a command to its answer or to its first optimizer step, and what is imported until then ---
@@ -406,9 +404,8 @@ def trained(options: list[str]) -> Trained:
 
 def options(args: argparse.Namespace) -> str:
     recipes = [recipe for recipe in RECIPES if args.only in recipe]
-    rows = (
-        advised() if args.what == "advice" else {k: v for recipe in recipes for k, v in logical_ranks(recipe).items()}
-    )
+    exact = {name: row for recipe in recipes for name, row in logical_ranks(recipe).items()}
+    rows = advised() if args.what == "advice" else exact
     found = in_turns({name: partial(trained, given) for name, (_, given) in rows.items()}, args.rounds)
     lines = []
     for name, (base, _) in rows.items():

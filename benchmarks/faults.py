@@ -466,9 +466,7 @@ def main() -> int:
         for number, case in todo:
             draw = random.Random(f"{args.seed} {number}")
             tally[*case, outcome(case, folder / str(number), nodes, draw, whole(case[1]))] += 1
-    totals = {
-        kind: sum(count for key, count in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")
-    }
+    totals = {kind: sum(n for key, n in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")}
     print(made_by())
     print(f"{table(tally)}\n\n{', '.join(f'{count} {kind}' for kind, count in totals.items())}")
     return 1 if totals["badly"] else 0

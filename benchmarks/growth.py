@@ -50,7 +50,7 @@ class Section:
 def train(args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """The report of a run in processes of its own, also where it is one."""
     print("train.py " + " ".join(options), file=sys.stderr)
-    source = f"data.root={args.data_root}" if args.data_root else "data.source=embedded"
+    source = f"data.root={args.data_root.resolve()}" if args.data_root else "data.source=embedded"
     common = [
         f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache", "trainer.accelerator=cpu", "trainer.limit_val_batches=0",
         "trainer.limit_test_batches=1", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false", source,
@@ -235,6 +235,8 @@ BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
 
 
 def memory(args: argparse.Namespace) -> Section:
+    """GiB, the most that one process had, looked at some times a second; `own` are pages that belong to no file. The base is what a run
+    with BasicNet has of its own. Under fsdp each process makes the whole network before it keeps its part, and gathers one block at a time."""
     lines: Lines = {}
     rows, count = [], 0
     base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0].each.own
@@ -253,10 +255,8 @@ def memory(args: argparse.Namespace) -> Section:
         "all processes together (PSS)",
     ]  # fmt: skip
     text = (
-        f"timm's vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters, AdamW in fp32, batch 8 of 32 "
-        f"pixels, 3 steps. GiB, the most that one process had, looked at some times a second; `own` are pages that belong to no file. The "
-        f"base is what a run with BasicNet has of its own, {base / GIB:.2f} GiB. Under fsdp each process makes the whole network "
-        f"({4 * count / GIB:.2f} GiB) before it keeps its part of it, and gathers one block at a time."
+        f"vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters: {4 * count / GIB:.2f} GiB. "
+        f"The base is {base / GIB:.2f} GiB."
     )
     return Section("Memory of a process over the number of processes", f"{text}\n\n{table(head, rows)}", {"GiB": lines})
 
@@ -270,7 +270,9 @@ READING = [
 
 
 def data(args: argparse.Namespace) -> Section:
-    """Of the ranks of a real run, with a look at what they have of the decoded files."""
+    """MiB of the ranks of a real run, the most that was seen at a time: the mappings of the decoded files in /proc/<pid>/smaps, where PSS
+    counts a page that n processes share as 1/n for each; and the pages that a process has made itself, above those of a run over 512
+    images, where a copy of the data would show."""
     lines: Lines = {"in memory (PSS)": [], "if each process had a copy": []}
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
@@ -285,11 +287,7 @@ def data(args: argparse.Namespace) -> Section:
         lines["in memory (PSS)"].append((n, seen.all.mapped_pss / MIB))
         lines["if each process had a copy"].append((n, seen.all.mapped / MIB))
     head = ["processes", "mapped, summed over the processes", "of that in memory (PSS)", "a process's own, above the short run", "PSS / size"]  # fmt: skip
-    text = (
-        f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB. MiB, the most that was seen at a time: the "
-        "mappings of the decoded files in /proc/<pid>/smaps, where PSS counts a page that n processes share as 1/n for each; and the pages that "
-        "a process has made itself, above those of a run over 512 images, where a copy of the data would show."
-    )
+    text = f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB."
     title = "One copy of the data for all processes of a machine"
     return Section(title, f"{text}\n\n{table(head, rows)}", {"MiB": lines})
 
@@ -404,6 +402,8 @@ def size(n_bytes: float) -> str:
 
 
 def sampler(_: argparse.Namespace) -> Section:
+    """`TrainBatches` computes where a bijection sends the samples of the steps ahead. DistributedSampler draws a permutation of all and
+    makes a list of it."""
     rows: list[list[str]] = []
     times: Lines = {}
     sizes: Lines = {}
@@ -428,11 +428,7 @@ def sampler(_: argparse.Namespace) -> Section:
         "sampler", "samples", "first batch of an epoch", "resumed in the middle", "resumed at the last", "each batch", "peak (tracemalloc)",
         "process grew by (VmHWM)",
     ]  # fmt: skip
-    text = (
-        f"One process plays rank n/2; medians of {REPEAT}. `TrainBatches` computes where a bijection sends the samples of the steps ahead, so "
-        f"neither time nor memory depends on their number, beyond blocks of {BLOCK:,}, nor on the step at which a run is resumed. "
-        f"DistributedSampler (4,096 replicas) draws a permutation of all and makes a list of it."
-    )
+    text = f"One process plays rank n/2, of 4,096 for DistributedSampler; medians of {REPEAT}. Blocks have {BLOCK:,} indices."
     plots = {"s to the first batch": times, "bytes": sizes}
     title = "The order of samples over their number"
     return Section(title, f"{text}\n\n{table(head, rows)}", plots, x="samples", log=True)
@@ -448,6 +444,7 @@ LONG = [
 
 
 def long(args: argparse.Namespace) -> Section:
+    """Of the ranks and the processes that they start; memory is that of pages that belong to no file."""
     place = [f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache"]
     run = partial(measuring.train, [*LONG, *place, f"trainer.max_steps={args.long_steps}"])
     processes = held_during(run, args.folder / "runs/long/metrics.csv")
@@ -456,12 +453,8 @@ def long(args: argparse.Namespace) -> Section:
         for i, kind in enumerate(KINDS)
     }
     head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 0.99))]
-    text = (
-        "ddp with two processes, all loggers (W&B offline), a checkpoint every 200 steps, a validation every epoch. The processes are the "
-        "ranks and those that they start; memory is that of pages that belong to no file."
-    )
     rows = held_rows(processes, args.long_steps)
-    return Section("What a long run holds", f"{text}\n\n{table(head, rows)}", lines, x="steps")
+    return Section("What a long run holds", table(head, rows), lines, x="steps")
 
 
 # --- predict: a CSV lists simulated files, and a black image stands for each, so the disk and Pillow are left out ---
@@ -476,7 +469,7 @@ def black(self: Any, indices: Any) -> dict[str, object]:
 
 
 def predict(args: argparse.Namespace) -> Section:
-    """In a process that has trained a small network first."""
+    """One process trains a small network and predicts the files in turn: what a number adds to the peak of the one before is what it cost."""
     from PIL import Image
 
     from lockstep.data.images import InputFiles
@@ -498,9 +491,8 @@ def predict(args: argparse.Namespace) -> Section:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             rate = count / (time.perf_counter() - began_s)
             rows.append([f"{count:,}", f"{peak / MIB:,.0f}", f"{output.stat().st_size / MIB:,.1f}", f"{rate:,.0f}"])
-    text = "predict.py over simulated files, in one process that predicts them in turn: what a number adds to the peak of the one before is what it cost."
     shown = table(["files", "peak memory, MiB", "table, MiB", "files/s"], rows)
-    return Section("What predictions of many files hold", f"{text}\n\n{shown}")
+    return Section("What predictions of many files hold", shown)
 
 
 # --- the page ---
@@ -533,25 +525,14 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", type=some_of(SECTIONS), default=",".join(SECTIONS), help="sections, with commas between them"
-    )
+    parser.add_argument("--only", type=some_of(SECTIONS), default=",".join(SECTIONS), help="sections")
     parser.add_argument("--worlds", type=numbers, default="1,2,4", help="numbers of processes, from 1 on")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="of each run of the section world")
-    parser.add_argument(
-        "--depth",
-        type=int,
-        default=12,
-        help="blocks of the network of the section memory, 12.6 million parameters each",
-    )
+    parser.add_argument("--depth", type=int, default=12, help="blocks of the network of the section memory")
     parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
     parser.add_argument("--files", type=numbers, default="10000,100000,200000,1000000", help="of the section predict")
-    parser.add_argument(
-        "--data-root",
-        type=lambda given: Path(given).resolve(),
-        help="a folder with MNIST and CIFAR-10; without it, the embedded images",
-    )
+    parser.add_argument("--data-root", type=Path, help="has MNIST and CIFAR-10; without it, the embedded images")
     parser.add_argument("--plots", type=Path, help="a folder for pictures: growth-<section>.png")
     args = parser.parse_args()
     print(made_by())

@@ -34,13 +34,8 @@ COMMON = [
 ]  # fmt: skip
 # 64 bits: in 32, the rounding of sums over two processes or three grows to 1e-6 or to 6e-6 within 300 steps, by the kind of CPU.
 ORDINARY = [
-    *COMMON,
-    "trainer.precision=64-true",
-    "optim=sgd",
-    "optim.lr=0.001",
-    "model.dropout_conv=0",
-    "model.dropout_fc=0",
-]
+    *COMMON, "trainer.precision=64-true", "optim=sgd", "optim.lr=0.001", "model.dropout_conv=0", "model.dropout_fc=0",
+]  # fmt: skip
 EXACT = [*COMMON, "exact.shards=4"]
 LIMIT = 1e-6
 # The job's train.py, which notes the round, the world, the time, the step, and the indices of the images that it trains on.
@@ -152,6 +147,8 @@ def elastic_run(
 
 # --- what was trained on ---
 
+Images = dict[int, list[int]]  # by step
+
 
 def noting_script(folder: Path, run: str) -> Path:
     """A train.py that notes what the processes of `run` train on."""
@@ -178,17 +175,17 @@ def notes(folder: Path, run: str) -> list[Note]:
     return [Note(f[0], int(f[1]), float(f[2]), int(f[3]), list(map(int, f[4:]))) for f in fields]
 
 
-def images_of_steps(found: list[Note]) -> dict[int, list[int]]:
+def images_of_steps(found: list[Note]) -> Images:
     """The images of each step in the round that took it last; an earlier one was lost with its node."""
     last = {note.step: note.round for note in sorted(found, key=lambda note: note.time)}
-    images: dict[int, list[int]] = {step: [] for step in sorted(last)}
+    images: Images = {step: [] for step in sorted(last)}
     for note in found:
         if note.round == last[note.step]:
             images[note.step] += note.images
     return {step: sorted(of_step) for step, of_step in images.items()}
 
 
-def undisturbed(folder: Path, recipe: list[str]) -> dict[int, list[int]]:
+def undisturbed(folder: Path, recipe: list[str]) -> Images:
     """Trains `alone`; returns the images of each step."""
     env = {**os.environ, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(noting_script(folder, "alone")), "run=alone", *recipe]
@@ -196,9 +193,7 @@ def undisturbed(folder: Path, recipe: list[str]) -> dict[int, list[int]]:
     return images_of_steps(notes(folder, "alone"))
 
 
-def differences(
-    folder: Path, run: str, found: dict[int, list[int]], expected: dict[int, list[int]], exact: bool
-) -> list[str]:
+def differences(folder: Path, run: str, found: Images, expected: Images, exact: bool) -> list[str]:
     """From the undisturbed run."""
     told = [f"{len(found)} steps instead of {len(expected)}"] if list(found) != list(expected) else []
     told += [f"step {step} has other images" for step in expected if found.get(step) != expected[step]]
