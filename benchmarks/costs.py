@@ -38,6 +38,7 @@ from lockstep.checkpoints import io as checkpoint_io
 from lockstep.config.compose import compose_config
 from lockstep.config.identity import run_dir
 from lockstep.launch.local import received_job, run_processes
+from lockstep.machine import process
 from lockstep.machine.world import World, world_of
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
@@ -127,6 +128,8 @@ def all_of_lockstep(steps: int, *more: str) -> float:
 
 
 def overhead(args: argparse.Namespace) -> str:
+    process.owned = True
+    build.process(compose_config("train", []), World("cpu", 1, 1, "single"))
     torch.set_num_threads(1)
     ways: dict[str, Callable[[], float]] = {
         "bare loop": partial(bare_loop, args.steps),
@@ -307,12 +310,12 @@ def first_step(options: list[str], folder: Path, env: Mapping[str, str]) -> Take
 
     with errors.open("wb") as file:
         began = clocks()
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=file, env=env)
-        while not has_row() and process.poll() is None:
+        child = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=file, env=env)
+        while not has_row() and child.poll() is None:
             time.sleep(POLL_S)
         elapsed_s = clocks()[0] - began[0]
-        process.kill()
-        process.wait()
+        child.kill()
+        child.wait()
     if not has_row():
         raise RuntimeError(f"{command} ended before its first step: {errors.read_text()}")
     return Taken(elapsed_s, clocks()[1] - began[1])
