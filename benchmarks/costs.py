@@ -11,6 +11,7 @@ Machines are shared: read the ratios, which are taken within a round.
 
 import argparse
 import json
+import math
 import os
 import resource
 import statistics
@@ -227,7 +228,11 @@ def save_costs(times: dict[str, Any], size_gb: float) -> dict[str, float]:
 
 def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: str) -> dict[str, float]:
     options = [f"checkpoint.background={str(background).lower()}", f"checkpoint.every_n_steps={args.every}"]
-    place = [f"runs_dir={runs_dir}", f"run={setup}-{background}", f"trainer.limit_train_batches={args.steps}"]
+    place = [
+        f"runs_dir={runs_dir}",
+        f"run={setup}-{'background' if background else 'at-once'}",
+        f"trainer.limit_train_batches={args.steps}",
+    ]
     cfg = compose_config("train", [*SAVING, *SETUPS[setup], *options, *place])
     run_processes(Path(__file__).resolve(), cfg, world_of(cfg))
     checkpoint = run_dir(cfg) / "checkpoints" / "last.ckpt"
@@ -252,7 +257,10 @@ def saving(args: argparse.Namespace) -> str:
             for background in (False, True)
         }  # fmt: skip
         found = {name: costs for name, (costs,) in in_turns(ways, rounds=1).items()}
-    rows = [[name, *(f"{value:.2f}" for value in costs.values())] for name, costs in found.items()]
+    rows = [
+        [name, *("-" if math.isnan(value) else f"{value:.2f}" for value in costs.values())]
+        for name, costs in found.items()
+    ]
     return table(["", *next(iter(found.values()))], rows)
 
 
