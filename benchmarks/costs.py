@@ -228,11 +228,8 @@ def save_costs(times: dict[str, Any], size_gb: float) -> dict[str, float]:
 
 def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: str) -> dict[str, float]:
     options = [f"checkpoint.background={str(background).lower()}", f"checkpoint.every_n_steps={args.every}"]
-    place = [
-        f"runs_dir={runs_dir}",
-        f"run={setup}-{'background' if background else 'at-once'}",
-        f"trainer.limit_train_batches={args.steps}",
-    ]
+    run = f"{setup}-{'background' if background else 'at-once'}"
+    place = [f"runs_dir={runs_dir}", f"run={run}", f"trainer.limit_train_batches={args.steps}"]
     cfg = compose_config("train", [*SAVING, *SETUPS[setup], *options, *place])
     run_processes(Path(__file__).resolve(), cfg, world_of(cfg))
     checkpoint = run_dir(cfg) / "checkpoints" / "last.ckpt"
