@@ -1,22 +1,28 @@
 """Lockstep beside the same training by other means, by turns on one machine: a plain loop, Accelerate, transformers.
 
-python benchmarks/benchmark.py [--data-root <folder>] [--rounds 12] [--out <page>]
+python benchmarks/benchmark.py [--data-root <folder>] [--rounds 12]
 python benchmarks/benchmark.py --world 2                    # two processes (ddp) each
 python benchmarks/benchmark.py --recipe resnet50d           # CIFAR-10 at 336 pixels
 python benchmarks/benchmark.py --networks                   # BasicNet: each with the other's network as well
 python benchmarks/benchmark.py --quick --check              # exit code 1 if Lockstep got slow, compared with the others
 
 Each contender is a process that is started once; then they train in turns of --segment optimizer steps, in the opposite order in
-every other round. Machines are shared: read the ratios, which are taken within a round. The contenders, and what they leave out,
-are in benchmark_contenders.py. Packages of --group peers that are missing leave their contender out.
+every other round. Machines are shared: read the ratios, which are medians over the rounds of the ratio within a round. The contenders,
+and what they leave out, are in contenders.py. Packages of --group peers that are missing leave their contender out.
+
+Memory is that of one process, and + that of its GPU. `equal precision` is 32-true, with TF32 on GPUs as all peers. An upper bound is
+Lockstep's network, optimizer and precision in a bare loop over one batch that is on the device already; the rate of products is the
+best of five of torch.mm in its first turn, which convolutions of another library may go beyond.
 """
 
 import argparse
 import contextlib
 import importlib.util
+import json
 import math
+import os
 import platform
-import shlex
+import select
 import statistics
 import subprocess
 import sys
@@ -28,17 +34,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmark_turns import REST, Contender
-from sections import write_section
+import measuring
+from measuring import ArgumentParser, made_by, some_of
 
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.data.sampler import val_count
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
-from lockstep.machine.world import cores, gpu_count
-from lockstep.run.report import versions
+from lockstep.machine.world import cores, gpu_count, visible_gpus
 
+REST = 0  # steps: all that are left
+ANSWER_S = 1800  # a turn on a slow machine; a contender that hangs ends the benchmark
 UPPER_BOUNDS = {"lockstep": "upper bound", "lockstep equal precision": "upper bound equal precision"}
 PLAIN, FP32 = "plain", "32-true"
 TOLERANCE = 0.01  # of accuracies: one percentage point
@@ -78,11 +85,11 @@ Contenders = Mapping[str, Figures]
 
 
 def ratio(contenders: Contenders, name: str, other: str | None) -> float | None:
-    """The median over rounds of the ratio within the round: what slows a shared machine slows both."""
+    """None where one of them did not run."""
     if other is None or other not in contenders or name not in contenders:
         return None
-    pairs = zip(contenders[name].turns, contenders[other].turns, strict=True)
-    return statistics.median(a.images_per_s / b.images_per_s for a, b in pairs)
+    ours, others = ([turn.images_per_s for turn in contenders[each].turns] for each in (name, other))
+    return measuring.ratio(ours, others)
 
 
 def waiting(turns: list[Turn]) -> float | None:
@@ -120,12 +127,11 @@ COLUMNS = (
 def row(contenders: Contenders, name: str) -> list[str]:
     figures = contenders[name]
     speeds = [turn.images_per_s for turn in figures.turns]
-    digits = ",.0f" if min(speeds) >= 100 else ",.1f"
-    least, middle, most = (f"{speed:{digits}}" for speed in (min(speeds), statistics.median(speeds), max(speeds)))
+    speed = measuring.spread(speeds, ",.0f" if min(speeds) >= 100 else ",.1f")
     return [
         name,
         figures.precision,
-        f"{middle} ({least} to {most}, {len(speeds)})",
+        f"{speed.rstrip(')')}, {len(speeds)})",
         shown(ratio(contenders, name, PLAIN), ".2f"),
         shown(ratio(contenders, name, UPPER_BOUNDS.get(name)), ".2f"),
         shown(waiting(figures.turns), ".1%"),
@@ -136,8 +142,7 @@ def row(contenders: Contenders, name: str) -> list[str]:
 
 
 def table(contenders: Contenders) -> str:
-    rows = [list(COLUMNS), ["---"] * len(COLUMNS), *(row(contenders, name) for name in contenders)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return measuring.table(COLUMNS, [row(contenders, name) for name in contenders])
 
 
 def accuracy_problems(contenders: Contenders) -> Iterator[str]:
@@ -175,15 +180,16 @@ LIMITS = {
 }
 MOST_WAITING = 0.05  # 0.01 to 0.02 were seen
 PEERS = ("plain", "accelerate", "transformers")
+Kinds = dict[str, tuple[str, list[str]]]  # name: what it is, its options
 EQUAL = ["trainer.precision=32-true"]
 EQUAL_ON_GPUS = ["tf32=true"]  # products and convolutions; in a plain loop torch has it for convolutions alone
-OURS = {  # name: what it is, its options
+OURS: Kinds = {
     "lockstep": ("lockstep", []),
     "lockstep equal precision": ("lockstep", EQUAL),
     "upper bound": ("upper_bound", []),
     "upper bound equal precision": ("upper_bound", EQUAL),
 }
-NETWORKS = {  # of basic_net: each with the other's network, to tell what the engine gives from what the network gives
+NETWORKS: Kinds = {  # of basic_net: each with the other's network, to tell what the engine gives from what the network gives
     "plain, Lockstep's network": ("plain_our_net", []),
     "lockstep, the plain loop's network": ("lockstep_plain_net", []),
     "lockstep equal precision, the plain loop's network": ("lockstep_plain_net", EQUAL),
@@ -197,25 +203,10 @@ AMOUNTS = {  # batch, optimizer steps of a turn, rounds
 }
 
 
-@dataclass(frozen=True)
-class Plan:
-    device: str
-    batch: int
-    segment: int  # optimizer steps
-    rounds: int
-    overrides: list[str]
-    images: int  # of the training split
-    epochs: int  # as many as the turns need
-    accuracy: bool
-
-
-def chosen(peers: str, world: int, also: Sequence[str] = ()) -> dict[str, tuple[str, list[str]]]:
+def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
     """Contenders by name. Peers whose package is not installed are left out, with a line that says so."""
-    names = peers.split(",")
-    if unknown := set(names) - set(PEERS):
-        raise UserError(f"--peers {peers}: {', '.join(sorted(unknown))} is unknown; use some of {','.join(PEERS)}.")
-    found: dict[str, tuple[str, list[str]]] = {}
-    for name in names:
+    found: Kinds = {}
+    for name in peers:
         if name == "plain" or importlib.util.find_spec(name):
             found[name] = (name, [])
         else:
@@ -224,30 +215,23 @@ def chosen(peers: str, world: int, also: Sequence[str] = ()) -> dict[str, tuple[
     return found | ours | {f"lockstep {options}": ("lockstep", options.split()) for options in also}
 
 
-def planned(args: argparse.Namespace) -> Plan:
-    device = args.device or ("cuda" if gpu_count() else "cpu")
-    if device == "cuda" and gpu_count() < args.world:
-        raise UserError(
-            f"--device cuda --world {args.world}: this machine shows {gpu_count()} GPUs. Type --device cpu."
-        )
-    batch, segment, rounds = AMOUNTS[args.recipe, device]
-    batch, segment = args.batch_size or batch, args.segment or (15 if args.quick else segment)
-    rounds = args.rounds or (7 if args.quick else rounds)
+def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
+    """Options of all contenders, and a line about them. The data is prepared here, once, and with its words."""
     overrides = [
-        *RECIPES[args.recipe], f"data.batch_size={batch}", f"trainer.accelerator={device}",
+        *RECIPES[args.recipe], f"data.batch_size={args.batch_size}", f"trainer.accelerator={args.device}",
         "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false",
         *(["strategy=ddp"] if args.world > 1 else []), *(["data.source=embedded"] if args.quick else []),
         *([f"data.root={args.data_root}"] if args.data_root else []),
     ]  # fmt: skip
     cfg = compose_config("train", overrides)
-    prepared = create_data(cfg)
-    prepared.prepare()  # once, and with its words here, not in each contender
-    if prepared.source == "embedded":
-        overrides.append("data.source=embedded")
-    images = len(prepared.train) - val_count(len(prepared.train), cfg.data.val_fraction)
-    epochs = math.ceil((1 + rounds) * segment / (images // batch))
-    accuracy = args.recipe == "basic_net" and not args.quick if args.accuracy is None else args.accuracy
-    return Plan(device, batch, segment, rounds, [*overrides, f"trainer.max_epochs={epochs}"], images, epochs, accuracy)
+    data = create_data(cfg)
+    data.prepare()
+    images = len(data.train) - val_count(len(data.train), cfg.data.val_fraction)
+    epochs = math.ceil((1 + args.rounds) * args.segment / (images // args.batch_size))  # as many as the turns need
+    learned = f"; accuracy after {epochs} epoch(s) of {images:,} images" if args.accuracy else ""
+    source = ["data.source=embedded"] if data.source == "embedded" else []
+    about = f"Global batch {args.batch_size}, turns of {args.segment} optimizer steps{learned}."
+    return [*overrides, *source, f"trainer.max_epochs={epochs}"], about
 
 
 def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
@@ -256,29 +240,72 @@ def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
     return [*options, *(EQUAL_ON_GPUS if equal and device == "cuda" else [])]
 
 
-def measure(args: argparse.Namespace, plan: Plan, contenders: dict[str, tuple[str, list[str]]]) -> dict[str, Figures]:
+class Contender:
+    """A process, or a torchrun of several, that trains when it is told to."""
+
+    def __init__(self, name: str, kind: str, overrides: list[str], folder: Path, *, device: str, world: int) -> None:
+        self.name = name
+        script = [str(Path(__file__).resolve().with_name("contenders.py")), kind, *overrides]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+        threads = {"OMP_NUM_THREADS": str(max(1, cores() // world))} if world > 1 else {}
+        gpus = ",".join(visible_gpus()[:world]) if device == "cuda" else ""  # Trainer would use all that it sees
+        self.log = folder / f"{name}.log"
+        self.process = subprocess.Popen(
+            [sys.executable, *torchrun, *script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            text=True,
+            env={**os.environ, **threads, "CUDA_VISIBLE_DEVICES": gpus},
+        )
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_S)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            end = "\n".join(self.log.read_text().splitlines()[-30:])
+            why = "ended before its time" if ready else f"did not answer within {ANSWER_S} s"
+            raise TrainingFailed(f"the contender {self.name} {why}; its last words:\n{end}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def train(self, steps: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()  # which tells it
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            self.process.wait()
+
+
+def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -> dict[str, Figures]:
     figures = {name: Figures() for name in contenders}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         processes: list[Contender] = []
         for name, (kind, options) in contenders.items():
-            overrides = [
-                *plan.overrides,
-                *arithmetic(kind, options, plan.device),
-                f"runs_dir={folder}/{len(processes)}",
-            ]
-            process = Contender(name, kind, overrides, Path(folder), device=plan.device, world=args.world)
+            own = [*arithmetic(kind, options, args.device), f"runs_dir={folder}/{len(processes)}"]
+            process = Contender(name, kind, [*overrides, *own], Path(folder), device=args.device, world=args.world)
             stack.callback(process.end)
             processes.append(process)
         for process in processes:
             process.answer()
         say(f"{len(processes)} contenders stand")
         for process in processes:
-            process.train(plan.segment)  # warms up
-        for i in range(plan.rounds):
+            process.train(args.segment)  # warms up
+        for i in range(args.rounds):
             for process in processes if i % 2 == 0 else processes[::-1]:
-                figures[process.name].add(process.train(plan.segment))
+                figures[process.name].add(process.train(args.segment))
             say(" · ".join(f"{name} {found.turns[-1].images_per_s:,.1f}" for name, found in figures.items()))
-        if plan.accuracy:
+        if args.accuracy:
             for process in processes:
                 if not process.name.startswith("upper bound"):
                     figures[process.name].accuracy = process.train(REST)["accuracy"]
@@ -294,47 +321,20 @@ def machine(device: str) -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{cpu}, {cores()} cores" + (f"; {gpu_name()}" if device == "cuda" else "")
-
-
-def gpu_name() -> str:
+    if device == "cpu":
+        return cpu
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else "a GPU"
-
-
-def command(args: argparse.Namespace) -> str:
-    """What to type for the same again, without folders of this machine."""
-    options = []
-    for key, value in vars(args).items():
-        if key not in ("data_root", "out", "also") and value != arguments([]).__dict__[key]:
-            no = "no-" if value is False else ""
-            options.append(f"--{no}{key.replace('_', '-')}" + ("" if isinstance(value, bool) else f" {value}"))
-    options += [f"--also {shlex.quote(also)}" for also in args.also]
-    return " ".join(["python benchmarks/benchmark.py", *options])
-
-
-def page(args: argparse.Namespace, plan: Plan, figures: Contenders) -> str:
-    peers = "".join(f", {name} {version(name)}" for name in PEERS[1:] if name in figures)
-    learned = f"; accuracy after {plan.epochs} epoch(s) of {plan.images:,} images" if plan.accuracy else ""
-    return (
-        f"# Benchmark: {args.recipe}, {args.world} process(es) on {plan.device}\n\n"
-        f"Made by `{command(args)}` on {machine(plan.device)}, with {versions()}{peers}. Global batch {plan.batch}, turns of "
-        f"{plan.segment} optimizer steps{learned}. Ratios are medians over the rounds of the ratio within a round. Memory is "
-        "that of one process, and + that of its GPU. `equal precision` is 32-true, with TF32 on GPUs as all peers; an upper bound is Lockstep's network, "
-        "optimizer and precision in a bare loop over one batch that is on the device already; the rate of products is the best of "
-        "five of torch.mm in its first turn, which convolutions of another library may go beyond.\n\n"
-        f"{table(figures)}\n"
-    )
+    return f"{cpu}; {done.stdout.splitlines()[0] if done.returncode == 0 and done.stdout else 'a GPU'}"
 
 
 def main(args: argparse.Namespace) -> None:
-    plan = planned(args)
-    contenders = chosen(args.peers or ("plain" if args.quick else ",".join(PEERS)), args.world, args.also)
-    figures = measure(args, plan, contenders | (NETWORKS if args.networks else {}))
-    print(page(args, plan, figures))
-    if args.out:
-        write_section(args.out, page(args, plan, figures))
+    overrides, about = shared_overrides(args)
+    contenders = chosen(args.peers, args.world, args.also)
+    figures = measure(args, overrides, contenders | (NETWORKS if args.networks else {}))
+    peers = [f"{name} {version(name)}" for name in PEERS[1:] if name in figures]
+    print(made_by(*peers, machine(args.device)))
+    print(f"{about}\n\n{table(figures)}\n")
     limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
     problems = list(accuracy_problems(figures))
     if args.check:
@@ -343,15 +343,13 @@ def main(args: argparse.Namespace) -> None:
         raise TrainingFailed("; ".join(problems))
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments() -> argparse.Namespace:
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--recipe", choices=RECIPES, default="basic_net")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--world", type=int, default=1, help="processes of each contender")
-    parser.add_argument("--peers", help=f"which of {','.join(PEERS)}; default: all, with --quick plain")
-    parser.add_argument(
-        "--also", action="append", default=[], help="Lockstep with these options as well: 'compile=true'"
-    )
+    parser.add_argument("--peers", type=some_of(PEERS), help="some of the peers; default: all, with --quick plain")
+    parser.add_argument("--also", action="append", default=[], help="Lockstep with these options: 'compile=true'")
     parser.add_argument("--networks", action="store_true", help="basic_net: each with the other's network as well")
     parser.add_argument("--data-root", type=Path, help="data.root of all contenders")
     parser.add_argument("--batch-size", type=int, help="global batch of one optimizer step")
@@ -359,11 +357,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true", help="embedded images, the plain loop alone, few short rounds")
     parser.add_argument("--check", action="store_true", help="exit code 1 when a ratio is below its limit")
-    parser.add_argument(
-        "--accuracy", action=argparse.BooleanOptionalAction, help="default: of basic_net, unless --quick"
-    )
-    parser.add_argument("--out", type=Path, help="write the page there as well")
-    return parser.parse_args(given)
+    parser.add_argument("--accuracy", action=argparse.BooleanOptionalAction, help="default: of basic_net, not --quick")
+    args = parser.parse_args()
+    args.device = args.device or ("cuda" if gpu_count() else "cpu")
+    if args.device == "cuda" and gpu_count() < args.world:
+        raise UserError(f"--device cuda --world {args.world}: there are {gpu_count()} GPUs. Type --device cpu.")
+    batch, segment, rounds = AMOUNTS[args.recipe, args.device]
+    segment, rounds = (15, 7) if args.quick else (segment, rounds)
+    args.batch_size, args.segment = args.batch_size or batch, args.segment or segment
+    args.rounds = args.rounds or rounds
+    args.peers = args.peers or (["plain"] if args.quick else PEERS)
+    args.accuracy = args.recipe == "basic_net" and not args.quick if args.accuracy is None else args.accuracy
+    return args
 
 
 if __name__ == "__main__":

@@ -72,6 +72,6 @@ train accumulate $net $data data.image_size=$large data.batch_size=$big data.eva
 
 for recipe in $recipes; do
   step "benchmark-$recipe" "$python" benchmarks/benchmark.py --device $device --recipe $recipe $more \
-    --also compile=true --also trainer.benchmark=true --out "$out/benchmark-$recipe.md"
+    --also compile=true --also trainer.benchmark=true
 done
 step runs "$python" scripts/runs.py --runs-dir "$out/runs"

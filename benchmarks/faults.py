@@ -1,33 +1,36 @@
 """Injects faults into runs at random moments, types the same command again, and compares the end with that of a run without faults.
 
-python benchmarks/faults.py [--rounds 3] [--runs 5] [--seed 0] [--only 17] [--out docs/measurements/faults.md]
+python benchmarks/faults.py [--rounds 3] [--runs 5] [--seed 0] [--only 17]
 
 The runs train 40 steps with all that has a state, under every strategy, on one host and on two (network namespaces). Each round injects
 each fault once into each strategy. A run ends well in the right result, bit by bit (weights, optimizer, metrics.csv, test figures, files), at
 once or when its command is typed again; or with a clear error: exit code 2 or 1, no traceback, the file, the rank or the signal by
 name. What was saved before the fault must be there after it. Exit code 1 if a run ends badly. Needs Linux, root and iproute2.
+
+Each cell of the table: runs · right result · clear error. A cell is empty if the strategy cannot have the fault, or if no run was drawn.
+`shards` is fsdp with `checkpoint.sharded=true`; `nodes` are two hosts with a process each.
 """
 
-import argparse
 import os
-import queue
 import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import hosts
-from fault_kinds import FAULTS, Fault, Target, fill, repair, send, small_disk
-from sections import write_section
+import measuring
+from measuring import ArgumentParser, made_by, wait_until
 
 from lockstep import ROOT
 from lockstep.checkpoints.finding import found_in, is_checkpoint, step_of
@@ -55,25 +58,60 @@ SETUPS = {
 END_S = 90.0  # for a run to end after its fault
 LEFT_S = 2.0  # between the end of one node's command and the kill of a stopped process on the other
 GONE_S = 30.0  # for the other processes of a command that ended
+FILES_S = 5.0  # for files to be there
+DISK, LEFT_BYTES = (
+    "64m",
+    300_000,
+)  # of a run whose disk will be full, and what is left of it at most: less than a checkpoint
 # setns: the process and what it starts are on that host from now on.
 ENTER = "import ctypes, os\nctypes.CDLL(None).setns(os.open(f\"/run/netns/{os.environ['FAULT_HOST']}\", os.O_RDONLY), 0x40000000)\n"
 NAMES = re.compile(r"^error: .*(rank \d|\d\.\d+\.\d|/|SIG[A-Z]+|signal|timeout_s)", re.MULTILINE)
 PROMISED = re.compile(r"after (\d+) steps; (?:type|everything is saved)")
 ports = iter(range(21000, 30000))
+Case = tuple[str, str]  # names of a fault and of a setup
 
 
 class Badly(Exception):
     """A run that ended neither well nor in a clear error."""
 
 
+def listed(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def group_of(pid: int) -> int | None:
+    """None for a process that has ended, waited for or not."""
+    try:
+        state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+    except OSError:
+        return None
+    return None if state == "Z" else int(group)
+
+
+def send(what: signal.Signals, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, what)
+
+
 class Run:
-    """A folder with its data, and the commands that are typed there: one a node."""
+    """A folder with runs/, data/ and cache/, and the commands that are typed there: one a node, each a process group."""
 
     def __init__(self, folder: Path, setup: str, nodes: list[hosts.Host], draw: random.Random) -> None:
-        self.setup, self.folder, self.logs = setup, folder / "work", folder
+        self.setup, self.folder, self.logs, self.draw = setup, folder / "work", folder, draw
         self.folder.mkdir(parents=True)
         self.nodes = nodes if "nodes" in setup else []
-        self.target = Target(self.folder, [], self.nodes, draw)
+        self.groups: list[int] = []
+        self.notes: list[str] = []
+        self.stopped: list[int] = []  # for good
+        self.flipped: dict[Path, tuple[bytes, bytes]] = {}  # the content of a file before and after
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "runs" / "run" / "checkpoints"
 
     def start(self) -> None:
         if not (self.folder / "data").exists():  # here: the disk may be another one by now
@@ -84,18 +122,14 @@ class Run:
             if node:
                 (self.logs / "enter.py").write_text(ENTER)
                 place |= {"NODE_RANK": str(rank), "MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": str(port)}
-                place |= {
-                    "FAULT_HOST": node.name,
-                    forked.HOOK: str(self.logs / "enter.py"),
-                    "GLOO_SOCKET_IFNAME": "eth0",
-                }
+                place |= {"FAULT_HOST": node.name, forked.HOOK: str(self.logs / "enter.py"), "GLOO_SOCKET_IFNAME": "eth0"}  # fmt: skip
             self.outputs.append(self.logs / f"{len(list(self.logs.glob('*.log')))}.log")
             with self.outputs[-1].open("wb") as log:
                 self.commands.append(
                     forked.Popen([sys.executable, str(ROOT / "train.py"), *COMMAND, *SETUPS[self.setup]], cwd=self.folder,
                                  env={**os.environ, **place}, stdin=forked.DEVNULL, stdout=log, stderr=log, start_new_session=True)
                 )  # fmt: skip
-        self.target.groups = [command.pid for command in self.commands]
+        self.groups = [command.pid for command in self.commands]
 
     def ended(self) -> bool:
         return None not in [command.poll() for command in self.commands]
@@ -103,26 +137,53 @@ class Run:
     def begun(self) -> bool:
         return (self.folder / "runs" / "run" / "config.yaml").exists()
 
+    def writes(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return any(entry.endswith(".part") for entry in listed(self.checkpoints))
+
+    def wait(self, true: Callable[[], bool], every_s: float = 0.002) -> None:
+        """Until it is true or the run has ended."""
+        wait_until(lambda: true() or self.ended(), END_S, every_s)
+
+    def processes(self, groups: list[int] | None = None) -> list[int]:
+        """The processes of some commands, or of all of them; the commands themselves come first."""
+        groups = self.groups if groups is None else groups
+        found = [int(name) for name in listed(Path("/proc")) if name.isdigit()]
+        return sorted((pid for pid in found if group_of(pid) in groups), key=lambda pid: (pid not in groups, pid))
+
+    def one_rank(self) -> list[int]:
+        """One of the processes that train, if there are any: those that a command has started, or it alone."""
+        found = self.processes()
+        ranks = [pid for pid in found if pid not in self.groups] or found
+        return [self.draw.choice(ranks)] if ranks else []
+
     def finish(self) -> list[int]:
         """The exit codes of the commands. Raises Badly if they do not end, or leave processes."""
-        if self.target.stopped and self.nodes:  # the other node's command ends; a scheduler then kills what is left
-            wait(lambda: any(command.poll() is not None for command in self.commands), END_S)
+        if self.stopped and self.nodes:  # the other node's command ends; a scheduler then kills what is left
+            self.wait(lambda: any(command.poll() is not None for command in self.commands))
             time.sleep(LEFT_S)
-            send(signal.SIGKILL, self.target.stopped)
-            self.target.stopped = []
-        if not wait(self.ended, END_S):
+            send(signal.SIGKILL, self.stopped)
+            self.stopped = []
+        if not wait_until(self.ended, END_S, 0.002):
             self.kill()
             raise Badly(f"it had not ended {END_S:.0f} s after the fault")
-        if not wait(lambda: not self.target.processes(), GONE_S, 0.1):
+        if not wait_until(lambda: not self.processes(), GONE_S, 0.1):
             self.kill()
             raise Badly(f"processes were left {GONE_S:.0f} s after the command")
         return [command.wait() for command in self.commands]
 
     def kill(self) -> None:
-        send(signal.SIGKILL, self.target.processes())
+        send(signal.SIGKILL, self.processes())
 
-    def said(self, paths: Iterable[Path]) -> str:
-        return "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in paths)
+    def repair(self) -> None:
+        (self.folder / "filler").unlink(missing_ok=True)
+        for node in self.nodes:
+            node.connect()
+
+    def bring_back(self, place: str) -> None:
+        for path, (before, after) in self.flipped.items():
+            if path.is_relative_to(self.folder / place) and path.is_file() and path.read_bytes() == after:
+                path.write_bytes(before)
 
     def saved(self) -> int:
         """The most steps of a complete checkpoint."""
@@ -132,74 +193,187 @@ class Run:
         except (OSError, StopIteration):  # replaced just now
             return 0
 
-    def bring_back(self, place: str) -> None:
-        for path, (before, after) in self.target.flipped.items():
-            if path.is_relative_to(self.folder / place) and path.is_file() and path.read_bytes() == after:
-                path.write_bytes(before)
-
     def compared(self, whole: Path) -> str:
         a, b = (comparison.find("run", folder / "runs") for folder in (whole, self.folder))
         sections = comparison.compare(a, b, exact=True, tolerance=0)
+        differing = [line for name in ("data", "log", "figures", "weights") for line in sections[name]]
         extra = files(a.folder) ^ files(b.folder)
-        return "; ".join(line for name in ("data", "log", "figures", "weights") for line in sections[name]) + (
-            f" files: {sorted(extra)}" if extra else ""
-        )
+        return "; ".join([*differing, *([f"files: {sorted(extra)}"] if extra else [])])
 
 
 def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def wait(true: Callable[[], bool], limit_s: float, every_s: float = 0.002) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(every_s)
-    return True
+def said(paths: Iterable[Path]) -> str:
+    return "".join(f"--- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in paths)
+
+
+# --- faults ---
+
+
+def signal_rank(what: signal.Signals, run: Run) -> None:
+    send(what, run.one_rank())
+
+
+def terminate_command(run: Run) -> None:
+    send(signal.SIGTERM, [run.draw.choice(run.groups)])
+
+
+def kill_node(run: Run) -> None:
+    send(signal.SIGKILL, run.processes([run.draw.choice(run.groups)]))
+
+
+def stop_and_continue(run: Run) -> None:
+    """A rank or a command."""
+    found = run.processes()
+    stop(signal.SIGCONT, [run.draw.choice(found)] if found else [], run)
+
+
+def stop_and_kill(run: Run) -> None:
+    stop(signal.SIGKILL, run.one_rank(), run)
+
+
+def stop(then: signal.Signals, pids: list[int], run: Run) -> None:
+    send(signal.SIGSTOP, pids)
+    time.sleep(run.draw.uniform(0.1, 3.0))
+    send(then, pids)
+
+
+def stop_for_good(run: Run) -> None:
+    run.stopped = run.one_rank()
+    send(signal.SIGSTOP, run.stopped)
+
+
+def fill(run: Run) -> None:
+    """Everything of the run is on a small disk of its own; `repair` makes room again."""
+    filler = run.folder / "filler"
+    with filler.open("wb") as file, suppress(OSError):
+        while file.write(bytes(1 << 20)):
+            file.flush()
+    os.truncate(filler, max(0, filler.stat().st_size - run.draw.randint(0, LEFT_BYTES)))
+
+
+def flip(place: str, pattern: str, run: Run) -> None:
+    """Changes one bit of one of the files, as soon as there are any; kills the run afterwards, or not."""
+    there: list[Path] = []
+
+    def found() -> bool:
+        there[:] = [path for path in (run.folder / place).rglob(pattern) if path.is_file() and path.stat().st_size]
+        return bool(there) or not run.processes()
+
+    if not wait_until(found, FILES_S, 0.0) or not there:
+        return
+    path = run.draw.choice(sorted(there))
+    with suppress(FileNotFoundError), path.open("r+b") as file:
+        before = file.read()
+        at = run.draw.randrange(len(before))
+        os.pwrite(file.fileno(), bytes([before[at] ^ 1 << run.draw.randrange(8)]), at)
+        run.notes.append(f"byte {at} of {path.relative_to(run.folder)}")
+        run.flipped[path] = before, path.read_bytes()
+    if run.draw.random() < 0.5:
+        run.notes.append("killed")
+        run.kill()
+
+
+def drop_network(run: Run) -> None:
+    node = run.draw.choice(run.nodes)
+    node.cut_off()
+    time.sleep(run.draw.uniform(0.2, 3.0))
+    node.connect()
+
+
+def cut_network(run: Run) -> None:
+    run.draw.choice(run.nodes).cut_off()
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@dataclass(frozen=True)
+class Fault:
+    inject: Callable[[Run], None]
+    several: bool = False  # only where there are several processes
+    network: bool = False  # only where there are several nodes
+    saving: bool = False  # always while a checkpoint is written
+    refusal: bool = False  # the command that is typed again may refuse what is damaged
+
+
+FAULTS = {
+    "kill -9 of a rank": Fault(partial(signal_rank, signal.SIGKILL)),
+    "kill -9 of a rank that saves": Fault(partial(signal_rank, signal.SIGKILL), saving=True),
+    "kill -9 of a command with its ranks (a node)": Fault(kill_node),
+    "kill -15 of a rank": Fault(partial(signal_rank, signal.SIGTERM)),
+    "kill -15 of a command": Fault(terminate_command),
+    "kill -STOP, later -CONT": Fault(stop_and_continue),
+    "kill -STOP, later -9": Fault(stop_and_kill),
+    "kill -STOP for good": Fault(stop_for_good, several=True),
+    "disk full": Fault(fill),
+    "bit flipped in the data": Fault(partial(flip, "data", "*.gz"), refusal=True),
+    "bit flipped in the decoded data": Fault(partial(flip, "cache", "*.*")),
+    "bit flipped in a checkpoint": Fault(partial(flip, "runs/run/checkpoints", "*"), refusal=True),
+    "network down, then up": Fault(drop_network, network=True),
+    "network down for good": Fault(cut_network, network=True),
+}
+
+
+# --- runs ---
+
+
+class Reference(NamedTuple):
+    """The folder of a run without faults, and how long it took to begin and to end."""
+
+    folder: Path
+    begun_s: float
+    total_s: float
 
 
 def check_message(run: Run, codes: list[int], killed: bool) -> None:
     """Raises Badly unless the commands that could still speak say what happened: one of them, if they all know it."""
-    said = run.said(run.outputs)
-    if "Traceback (most recent call last)" in said:
+    message = said(run.outputs)
+    if "Traceback (most recent call last)" in message:
         raise Badly(f"a traceback (exit codes {codes})")
-    if max(codes) > 0 and not NAMES.search(said):
+    if max(codes) > 0 and not NAMES.search(message):
         raise Badly(f"exit codes {codes}, and no rank, address, file, signal or key is named")
     if min(codes) < 0 and not killed:
         raise Badly(f"ended by {signal.Signals(-min(codes)).name}")
 
 
-def inject(run: Run, fault: Fault, times_s: tuple[float, float], draw: random.Random) -> int | None:
+def inject(run: Run, fault: Fault, begun_s: float, total_s: float) -> int | None:
     """Waits for a random moment. Returns the steps that were saved by then; None if the run ended before."""
-    begun_s, total_s = times_s
-    saving = fault.saving or draw.random() < 0.2
-    early = not saving and draw.random() < 0.3
+    saving = fault.saving or run.draw.random() < 0.2
+    early = not saving and run.draw.random() < 0.3
     if not early:
-        wait(lambda: run.begun() or run.ended(), END_S)
-    wait(run.ended, draw.uniform(0, total_s if early else 0.9 * (total_s - begun_s)))
+        run.wait(run.begun)
+    wait_until(run.ended, run.draw.uniform(0, total_s if early else 0.9 * (total_s - begun_s)), 0.002)
     if saving:
-        wait(lambda: run.target.writes() or run.ended(), END_S)
-        time.sleep(draw.uniform(0, 0.005))
+        run.wait(run.writes)
+        time.sleep(run.draw.uniform(0, 0.005))
     if run.ended():
         return None
     saved = run.saved()
-    fault.inject(run.target)
+    fault.inject(run)
     return saved
 
 
-def verdict(run: Run, fault: Fault, whole: Path, times_s: tuple[float, float], draw: random.Random) -> str | None:
+def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
     """`right` or `clear`; None if the fault came too late. Raises Badly."""
     run.start()
-    saved = inject(run, fault, times_s, draw)
+    saved = inject(run, fault, whole.begun_s, whole.total_s)
     if saved is None:
         return None
     codes = run.finish()
     check_message(run, codes, killed=True)
-    saved = max([saved, *(int(steps) for steps in PROMISED.findall(run.said(run.outputs)))])
+    saved = max([saved, *(int(steps) for steps in PROMISED.findall(said(run.outputs)))])
     if not fault.refusal and run.saved() < saved:
         raise Badly(f"{saved} steps were saved, and {run.saved()} are left")
-    repair(run.target)
+    run.repair()
     for _ in range(2):
         if not any(codes):
             break
@@ -212,62 +386,45 @@ def verdict(run: Run, fault: Fault, whole: Path, times_s: tuple[float, float], d
     if any(codes):
         return "clear"
     run.bring_back("runs")  # what was damaged after its last use, and would be refused at the next
-    if told := run.compared(whole):
+    if told := run.compared(whole.folder):
         raise Badly(told)
     return "right"
 
 
-class Injector:
-    """Runs cases, several at a time if asked to: each with two hosts of its own."""
-
-    def __init__(self, folder: Path, seed: int, nodes: list[hosts.Host], workers: int, ends_s: float) -> None:
-        self.folder, self.seed, self.ends_s = folder, seed, ends_s
-        self.pairs: queue.SimpleQueue[list[hosts.Host]] = queue.SimpleQueue()
-        for i in range(workers):
-            self.pairs.put(nodes[2 * i : 2 * i + 2])
-        self.locks = {setup: threading.Lock() for setup in SETUPS}
-        self.references: dict[str, tuple[Path, tuple[float, float]]] = {}
-
-    def reference(self, setup: str, nodes: list[hosts.Host]) -> tuple[Path, tuple[float, float]]:
-        """The folder of a run without faults, and how long it took to begin and to end."""
-        with self.locks[setup]:
-            if setup not in self.references:
-                run = Run(self.folder / f"{setup} without faults", setup, nodes, random.Random(0))
-                began_s = time.monotonic()
-                run.start()
-                wait(lambda: run.begun() or run.ended(), END_S)
-                begun_s = time.monotonic() - began_s
-                if any(run.finish()):
-                    raise RuntimeError(f"{setup}: the run without faults failed\n{run.said(run.outputs)}")
-                self.references[setup] = run.folder, (begun_s, time.monotonic() - began_s)
-        return self.references[setup]
-
-    def run(self, number: int, fault: str, setup: str) -> str | None:
-        """`right`, `clear` or `badly`; None after the end of the time."""
-        if time.monotonic() > self.ends_s:
-            return None
-        nodes = self.pairs.get()
-        whole, times_s = self.reference(setup, nodes)
-        draw, kind, why = random.Random(f"{self.seed} {number}"), None, ""
-        while kind is None:  # again if it ended before the fault
-            run, began_s = Run(self.folder / str(number), setup, nodes, draw), time.monotonic()
-            with small_disk(run.folder) if FAULTS[fault].inject is fill else nullcontext():
-                try:
-                    kind = verdict(run, FAULTS[fault], whole, times_s, draw)
-                except Badly as e:
-                    kind, why = "badly", f": {e}\n{run.said(sorted(run.logs.glob('*.log')))}"
-                finally:
-                    run.kill()
-                    repair(run.target)
-            shutil.rmtree(run.logs)
-        self.pairs.put(nodes)
-        notes = ", ".join([fault, *run.target.notes])
-        print(f"{number}: {setup}: {notes}: {kind}{why} [{time.monotonic() - began_s:.1f} s]", flush=True)
-        return kind
+def reference(folder: Path, setup: str, nodes: list[hosts.Host]) -> Reference:
+    run = Run(folder / f"{setup} without faults", setup, nodes, random.Random(0))
+    began_s = time.monotonic()
+    run.start()
+    run.wait(run.begun)
+    begun_s = time.monotonic() - began_s
+    if any(run.finish()):
+        raise RuntimeError(f"{setup}: the run without faults failed\n{said(run.outputs)}")
+    return Reference(run.folder, begun_s, time.monotonic() - began_s)
 
 
-def cases(rounds: int, draw: random.Random) -> list[tuple[str, str]]:
-    """(fault, setup) of each run, in random order."""
+def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Random, whole: Reference) -> str:
+    """`right`, `clear` or `badly`, of a fault in a run, which is started again if it ended before the fault."""
+    name, setup = case
+    fault = FAULTS[name]
+    kind, why = None, ""
+    while kind is None:
+        run, began_s = Run(folder, setup, nodes, draw), time.monotonic()
+        with small_disk(run.folder) if fault.inject is fill else nullcontext():
+            try:
+                kind = verdict(run, fault, whole)
+            except Badly as e:
+                kind, why = "badly", f": {e}\n{said(sorted(run.logs.glob('*.log')))}"
+            finally:
+                run.kill()
+                run.repair()
+        shutil.rmtree(run.logs)
+    notes = ", ".join([name, *run.notes])
+    print(f"{folder.name}: {setup}: {notes}: {kind}{why} [{time.monotonic() - began_s:.1f} s]", flush=True)
+    return kind
+
+
+def cases(rounds: int, draw: random.Random) -> list[Case]:
+    """In random order."""
     one = [
         (name, setup)
         for setup, options in SETUPS.items()
@@ -279,78 +436,40 @@ def cases(rounds: int, draw: random.Random) -> list[tuple[str, str]]:
     return found
 
 
-HEADER = """# Faults
-
-Faults were injected at random moments into runs of 40 steps: while they start, decode, train, save, evaluate. Then the same command was
-typed again (`resume=auto`), and the end was compared bit by bit with that of a run without faults: weights, optimizer, metrics.csv
-(without speed), test figures, files. ddp and fsdp have two processes; `shards` is fsdp with `checkpoint.sharded=true`; `nodes` are two
-hosts with a process each (network namespaces). These are the first {runs} runs of `python benchmarks/faults.py {arguments}` with
-{versions}.
-
-**{right} runs ended in the right result, {clear} in a clear error that only a good copy of the damaged file can mend, {badly} badly.** A run ends
-badly if its result differs, if it hangs or leaves processes, if it shows a traceback, if its error names no rank, address, file,
-signal or key, or if a checkpoint is lost that was saved before the fault.
-
-Each cell: runs · right result · clear error. A cell is empty if the strategy cannot have the fault, or if no run was drawn.
-
-"""
-FOOTER = """
-A bit flipped in a file without a checksum of its own, such as a plain idx file, before a run first reads it is not noticed: the run
-trains on what it finds, and `data/sha256` in its report.json differs. While a process of one of two nodes is stopped for good,
-the other node's command ends; the script then kills the stopped process, as a scheduler does.
-"""
-
-
 def table(tally: Counter[tuple[str, str, str]]) -> str:
-    lines = [f"| fault | {' | '.join(SETUPS)} | badly |", "| --- " * (len(SETUPS) + 2) + "|"]
+    rows = []
     for fault in FAULTS:
-        cells = []
-        for setup in SETUPS:
-            right, clear, badly = (tally[fault, setup, kind] for kind in ("right", "clear", "badly"))
-            runs = right + clear + badly
-            cells.append(f"{runs} · {right} · {clear}" if runs else "")
-        badly = sum(tally[fault, setup, "badly"] for setup in SETUPS)
-        lines.append(f"| {fault} | {' | '.join(cells)} | {badly} |")
-    return "\n".join(lines) + "\n"
+        counts = {setup: [tally[fault, setup, kind] for kind in ("right", "clear", "badly")] for setup in SETUPS}
+        cells = [f"{sum(each)} · {each[0]} · {each[1]}" if any(each) else "" for each in counts.values()]
+        rows.append([fault, *cells, str(sum(each[2] for each in counts.values()))])
+    return measuring.table(["fault", *SETUPS, "badly"], rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="of every fault under every strategy")
     parser.add_argument("--runs", type=int, help="only so many, drawn from the rounds")
     parser.add_argument("--seed", type=int, default=0, help="of the order, the moments and the places")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time")
-    parser.add_argument("--minutes", type=float, help="begin no run after so many")
     parser.add_argument("--only", type=int, action="append", help="the run of this number")
-    parser.add_argument("--out", type=Path, help="write the page there as well")
     args = parser.parse_args()
     todo = list(enumerate(cases(args.rounds, random.Random(args.seed))))
     if reason := hosts.missing():
         print(f"without two hosts and without a full disk: {reason}")
         todo = [case for case in todo if "nodes" not in case[1][1] and FAULTS[case[1][0]].inject is not fill]
     todo = [case for case in todo if not args.only or case[0] in args.only][: args.runs]
-    ends_s = time.monotonic() + 60 * (args.minutes or 1e6)
-    with tempfile.TemporaryDirectory() as folder, hosts.hosts(0 if reason else 2 * args.workers) as nodes:
-        forked.start_server(Path(folder))
-        injector = Injector(Path(folder), args.seed, nodes, args.workers, ends_s)
-        with ThreadPoolExecutor(args.workers) as pool:
-            try:
-                kinds = list(pool.map(lambda case: injector.run(case[0], *case[1]), todo))
-            finally:
-                injector.ends_s = 0.0
-    tally = Counter((*case, kind) for (_, case), kind in zip(todo, kinds, strict=True) if kind)
-    found = {kind: sum(count for key, count in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")}
-    print(table(tally), ", ".join(f"{count} {kind}" for kind, count in found.items()))
-    if args.out:
-        from lockstep.run.report import versions
-
-        told = {
-            "arguments": f"--rounds {args.rounds} --seed {args.seed}",
-            "versions": versions(),
-            "runs": tally.total(),
-        }
-        write_section(args.out, HEADER.format(**told, **found) + table(tally) + FOOTER)
-    return 1 if found["badly"] else 0
+    tally: Counter[tuple[str, str, str]] = Counter()
+    two: AbstractContextManager[list[hosts.Host]] = nullcontext([]) if reason else hosts.hosts(2)
+    with tempfile.TemporaryDirectory() as name, two as nodes:
+        folder = Path(name)
+        forked.start_server(folder)
+        whole = cache(lambda setup: reference(folder, setup, nodes))
+        for number, case in todo:
+            draw = random.Random(f"{args.seed} {number}")
+            tally[*case, outcome(case, folder / str(number), nodes, draw, whole(case[1]))] += 1
+    totals = {kind: sum(n for key, n in tally.items() if key[2] == kind) for kind in ("right", "clear", "badly")}
+    print(made_by())
+    print(f"{table(tally)}\n\n{', '.join(f'{count} {kind}' for kind, count in totals.items())}")
+    return 1 if totals["badly"] else 0
 
 
 if __name__ == "__main__":

@@ -1,147 +1,249 @@
-"""Measures what more processes, parameters and samples cost: tables in Markdown and, with --out, a page with plots beside it.
+"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown and, with --plots, pictures.
 
-python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>] [--out docs/measurements/growth.md]
+python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>] [--plots docs/measurements]
 
 world: images per second; memory: of each process under ddp and fsdp; sampler: of the order of a billion samples; data: of the
-images that the processes of a machine share; long: memory, open files and threads over the steps of a long run; predict: memory of predictions of many files. All on the CPU.
-Rounds alternate, because machines are shared. Needs Linux.
+images that the processes of a machine share; long: memory, open files and threads over the steps of a long run; predict: memory of
+predictions of many files. All on the CPU. Rounds alternate, because machines are shared. Needs Linux.
 """
 
 import argparse
+import gc
 import os
 import resource
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-import growth_processes
+import measuring
 import numpy as np
-from growth_processes import Watch
-from growth_sampler import sampler
-from parity import silenced
+from measuring import ArgumentParser, in_turns, last_step, made_by, ratio, some_of, spread, table
 
 import lockstep
+from lockstep.data.sampler import BLOCK, Split, TrainBatches
 from lockstep.machine.world import cores
-from lockstep.run.report import versions
 
-STRONG, WEAK = "global batch 256", "64 per process"
 GIB, MIB = 2**30, 2**20
-COMMON = [
-    "trainer.accelerator=cpu", "trainer.limit_val_batches=0", "trainer.limit_test_batches=1", "trainer.enable_checkpointing=false",
-    "trainer.enable_progress_bar=false",
-]  # fmt: skip
-# A vision transformer of 1,024 channels, half as deep as ViT-L/16: 4 x 152M x 16 bytes (ddp, AdamW) and the libraries fit into 16 GiB.
-VIT = [
-    "model=timm", "model.name=vit_large_patch16_224", "data=mnist", "data.image_size=32", "data.batch_size=8", "optim=adamw",
-    "data.eval_batch_size=8", "trainer.max_steps=3", "trainer.precision=32-true",
-]  # fmt: skip
-BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
-# Small images and a small network: all that counts is that the whole of the data is read.
-READING = [
-    "model=basic_net",
-    "data.image_size=8",
-    "data.batch_size=512",
-    "trainer.max_epochs=3",
-    "trainer.log_every_n_steps=20",
-]
+Lines = dict[str, list[tuple[float, float]]]  # series: points
 
 
 @dataclass(frozen=True)
 class Section:
     title: str
     text: str
-    plots: dict[str, Any] = field(default_factory=dict)  # axis label of y -> {series: [(x, y)]}
+    plots: dict[str, Lines] = field(default_factory=dict)  # by the label of the y axis
     x: str = "processes"
     log: bool = False
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):,.0f} ({min(values):,.0f} to {max(values):,.0f})"
-
-
-def train(args: argparse.Namespace, options: list[str]) -> dict[str, Any]:
+def train(args: argparse.Namespace, *options: str) -> dict[str, Any]:
     """The report of a run in processes of its own, also where it is one."""
     print("train.py " + " ".join(options), file=sys.stderr)
-    with silenced():
-        return lockstep.train(
-            [f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache", *COMMON, *options]
-        )
+    source = f"data.root={args.data_root.resolve()}" if args.data_root else "data.source=embedded"
+    common = [
+        f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache", "trainer.accelerator=cpu", "trainer.limit_val_batches=0",
+        "trainer.limit_test_batches=1", "trainer.enable_checkpointing=false", "trainer.enable_progress_bar=false", source,
+    ]  # fmt: skip
+    return measuring.train([*common, *options])
 
 
-def source(args: argparse.Namespace) -> str:
-    return f"data.root={args.data_root}" if args.data_root else "data.source=embedded"
+# --- what processes hold: memory, open files, threads ---
 
 
-# --- world -----------------------------------------------------------------------------------------------------------
+class Memory(NamedTuple):
+    """Of a process, in bytes. `pss` counts a page that n processes share as 1/n: its sum over all of them is what they use."""
+
+    pss: int = 0
+    own: int = 0  # pages that belong to no file: what it has made itself
+    mapped: int = 0  # what it has of the files in a folder, shared or not
+    mapped_pss: int = 0  # the same, shared pages divided
+
+
+def total(memories: list[Memory]) -> Memory:
+    return Memory(*map(sum, zip(Memory(), *memories, strict=True)))
+
+
+def mapped(smaps: str, folder: Path) -> tuple[int, int]:
+    """Resident bytes of the mappings of files in `folder`, whole and with shared pages divided."""
+    sizes = {"Rss:": 0, "Pss:": 0}
+    inside = False
+    for line in smaps.splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):  # the head of a mapping: addresses, flags, and at the end its file
+            inside = f" {folder}/" in line
+        elif inside and name in sizes:
+            sizes[name] += 1024 * int(rest.split()[0])
+    return sizes["Rss:"], sizes["Pss:"]
+
+
+def memory_of(pid: int, folder: Path | None) -> Memory:
+    """Nothing where the process has ended."""
+    try:
+        rows = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+        files = mapped(Path(f"/proc/{pid}/smaps").read_text(), folder) if folder else (0, 0)
+    except (FileNotFoundError, ProcessLookupError):
+        return Memory()
+    whole = {row[0]: 1024 * int(row[1]) for row in rows if row[-1] == "kB"}
+    return Memory(whole["Pss:"], whole["Anonymous:"], *files)
+
+
+def children(pid: int | str = "self") -> list[int]:
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in lists for child in path.read_text().split()]
+
+
+def descendants(pid: int | str = "self") -> Iterator[int]:
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
+
+
+@contextmanager
+def repeatedly(look: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Calls `look` in a thread, for at most a tenth of the time: the kernel walks through all pages of a process."""
+    over = threading.Event()
+
+    def loop() -> None:
+        pause_s = every_s
+        while not over.wait(pause_s):
+            began_s = time.perf_counter()
+            look()
+            pause_s = max(every_s, 10 * (time.perf_counter() - began_s))
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class Peaks:
+    """The most memory that any one child had, and that all of them had at a time."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.each, self.all = folder, Memory(), Memory()
+
+    def look(self) -> None:
+        now = [memory_of(pid, self.folder) for pid in children()]
+        self.all = Memory(*map(max, self.all, total(now)))
+        self.each = Memory(*map(max, self.each, *now)) if now else self.each
+
+
+def watched(args: argparse.Namespace, *options: str, folder: Path | None = None) -> tuple[Peaks, dict[str, Any]]:
+    peaks = Peaks(folder)
+    with repeatedly(peaks.look, every_s=0.1):
+        report = train(args, *options)
+    return peaks, report
+
+
+KINDS = ("memory, MiB", "open files", "threads")
+
+
+Held = tuple[int, tuple[float, float, float]]  # by a process: after so many steps, as in KINDS
+
+
+def held(pid: int, step: int) -> Held:
+    files, threads = (float(len(list(Path(f"/proc/{pid}", name).iterdir()))) for name in ("fd", "task"))
+    return step, (memory_of(pid, None).own / MIB, files, threads)
+
+
+def held_during(run: Callable[[], Any], metrics: Path) -> dict[str, list[Held]]:
+    """What each process of `run` held, as often as it was looked at; without those that lived for less than half of the looks."""
+    seen: dict[int, list[Held]] = {}
+    names: dict[int, str] = {}
+
+    def look() -> None:
+        step = last_step(metrics)
+        for pid in descendants() if step else ():
+            try:
+                names.setdefault(pid, f"{len(names)} {Path(f'/proc/{pid}/comm').read_text().strip()}")
+                seen.setdefault(pid, []).append(held(pid, step))
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended
+
+    with repeatedly(look, every_s=2.0):
+        run()
+    most = max(map(len, seen.values()), default=0)
+    return {names[pid]: looks for pid, looks in seen.items() if len(looks) > most / 2}
+
+
+def held_rows(processes: dict[str, list[Held]], steps: int) -> list[list[str]]:
+    """Each process: what it held after a tenth, a half and 99% of the steps: at the end it closes."""
+    found = []
+    for name, looks in processes.items():
+        points = [min((abs(step - at * steps), values) for step, values in looks)[1] for at in (0.1, 0.5, 0.99)]
+        for kind, values in zip(KINDS, zip(*points, strict=True), strict=True):
+            found.append([name, kind, *(f"{value:,.0f}" for value in values)])
+    return found
+
+
+# --- world ---
+
+STRONG, WEAK = "global batch 256", "64 per process"
 
 
 def speed(args: argparse.Namespace, world: int, batch: int, threads: int | None) -> float:
     """Images per second of BasicNet; `threads` of each process, or as many as there are cores for it."""
     steps = [f"trainer.max_steps={args.steps}", "trainer.log_every_n_steps=10"]
-    options = [source(args), "strategy=ddp", f"trainer.devices={world}", f"data.batch_size={batch}", *steps]
-    given = os.environ.pop("OMP_NUM_THREADS", None)
-    os.environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    try:
-        return float(train(args, options)["train/images_per_s"])
-    finally:
+    with patch.dict(os.environ):
         os.environ.pop("OMP_NUM_THREADS", None)
-        os.environ |= {"OMP_NUM_THREADS": given} if given is not None else {}
+        os.environ |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        report = train(args, "strategy=ddp", f"trainer.devices={world}", f"data.batch_size={batch}", *steps)
+    return float(report["train/images_per_s"])
 
 
 def world(args: argparse.Namespace) -> Section:
-    cases = [(kind, n, 256 if kind == STRONG else 64 * n) for kind in (STRONG, WEAK) for n in args.worlds]
-    found: dict[tuple[str, int], list[float]] = {(kind, n): [] for kind, n, _ in cases}
-    alone: list[float] = []
-    for _ in range(args.rounds):
-        for kind, n, batch in cases:
-            found[kind, n].append(speed(args, n, batch, threads=1))
-        alone.append(speed(args, 1, 256, threads=None))
-    rows, most = [], max(args.worlds)
-    for kind, n, batch in cases:
-        pairs = zip(found[kind, n], found[kind, args.worlds[0]], strict=True)
-        faster = statistics.median(own / one for own, one in pairs)
-        rows.append(
-            [kind, str(n), str(batch), spread(found[kind, n]), f"{faster:.2f}", f"{faster / min(n, cores()):.0%}"]
-        )
-    rows.append(["one process with all cores", "1", "256", spread(alone), "", ""])
-    head = [
-        "what",
-        "processes",
-        "batch",
-        "images/s, median (least to most)",
-        "times one process",
-        "of what the cores allow",
-    ]
-    text = (
-        f"BasicNet under ddp, one thread per process, {args.steps} steps, {args.rounds} rounds. There are {cores()} cores: more processes "
-        f"than that share them, so {most} can be at most {min(most, cores())} times as fast as one."
-    )
-    lines = {kind: [(n, statistics.median(found[kind, n])) for n in args.worlds] for kind in (STRONG, WEAK)}
-    return Section(
-        "Images per second over the number of processes", f"{text}\n\n{table(head, rows)}", {"images/s": lines}
-    )
+    batches = {(kind, n): 256 if kind == STRONG else 64 * n for kind in (STRONG, WEAK) for n in args.worlds}
+    ways = {f"{kind} {n}": partial(speed, args, n, batch, threads=1) for (kind, n), batch in batches.items()}
+    alone = "one process with all cores"
+    found = in_turns(ways | {alone: partial(speed, args, 1, 256, threads=None)}, args.rounds)
+    rows = []
+    lines: Lines = {STRONG: [], WEAK: []}
+    for (kind, n), batch in batches.items():
+        own = found[f"{kind} {n}"]
+        faster = ratio(own, found[f"{kind} {args.worlds[0]}"])
+        rows.append([kind, str(n), str(batch), spread(own), f"{faster:.2f}", f"{faster / min(n, cores()):.0%}"])
+        lines[kind].append((n, statistics.median(own)))
+    rows.append([alone, "1", "256", spread(found[alone]), "", ""])
+    head = ["what", "processes", "batch", "images/s, median (least to most)", "times one process", "of what the cores allow"]  # fmt: skip
+    text = f"BasicNet under ddp, one thread per process, {args.steps} steps. Processes share the cores where they are more."
+    title = "Images per second over the number of processes"
+    return Section(title, f"{text}\n\n{table(head, rows)}", {"images/s": lines})
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory ---
+
+# A vision transformer of 1,024 channels, half as deep as ViT-L/16: 4 x 152M x 16 bytes (ddp, AdamW) and the libraries fit into 16 GiB.
+VIT = ["model=timm", "model.name=vit_large_patch16_224", "data=mnist"]
+SHORT = [
+    "data.image_size=32", "data.batch_size=8", "optim=adamw", "data.eval_batch_size=8", "trainer.max_steps=3", "trainer.precision=32-true",
+]  # fmt: skip
+BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
 
 
 def memory(args: argparse.Namespace) -> Section:
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """GiB, the most that one process had, looked at some times a second; `own` are pages that belong to no file. The base is what a run
+    with BasicNet has of its own. Under fsdp each process makes the whole network before it keeps its part, and gathers one block at a time."""
+    lines: Lines = {}
     rows, count = [], 0
-    base = watched(args, ["model=basic_net", "strategy=ddp", "trainer.devices=1", *VIT[3:]])[0].each.own
+    base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0].each.own
     for strategy in ("ddp", "fsdp"):
         for n in args.worlds:
-            options = [*VIT, f"+model.depth={args.depth}", f"strategy={strategy}", f"trainer.devices={n}"]
-            seen, report = watched(args, options)
+            place = [f"strategy={strategy}", f"trainer.devices={n}"]
+            seen, report = watched(args, *VIT, *SHORT, f"+model.depth={args.depth}", *place)
             count = report["parameters"]
             theory = BYTES * count / (n if strategy == "fsdp" else 1)
             figures = [theory, seen.each.own - base, seen.each.own, report["peak_memory_bytes"], seen.all.pss]
@@ -153,57 +255,209 @@ def memory(args: argparse.Namespace) -> Section:
         "all processes together (PSS)",
     ]  # fmt: skip
     text = (
-        f"A vision transformer (timm's vit_large_patch16_224 with {args.depth} of its 24 blocks) of {count / 1e6:.0f} million parameters, "
-        f"AdamW in fp32, batch 8 of 32 pixels, 3 steps. GiB, the most that one process had, looked at some times a second; `own` are "
-        f"pages that belong to no file. The base is what a run with BasicNet has of its own, {base / GIB:.2f} GiB. Under fsdp "
-        f"each process makes the whole network ({4 * count / GIB:.2f} GiB) before it keeps its part of it, and gathers one block at a time. "
-        "Single and ddp keep freed memory on a CPU, fsdp gives it back (hardware.py)."
+        f"vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters: {4 * count / GIB:.2f} GiB. "
+        f"The base is {base / GIB:.2f} GiB."
     )
     return Section("Memory of a process over the number of processes", f"{text}\n\n{table(head, rows)}", {"GiB": lines})
 
 
-def watched(args: argparse.Namespace, options: list[str], folder: Path | None = None) -> tuple[Watch, dict[str, Any]]:
-    with Watch(folder) as seen:
-        report = train(args, [source(args), *options])
-    return seen, report
+# --- data ---
 
-
-# --- data ------------------------------------------------------------------------------------------------------------
+# Small images and a small network: all that counts is that the whole of the data is read.
+READING = [
+    "model=basic_net", "data.image_size=8", "data.batch_size=512", "trainer.max_epochs=3", "trainer.log_every_n_steps=20", "strategy=ddp",
+]  # fmt: skip
 
 
 def data(args: argparse.Namespace) -> Section:
-    """Of the ranks of a real run, with a look at what they have of the decoded files."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """MiB of the ranks of a real run, the most that was seen at a time: the mappings of the decoded files in /proc/<pid>/smaps, where PSS
+    counts a page that n processes share as 1/n for each; and the pages that a process has made itself, above those of a run over 512
+    images, where a copy of the data would show."""
+    lines: Lines = {"in memory (PSS)": [], "if each process had a copy": []}
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
-    options = [f"data={name}", *READING, "strategy=ddp"]
-    watched(args, [*options, "trainer.devices=1", "data.limit_train=512"])  # decodes
+    options = [f"data={name}", *READING]
+    watched(args, *options, "trainer.devices=1", "data.limit_train=512")  # decodes
     size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/*.npy"))
     for n in args.worlds:
-        part = watched(args, [*options, f"trainer.devices={n}", "data.limit_train=512"])[0]
-        seen = watched(args, [*options, f"trainer.devices={n}"], cache)[0]
+        part = watched(args, *options, f"trainer.devices={n}", "data.limit_train=512")[0]
+        seen = watched(args, *options, f"trainer.devices={n}", folder=cache)[0]
         figures = [seen.all.mapped, seen.all.mapped_pss, seen.each.own - part.each.own]
         rows.append([str(n), *(f"{figure / MIB:.1f}" for figure in figures), f"{seen.all.mapped_pss / size:.3f}"])
-        lines.setdefault("in memory (PSS)", []).append((n, seen.all.mapped_pss / MIB))
-        lines.setdefault("if each process had a copy", []).append((n, seen.all.mapped / MIB))
+        lines["in memory (PSS)"].append((n, seen.all.mapped_pss / MIB))
+        lines["if each process had a copy"].append((n, seen.all.mapped / MIB))
+    head = ["processes", "mapped, summed over the processes", "of that in memory (PSS)", "a process's own, above the short run", "PSS / size"]  # fmt: skip
+    text = f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB."
+    title = "One copy of the data for all processes of a machine"
+    return Section(title, f"{text}\n\n{table(head, rows)}", {"MiB": lines})
+
+
+# --- sampler: one process plays a rank in the middle ---
+
+SIZES = (10**5, 10**6, 10**7, 10**8, 10**9)
+MEASURED = 10**7  # samples up to which DistributedSampler is measured: 10^9 would take some 50 GB
+SETUPS = {
+    "1 process, batch 256": (1, 256),
+    "4,096 processes, batch 65,536": (4096, 65_536),
+    "4,096 processes, 1 sample each": (4096, 4096),
+}
+REPEAT = 5
+
+
+def train_batches(samples: int, world: int, batch: int) -> TrainBatches:
+    """For a rank in the middle, with a validation split of a tenth."""
+    split = Split(samples, samples // 10, samples - samples // 10)
+    return TrainBatches(split, batch=batch, seed=0, rank=world // 2, world=world)
+
+
+def resident_bytes(name: str) -> int:
+    """VmRSS, or VmHWM, the most since the last reset, of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def grown_bytes(call: Callable[[], Any]) -> int:
+    """How far this process grew at most during `call`, by the system's account."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    before = resident_bytes("VmRSS")
+    kept = call()
+    peak = resident_bytes("VmHWM")
+    del kept
+    return max(0, peak - before)
+
+
+def first_s(batches: TrainBatches, micro_batch: int) -> float:
+    """Seconds to the first batch after `micro_batch`, median."""
+    seconds = []
+    for epoch in range(REPEAT):
+        batches.epoch, batches.start = epoch, micro_batch
+        began_s = time.perf_counter()
+        next(iter(batches))
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
+
+
+def each_s(batches: TrainBatches, at_most_s: float = 1.0) -> float:
+    """Seconds per batch, from the beginning of an epoch, where blocks of indices are computed ahead."""
+    batches.epoch = batches.start = 0
+    began_s, count = time.perf_counter(), 0
+    for _ in batches:
+        count += 1
+        if time.perf_counter() - began_s > at_most_s:
+            break
+    return (time.perf_counter() - began_s) / count
+
+
+def pass_through(batches: TrainBatches) -> None:
+    """The first batches of an epoch, until blocks of indices have their full size."""
+    batches.epoch = batches.start = 0
+    share = batches.batch // (batches.world * batches.accumulate)
+    for _ in islice(batches, 3 * BLOCK // share):
+        pass
+
+
+def traced_bytes(batches: TrainBatches) -> int:
+    """The most that Python and numpy held meanwhile."""
+    tracemalloc.start()
+    pass_through(batches)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def torch_sampler(samples: int, world: int) -> tuple[float, int]:
+    """Seconds to the first index of DistributedSampler, which draws a permutation of all samples in each process, and bytes."""
+    from torch.utils.data import DistributedSampler
+
+    other = DistributedSampler(range(samples), num_replicas=world, rank=world // 2, shuffle=True)  # type: ignore[var-annotated, arg-type]
+
+    def begin() -> Iterator[int]:
+        indices = iter(other)
+        next(indices)
+        return indices
+
+    if samples <= 10**6:
+        begin()  # warm
+    began_s = time.perf_counter()
+    begin()
+    elapsed_s = time.perf_counter() - began_s
+    return elapsed_s, grown_bytes(begin)
+
+
+def quantity(value: float, units: tuple[str, ...]) -> str:
+    for unit in units[:-1]:
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} {units[-1]}"
+
+
+def duration(seconds: float) -> str:
+    return quantity(1e6 * seconds, ("us", "ms", "s"))
+
+
+def size(n_bytes: float) -> str:
+    return quantity(n_bytes / 1000, ("kB", "MB", "GB"))
+
+
+def sampler(_: argparse.Namespace) -> Section:
+    """`TrainBatches` computes where a bijection sends the samples of the steps ahead. DistributedSampler draws a permutation of all and
+    makes a list of it."""
+    rows: list[list[str]] = []
+    times: Lines = {}
+    sizes: Lines = {}
+    for name, (processes, batch) in SETUPS.items():
+        for samples in SIZES:
+            batches = train_batches(samples, processes, batch)
+            if len(batches) < 2:
+                continue
+            places = [first_s(batches, place) for place in (0, len(batches) // 2, len(batches) - 1)]
+            grown, peak = grown_bytes(partial(pass_through, batches)), traced_bytes(batches)
+            rows.append([name, f"{samples:.0e}", *map(duration, [*places, each_s(batches)]), size(peak), size(grown)])
+            times.setdefault(name, []).append((samples, places[0]))
+            sizes.setdefault(name, []).append((samples, peak))
+    measured = {samples: torch_sampler(samples, 4096) for samples in SIZES if samples <= MEASURED}
+    label = "DistributedSampler (above 1e7 in theory)"
+    for samples in SIZES:
+        seconds, n_bytes = (value * max(1.0, samples / MEASURED) for value in measured[min(samples, MEASURED)])
+        rows.append([label, f"{samples:.0e}", duration(seconds), "the same", "the same", "", "", size(n_bytes)])
+        times.setdefault(label, []).append((samples, seconds))
+        sizes.setdefault(label, []).append((samples, n_bytes))
     head = [
-        "processes",
-        "mapped, summed over the processes",
-        "of that in memory (PSS)",
-        "a process's own, above the short run",
-        "PSS / size",
-    ]
-    text = (
-        f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB. MiB, the most that was seen at a time: the "
-        "mappings of the decoded files in /proc/<pid>/smaps, where PSS counts a page that n processes share as 1/n for each; and the pages that "
-        "a process has made itself, above those of a run over 512 images, where a copy of the data would show."
-    )
-    return Section(
-        "One copy of the data for all processes of a machine", f"{text}\n\n{table(head, rows)}", {"MiB": lines}
-    )
+        "sampler", "samples", "first batch of an epoch", "resumed in the middle", "resumed at the last", "each batch", "peak (tracemalloc)",
+        "process grew by (VmHWM)",
+    ]  # fmt: skip
+    text = f"One process plays rank n/2, of 4,096 for DistributedSampler; medians of {REPEAT}. Blocks have {BLOCK:,} indices."
+    plots = {"s to the first batch": times, "bytes": sizes}
+    title = "The order of samples over their number"
+    return Section(title, f"{text}\n\n{table(head, rows)}", plots, x="samples", log=True)
 
 
-# --- predict ------------------------------------------------------------------------------------------------------------
+# --- long ---
+
+LONG = [
+    "run=long", "model=basic_net", "data.source=embedded", "data.image_size=8", "data.batch_size=16", "strategy=ddp", "trainer.devices=2",
+    "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "logger=[csv,tensorboard,wandb]", "logger.wandb.mode=offline",
+    "trainer.log_every_n_steps=20", "checkpoint.every_n_steps=200", "checkpoint.save_top_k=3",
+]  # fmt: skip
+
+
+def long(args: argparse.Namespace) -> Section:
+    """Of the ranks and the processes that they start; memory is that of pages that belong to no file."""
+    place = [f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache"]
+    run = partial(measuring.train, [*LONG, *place, f"trainer.max_steps={args.long_steps}"])
+    processes = held_during(run, args.folder / "runs/long/metrics.csv")
+    lines: dict[str, Lines] = {
+        kind: {name: [(step, values[i]) for step, values in looks] for name, looks in processes.items()}
+        for i, kind in enumerate(KINDS)
+    }
+    head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 0.99))]
+    rows = held_rows(processes, args.long_steps)
+    return Section("What a long run holds", table(head, rows), lines, x="steps")
+
+
+# --- predict: a CSV lists simulated files, and a black image stands for each, so the disk and Pillow are left out ---
 
 PREDICTING = ["trainer.accelerator=cpu", "data.num_workers=0", "trainer.enable_progress_bar=false"]
 PATH = "2026/november/{:012}.jpg"
@@ -214,166 +468,82 @@ def black(self: Any, indices: Any) -> dict[str, object]:
     return {"input": np.zeros(shape, np.uint8), "problem": [""] * len(indices)}
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def predicted(counts: list[int], folder: Path) -> Iterator[tuple[int, int, int, float]]:
-    """Files, peak memory after them, bytes of the table, seconds; in a folder of its own. Trains a small network first."""
+def predict(args: argparse.Namespace) -> Section:
+    """One process trains a small network and predicts the files in turn: what a number adds to the peak of the one before is what it cost."""
     from PIL import Image
 
     from lockstep.data.images import InputFiles
 
+    folder, rows = args.folder, []
     for name in ("a", "b"):
         (folder / "data" / name).mkdir(parents=True)
         for number in range(10):
             Image.new("L", (8, 8), number).save(folder / "data" / name / f"{number}.png")
-    run = [
-        "data=folder",
-        f"data.root={folder}/data",
-        f"data.cache_dir={folder}/cache",
-        "data.channels=1",
-        "data.image_size=8",
-    ]
-    lockstep.train(
-        ["run=small", f"runs_dir={folder}/runs", *run, "data.batch_size=8", "trainer.max_steps=1", *PREDICTING]
-    )
-    InputFiles.__getitem__ = black  # type: ignore[method-assign]
-    for count in counts:
-        with (folder / "list.csv").open("w") as file:
-            file.writelines(["path\n", *(f"{PATH.format(number)}\n" for number in range(count))])
-        output, began_s = folder / f"{count}.csv", time.perf_counter()
-        lockstep.predict(
-            [
-                "run=small",
-                f"runs_dir={folder}/runs",
-                f"input={folder}/list.csv",
-                f"output={output}",
-                "data.eval_batch_size=1000",
-                *PREDICTING,
-            ]
-        )
-        yield count, peak_bytes(), output.stat().st_size, time.perf_counter() - began_s
+    run = ["run=small", f"runs_dir={folder}/runs", *PREDICTING]
+    images = ["data=folder", f"data.root={folder}/data", f"data.cache_dir={folder}/cache", "data.channels=1", "data.image_size=8"]  # fmt: skip
+    lockstep.train([*run, *images, "data.batch_size=8", "trainer.max_steps=1"])
+    with patch.object(InputFiles, "__getitem__", black):
+        for count in args.files:
+            with (folder / "list.csv").open("w") as file:
+                file.writelines(["path\n", *(f"{PATH.format(number)}\n" for number in range(count))])
+            output, began_s = folder / f"{count}.csv", time.perf_counter()
+            lockstep.predict([*run, f"input={folder}/list.csv", f"output={output}", "data.eval_batch_size=1000"])
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            rate = count / (time.perf_counter() - began_s)
+            rows.append([f"{count:,}", f"{peak / MIB:,.0f}", f"{output.stat().st_size / MIB:,.1f}", f"{rate:,.0f}"])
+    shown = table(["files", "peak memory, MiB", "table, MiB", "files/s"], rows)
+    return Section("What predictions of many files hold", shown)
 
 
-def predict(args: argparse.Namespace) -> Section:
-    """Simulated files: a CSV lists their paths, and a black image stands for each, so the disk and Pillow are left out."""
-    counts = [int(count) for count in args.files.split(",")]
-    lines = [[f"{count:,}", f"{peak / MIB:,.0f}", f"{size / MIB:,.1f}", f"{count / seconds:,.0f}"]
-             for count, peak, size, seconds in predicted(counts, args.folder)]  # fmt: skip
-    text = "predict.py over simulated files, in one process that predicts them in turn: what a number adds to the peak of the one before is what it cost."
-    return Section(
-        "What predictions of many files hold",
-        f"{text}\n\n{table(['files', 'peak memory, MiB', 'table, MiB', 'files/s'], lines)}",
-    )
-
-
-# --- page ------------------------------------------------------------------------------------------------------------
+# --- the page ---
 
 
 def plot(section: Section, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(section.plots), 3), layout="constrained")
-    for axes, (label, lines) in zip(
-        figure.subplots(1, len(section.plots), squeeze=False)[0], section.plots.items(), strict=True
-    ):
+    all_axes = figure.subplots(1, len(section.plots), squeeze=False)[0]
+    for axes, (label, lines) in zip(all_axes, section.plots.items(), strict=True):
         for name, points in lines.items():
-            axes.plot(
-                *zip(*points, strict=True),
-                label=name,
-                marker="o" if len(points) < 30 else "",
-                linestyle="--" if "theory" in name else "-",
-            )
-        axes.set(
-            xlabel=section.x,
-            ylabel=label,
-            **({"xscale": "log", "yscale": "log"} if section.log else {"ylim": (0, None)}),
-        )
-        if not section.log and section.x == "processes":
+            marker, style = "o" if len(points) < 30 else "", "--" if "theory" in name else "-"
+            axes.plot(*zip(*points, strict=True), label=name, marker=marker, linestyle=style)
+        limits = {"xscale": "log", "yscale": "log"} if section.log else {"ylim": (0, None)}
+        axes.set(xlabel=section.x, ylabel=label, **limits)
+        if section.x == "processes":
             axes.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=110)
 
 
-def sampled(_: argparse.Namespace) -> Section:
-    text, plots = sampler()
-    return Section("The order of samples over their number", text, plots, x="samples", log=True)
+SECTIONS = {"world": world, "memory": memory, "sampler": sampler, "data": data, "long": long, "predict": predict}
 
 
-def long(args: argparse.Namespace) -> Section:
-    given = [
-        f"runs_dir={args.folder}/runs",
-        f"data.cache_dir={args.folder}/cache",
-        f"trainer.max_steps={args.long_steps}",
-    ]
-
-    def run() -> None:
-        with silenced():
-            lockstep.train([*growth_processes.OPTIONS, *given])
-
-    processes = growth_processes.looked_at(run, args.folder / "runs/long/metrics.csv")
-    lines = {
-        kind: {name: [(one.step, one.values[i]) for one in looks] for name, looks in processes.items()}
-        for i, kind in enumerate(growth_processes.KINDS)
-    }
-    head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 0.99))]
-    text = (
-        "ddp with two processes, all loggers (W&B offline), a checkpoint every 200 steps, a validation every epoch. The processes are the "
-        "ranks and those that they start; memory is that of pages that belong to no file."
-    )
-    shown = table(head, growth_processes.rows(processes, args.long_steps))
-    return Section("What a long run holds", f"{text}\n\n{shown}", lines, x="steps")
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
-SECTIONS = {"world": world, "memory": memory, "sampler": sampled, "data": data, "long": long, "predict": predict}
-HEADER = "# What size costs\n\nMade by `{command}` with {versions}, on {cores} CPU cores.\n"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between them")
-    parser.add_argument("--worlds", default="1,2,4", help="numbers of processes, from 1 on")
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--only", type=some_of(SECTIONS), default=",".join(SECTIONS), help="sections")
+    parser.add_argument("--worlds", type=numbers, default="1,2,4", help="numbers of processes, from 1 on")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150, help="of each run of the section world")
-    parser.add_argument(
-        "--depth",
-        type=int,
-        default=12,
-        help="blocks of the network of the section memory, 12.6 million parameters each",
-    )
+    parser.add_argument("--depth", type=int, default=12, help="blocks of the network of the section memory")
     parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
-    parser.add_argument(
-        "--files", default="10000,100000,200000,1000000", help="numbers of files of the section predict"
-    )
-    parser.add_argument("--data-root", help="a folder with MNIST and CIFAR-10; without it, the embedded images")
-    parser.add_argument("--out", type=Path, help="write the page there as well, and its plots beside it")
+    parser.add_argument("--files", type=numbers, default="10000,100000,200000,1000000", help="of the section predict")
+    parser.add_argument("--data-root", type=Path, help="has MNIST and CIFAR-10; without it, the embedded images")
+    parser.add_argument("--plots", type=Path, help="a folder for pictures: growth-<section>.png")
     args = parser.parse_args()
-    if unknown := set(args.only.split(",")) - SECTIONS.keys():
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; use some of {','.join(SECTIONS)}")
-    words = [
-        f"--{key}={getattr(args, key.replace('-', '_'))}"
-        for key in ("only", "worlds", "rounds", "steps", "depth", "long-steps")
-    ]
-    args.worlds = [int(n) for n in args.worlds.split(",")]
-    args.data_root = Path(args.data_root).resolve() if args.data_root else None
-    command = " ".join(["python benchmarks/growth.py", *words, *(["--data-root=<folder>"] if args.data_root else [])])
-    text = HEADER.format(command=command, versions=versions(), cores=cores())
+    print(made_by())
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
-        for name in args.only.split(","):
+        for name in args.only:
             section = SECTIONS[name](args)
             print(f"## {section.title}\n\n{section.text}\n", flush=True)
-            text += f"\n## {section.title}\n\n{section.text}\n"
-            if args.out and section.plots:
-                picture = args.out.with_name(f"{args.out.stem}-{name}.png")
-                plot(section, picture)
-                text += f"\n![{section.title}]({picture.name})\n"
-    if args.out:
-        args.out.write_text(text)
-    return 0
+            if args.plots and section.plots:
+                plot(section, args.plots / f"growth-{name}.png")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,15 +1,15 @@
 """Takes nodes away from an elastic torchrun job, and checks that the run ends as if nothing had happened.
 
-python benchmarks/lose_nodes.py [--losses 10] [--exact] [--out docs/measurements/faults.md]
+python benchmarks/lose_nodes.py [--losses 10] [--per-run 2] [--seed 0] [--exact]
 
 Three hosts with addresses of their own (benchmarks/hosts.py) train one run with `torchrun --nnodes=1:3`. At random steps one is
 lost: killed, or cut off from the network; later it comes back, and the job grows again. Every image that a process trains on
 is noted. At the end the number of steps, the images of each step, the log and the weights are compared with those of one
-undisturbed process. Exit code 1 if one differs. With --exact, two hosts train with `exact.shards=4`, dropout and AdamW at 1e-3, and
+undisturbed process. Exit code 1 if one differs. The first host, where the processes meet, stays: torchrun's rendezvous ends with it.
+With --exact, two hosts train with `exact.shards=4`, dropout and AdamW at 1e-3, and
 every bit is compared. Needs Linux, root and iproute2.
 """
 
-import argparse
 import os
 import random
 import subprocess
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hosts
-from sections import write_section
+from measuring import ArgumentParser, last_step, made_by, table, wait_until
 
 from lockstep import ROOT
 from lockstep.extras import comparison
@@ -34,13 +34,8 @@ COMMON = [
 ]  # fmt: skip
 # 64 bits: in 32, the rounding of sums over two processes or three grows to 1e-6 or to 6e-6 within 300 steps, by the kind of CPU.
 ORDINARY = [
-    *COMMON,
-    "trainer.precision=64-true",
-    "optim=sgd",
-    "optim.lr=0.001",
-    "model.dropout_conv=0",
-    "model.dropout_fc=0",
-]
+    *COMMON, "trainer.precision=64-true", "optim=sgd", "optim.lr=0.001", "model.dropout_conv=0", "model.dropout_fc=0",
+]  # fmt: skip
 EXACT = [*COMMON, "exact.shards=4"]
 LIMIT = 1e-6
 # The job's train.py, which notes the round, the world, the time, the step, and the indices of the images that it trains on.
@@ -69,15 +64,13 @@ ENVIRONMENT = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",  # seconds from SIGTERM to SIGKILL for a process that waits for a lost one
     "OMP_NUM_THREADS": "1",
 }
-START_S, ROUND_S = 240.0, 240.0
+ROUND_S = 240.0  # for the processes to meet, and to get to a step
+WAYS = {"killed": hosts.Host.kill, "cut off": hosts.Host.cut_off}
 
 
-def until(true: Callable[[], bool], limit_s: float, what: str) -> None:
-    deadline = time.monotonic() + limit_s
-    while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what}: not within {limit_s:.0f} s")
-        time.sleep(0.05)
+def until(true: Callable[[], bool], what: str) -> None:
+    if not wait_until(true, ROUND_S):
+        raise TimeoutError(f"{what}: not within {ROUND_S:.0f} s")
 
 
 class Job:
@@ -85,11 +78,8 @@ class Job:
 
     def __init__(self, folder: Path, run: str, nodes: list[hosts.Host], recipe: list[str]) -> None:
         self.folder, self.name, self.nodes, self.recipe = folder, run, nodes, recipe
-        self.run = folder / "runs" / run
-        self.notes = folder / f"notes-{run}"
-        self.notes.mkdir()
-        self.script = folder / f"train_{run}.py"
-        self.script.write_text(NOTING.format(root=str(ROOT), folder=str(self.notes)))
+        self.report, self.metrics = (folder / "runs" / run / name for name in ("report.json", "metrics.csv"))
+        self.script = noting_script(folder, run)
         self.log = (folder / f"{run}.log").open("ab")
         self.agents = {node.name: self.start(node) for node in nodes}
 
@@ -102,24 +92,11 @@ class Job:
         job = [str(self.script), f"run={self.name}", "strategy=ddp", "strategy.timeout_s=30", *self.recipe]
         return node.start([*torchrun, *job], ENVIRONMENT, self.log, str(self.folder))
 
-    def steps(self) -> int:
-        """The steps that the log shows."""
-        path = self.run / "metrics.csv"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return max((int(line.split(",")[0]) for line in lines[1:-1] if line.split(",")[0].isdigit()), default=0)
-
     def ended(self) -> bool:
-        report = self.run / "report.json"
-        return report.exists() and '"status": "done"' in report.read_text()
+        return self.report.exists() and '"status": "done"' in self.report.read_text()
 
     def trains_with(self, world: int, since: float) -> bool:
-        return any(note.world == world and note.time > since for note in notes(self.notes))
-
-    def lose(self, node: hosts.Host, how: str) -> None:
-        if how == "cut off":
-            node.cut_off()
-        else:
-            node.kill()
+        return any(note.world == world and note.time > since for note in notes(self.folder, self.name))
 
     def come_back(self, node: hosts.Host) -> None:
         node.kill()  # what was cut off has been given up by the others
@@ -129,7 +106,7 @@ class Job:
 
     def wait(self, away: hosts.Host | None) -> None:
         """Until the run has ended, and each host's agent. That of a host which is still `away` would look for the others."""
-        until(self.ended, ROUND_S, "the end of the run")
+        until(self.ended, "the end of the run")
         if away:
             away.kill()
         for agent in self.agents.values():
@@ -143,29 +120,42 @@ def elastic_run(
     """Trains while nodes are lost and come back; returns what was lost when."""
     job, lost, away = Job(folder, run, nodes, recipe), [], None
     last, every = STEPS_PER_EPOCH * EPOCHS, len(nodes)
-    until(lambda: job.trains_with(every, 0), START_S, "the first round of all")
+    until(lambda: job.trains_with(every, 0), "the first round of all")
     for number in range(losses):
         low, high = last * number // losses + 5, last * (number + 1) // losses - 25
-        at = draw.randint(max(low, job.steps() + 2), max(high, job.steps() + 4))
-        until(lambda at=at: job.steps() >= at, ROUND_S, f"step {at}")  # type: ignore[misc]
-        node, how, since = draw.choice(nodes[1:]), draw.choice(("killed", "cut off")), time.time()
-        at = job.steps()
-        job.lose(node, how)
+        at = draw.randint(max(low, last_step(job.metrics) + 2), max(high, last_step(job.metrics) + 4))
+        until(lambda at=at: last_step(job.metrics) >= at, f"step {at}")  # type: ignore[misc]
+        node, how, since = draw.choice(nodes[1:]), draw.choice(list(WAYS)), time.time()
+        at = last_step(job.metrics)
+        WAYS[how](node)
         away = node
         print(f"{run}: {node.address} {how} after step {at}", flush=True)
         lost.append(f"{how} after step {at}")
-        until(lambda since=since: job.trains_with(every - 1, since), ROUND_S, "a round without it")  # type: ignore[misc]
+        until(lambda since=since: job.trains_with(every - 1, since), "a round without it")  # type: ignore[misc]
         if number + 1 < losses or draw.random() < 0.5:
             since = time.time()
             job.come_back(node)
             away = None
-            until(lambda since=since: job.trains_with(every, since) or job.ended(), ROUND_S, "a round of all")  # type: ignore[misc]
-            print(f"{run}: {node.address} is back at step {job.steps()}", flush=True)
+            until(lambda since=since: job.trains_with(every, since) or job.ended(), "a round of all")  # type: ignore[misc]
+            print(f"{run}: {node.address} is back at step {last_step(job.metrics)}", flush=True)
     job.wait(away)
     for node in nodes:
         node.kill()
         node.connect()
     return lost
+
+
+# --- what was trained on ---
+
+Images = dict[int, list[int]]  # by step
+
+
+def noting_script(folder: Path, run: str) -> Path:
+    """A train.py that notes what the processes of `run` train on."""
+    (folder / f"notes-{run}").mkdir()
+    script = folder / f"train_{run}.py"
+    script.write_text(NOTING.format(root=str(ROOT), folder=str(folder / f"notes-{run}")))
+    return script
 
 
 @dataclass(frozen=True)
@@ -177,77 +167,51 @@ class Note:
     images: list[int]
 
 
-def notes(folder: Path) -> list[Note]:
+def notes(folder: Path, run: str) -> list[Note]:
     """What the processes have noted so far; without lines that a kill cut off."""
-    lines = [line for path in folder.iterdir() for line in path.read_text().splitlines(keepends=True)]
+    paths = (folder / f"notes-{run}").iterdir()
+    lines = [line for path in paths for line in path.read_text().splitlines(keepends=True)]
     fields = [line.split() for line in lines if line.endswith("\n")]
     return [Note(f[0], int(f[1]), float(f[2]), int(f[3]), list(map(int, f[4:]))) for f in fields]
 
 
-def images_of_steps(folder: Path) -> dict[int, list[int]]:
+def images_of_steps(found: list[Note]) -> Images:
     """The images of each step in the round that took it last; an earlier one was lost with its node."""
-    last: dict[int, Note] = {}
-    found = notes(folder)
+    last = {note.step: note.round for note in sorted(found, key=lambda note: note.time)}
+    images: Images = {step: [] for step in sorted(last)}
     for note in found:
-        if note.step not in last or note.time > last[note.step].time:
-            last[note.step] = note
-    return {
-        step: sorted(image for note in found if (note.step, note.round) == (step, of.round) for image in note.images)
-        for step, of in sorted(last.items())
-    }
+        if note.round == last[note.step]:
+            images[note.step] += note.images
+    return {step: sorted(of_step) for step, of_step in images.items()}
 
 
-def worlds(folder: Path) -> list[int]:
-    """How many processes took part in each round."""
-    rounds = {note.round: note.world for note in sorted(notes(folder), key=lambda note: note.time)}
-    return list(rounds.values())
+def undisturbed(folder: Path, recipe: list[str]) -> Images:
+    """Trains `alone`; returns the images of each step."""
+    env = {**os.environ, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(noting_script(folder, "alone")), "run=alone", *recipe]
+    subprocess.run(command, cwd=folder, env=env, check=True)
+    return images_of_steps(notes(folder, "alone"))
 
 
-def check(folder: Path, run: str, expected: dict[int, list[int]], exact: bool) -> list[str]:
-    """What differs from the undisturbed run."""
-    found, told = images_of_steps(folder / f"notes-{run}"), []
-    if list(found) != list(expected):
-        told.append(f"{len(found)} steps instead of {len(expected)}")
+def differences(folder: Path, run: str, found: Images, expected: Images, exact: bool) -> list[str]:
+    """From the undisturbed run."""
+    told = [f"{len(found)} steps instead of {len(expected)}"] if list(found) != list(expected) else []
     told += [f"step {step} has other images" for step in expected if found.get(step) != expected[step]]
     alone, other = (comparison.find(name, folder / "runs") for name in ("alone", run))
     differing = comparison.compare(alone, other, exact=exact, tolerance=LIMIT)
     return told + [line for section in ("log", "figures", "weights") for line in differing[section]]
 
 
-def undisturbed(folder: Path, recipe: list[str]) -> dict[int, list[int]]:
-    """Trains `alone`; returns the images of each step."""
-    (folder / "notes-alone").mkdir()
-    script = folder / "train_alone.py"
-    script.write_text(NOTING.format(root=str(ROOT), folder=str(folder / "notes-alone")))
-    env = {**os.environ, "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, str(script), "run=alone", *recipe], cwd=folder, env=env, check=True)
-    return images_of_steps(folder / "notes-alone")
-
-
-HEADER = """# Nodes lost and found
-
-{hosts} hosts trained one run of {steps} steps with `torchrun --nnodes=1:{hosts}` at a global batch of 60 images. At random steps one host was
-killed, or cut off from the network, and the others went on; then it came back. The first host, where the processes meet, stayed:
-torchrun's rendezvous ends with it. Afterwards the images of each step, the log and the
-weights were compared with those of one undisturbed process. Made by `python benchmarks/lose_nodes.py {arguments}` with {versions}.
-
-| run | lost | processes of each round | steps | steps with other images | the same {limit} |
-| --- | --- | --- | --- | --- | --- |
-"""
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--losses", type=int, default=10, help="in all")
     parser.add_argument("--per-run", type=int, default=2, help="losses of one run")
     parser.add_argument("--seed", type=int, default=0, help="of the steps, hosts and ways")
     parser.add_argument("--exact", action="store_true", help="two hosts, exact.shards=4, every bit")
-    parser.add_argument("--out", type=Path, help="write the page there as well")
     args = parser.parse_args()
-    reason = hosts.missing()
-    if reason:
+    if reason := hosts.missing():
         parser.error(reason)
-    draw, table, failed = random.Random(args.seed), "", 0
+    draw, rows = random.Random(args.seed), []
     recipe, count = (EXACT, 2) if args.exact else (ORDINARY, 3)
     with tempfile.TemporaryDirectory() as name, hosts.hosts(count) as nodes:
         folder = Path(name)
@@ -259,24 +223,18 @@ def main() -> int:
             except TimeoutError as e:
                 print(f"{run}: {e}\n" + (folder / f"{run}.log").read_text()[-8000:], file=sys.stderr)
                 return 1
-            told = check(folder, run, expected, args.exact)
-            found = images_of_steps(folder / f"notes-{run}")
-            others = sum(found.get(step) != images for step, images in expected.items())
-            rounds = ", ".join(map(str, worlds(folder / f"notes-{run}")))
-            failed += bool(told)
+            noted = sorted(notes(folder, run), key=lambda note: note.time)
+            found = images_of_steps(noted)
+            told = differences(folder, run, found, expected, args.exact)
             print(f"{run}: {'; '.join(told) or 'as if nothing had happened'}", flush=True)
-            table += (
-                f"| {number} | {'; '.join(lost)} | {rounds} | {len(found)} | {others} | {'no' if told else 'yes'} |\n"
-            )
-    print(table)
-    if args.out:
-        from lockstep.run.report import versions
-
-        arguments = f"--losses {args.losses} --per-run {args.per_run} --seed {args.seed}{' --exact' * args.exact}"
-        limit = "bit by bit" if args.exact else f"to {LIMIT:g}"
-        header = HEADER.format(hosts=count, steps=len(expected), arguments=arguments, versions=versions(), limit=limit)
-        write_section(args.out, header + table)
-    return 1 if failed else 0
+            others = sum(found.get(step) != images for step, images in expected.items())
+            rounds = {note.round: str(note.world) for note in noted}.values()
+            cells = [f"{len(found)}", f"{others}", "no" if told else "yes"]
+            rows.append([f"{number}", "; ".join(lost), ", ".join(rounds), *cells])
+    print(made_by())
+    same = "the same bit by bit" if args.exact else f"the same to {LIMIT:g}"
+    print(table(["run", "lost", "processes of each round", "steps", "steps with other images", same], rows))
+    return int(any(row[-1] == "no" for row in rows))
 
 
 if __name__ == "__main__":

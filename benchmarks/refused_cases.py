@@ -1,14 +1,104 @@
-"""Command lines that cannot work, by family, for benchmarks/refused.py: named ones, and ones made from the schema's keys.
+"""Command lines that cannot work, by family, for refused.py: damaged data files, named ones, and ones made from the schema's keys.
 
 The last entries of each family's list come from general rules (`every key, removed`), so a new key is tried without a new line here.
 """
 
+import gzip
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
 
-from refused_files import Case, data, pictures
-
 from lockstep.config.schema import FLAG, KEYS, TEXT
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line of train.py. `key` must be in the message; `works` says that it has to be accepted instead, `may_work` that it may be."""
+
+    family: str
+    args: tuple[str, ...]
+    key: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    what: str = ""  # is in the files
+    works: bool = False
+    may_work: bool = False
+
+    @property
+    def shown(self) -> str:
+        return self.name[:150]
+
+    @property
+    def name(self) -> str:
+        env = [f"{name}={value}" for name, value in self.env.items()]
+        return " ".join([*env, *self.args]) + (f" ({self.what})" if self.what else "")
+
+
+def idx(count: int, *shape: int, kind: int = 8) -> bytes:
+    """An idx file of `count` things of `shape`."""
+    sizes = b"".join(n.to_bytes(4, "big") for n in (count, *shape))
+    return bytes([0, 0, kind, 1 + len(shape)]) + sizes + bytes(i % 10 for i in range(count * math.prod(shape)))
+
+
+NAMES = {"train": "train-images-idx3", "test": "t10k-images-idx3", "train_labels": "train-labels-idx1", "test_labels": "t10k-labels-idx1"}  # fmt: skip
+
+
+def digits(**other: bytes) -> dict[str, bytes]:
+    """MNIST's files, in a folder `own`."""
+    good = {"train": idx(64, 12, 12), "test": idx(32, 12, 12), "train_labels": idx(64), "test_labels": idx(32)}
+    return {f"own/{NAMES[part]}-ubyte": content for part, content in (good | other).items()}
+
+
+def picture(side: int = 8) -> bytes:
+    return b"P6 %d %d 255\n" % (side, side) + bytes(side * side * 3)
+
+
+def pictures(**other: bytes) -> dict[str, bytes]:
+    """A folder of two classes; `other` by file name, of class `a`."""
+    found = {f"own/{part}/{kind}/{i}.ppm": picture() for part in ("train", "test") for kind in "ab" for i in range(32)}
+    return found | {f"own/train/a/{name}.ppm": content for name, content in other.items()}
+
+
+def data() -> Iterator[Case]:
+    own, family = ("data.root=own",), "data files"
+    for what, files, named in (
+        ("test images of another size", digits(test=idx(32, 14, 14)), "t10k-images"),
+        ("no test images", digits(test=idx(0, 12, 12), test_labels=idx(0)), "t10k-images"),
+        ("no training images", digits(train=idx(0, 12, 12), train_labels=idx(0)), "train-images"),
+        ("images of 0 pixels", digits(train=idx(64, 0, 12), test=idx(32, 0, 12)), "train-images"),
+        ("a dimension that is gigantic", digits(train=bytes([0, 0, 8, 3]) + b"\xff" * 12), "train-images"),
+        ("labels above 9", digits(train_labels=idx(64)[:8] + bytes([200]) * 64), "train-labels"),
+        ("fewer labels", digits(train_labels=idx(63)), "train-labels"),
+        ("numbers of another kind", digits(train=idx(64, 12, 12, kind=9)), "train-images"),
+        ("a cut-off file", digits(train=idx(64, 12, 12)[:500]), "train-images"),
+        ("an empty file", digits(train=b""), "train-images"),
+        ("a file of text", digits(train=b"hello"), "train-images"),
+        ("bytes that follow", digits(train=idx(64, 12, 12) + b"x"), "train-images"),
+    ):
+        yield Case(family, own, named, files, what=what)
+    packed = {f"{name}.gz": gzip.compress(content) for name, content in digits().items()}
+    name = "own/train-images-idx3-ubyte.gz"
+    bomb = gzip.compress(idx(64, 12, 12)) + gzip.compress(bytes(2**24)) * 256  # 4 GB
+    for what, content in {
+        "a bomb": bomb, "cut off": packed[name][:-9], "cut off early": packed[name][:20], "a wrong checksum": packed[name][:-6] + bytes(6),
+        "two bytes": b"\x1f\x8b", "nothing": b"", "text": b"text" * 99,
+    }.items():  # fmt: skip
+        yield Case(family, own, "train-images", {**packed, name: content}, what=f"archive: {what}")
+    yield Case(family, own, "", packed, what="archives", works=True)
+    yield Case(family, own, "own", {"own": b"a file"}, what="data.root is a file")
+    folder = ("data=folder", "data.root=own")
+    yield Case(family, folder, "", pictures(), what="good", works=True)
+    for content in (b"", b"text", picture()[:50], b"P6 0 0 255\n", b"P6 99999 99999 255\n" + bytes(50)):
+        yield Case(family, folder, "broken.ppm", pictures(broken=content), what=f"a file of {content[:15]!r}")
+    for table in (b"", b"path,target", b"a,b\n1,2", b"path,target\nnothing.ppm,a\n", b"path,target\n,\n", b"\xff\xfe\0\0",
+                  b"path,target,split\ntrain/a/0.ppm,a,abc\n", b"path,target\ntrain/a/0.ppm\n", b"path,target\n\0\n",
+                  b"path,target,split\ntrain/a/0.ppm,a,test\n", b"path,target\ntrain/a/0.ppm,a\n", b'path,target\n"' + b"x" * 200_000):  # fmt: skip
+        found = {**pictures(), "own/list.csv": table}
+        yield Case(family, (*folder, "data.csv=list.csv"), "list.csv", found, what=repr(table[:50]))
+    yield Case(family, folder, "own", {"own/a/0.txt": b"x"}, what="no images")
+    yield Case(family, folder, "own", {"own/a/0.ppm": picture()}, what="one class")
+
 
 # What a key needs to be there.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -32,19 +122,8 @@ WRONG = {
     "number": ("abc", "{a: 1}", "-1", "inf", "nan", "true"),
     "key of another kind": ("{a: {b: 1}}", "''", "[[1]]", "nan"),
 }
-GROUP_NAMES = (
-    "task",
-    "model",
-    "data",
-    "strategy",
-    "trainer",
-    "optim",
-    "schedule",
-    "callbacks",
-    "logger",
-    "checkpoint",
-    "exact",
-)
+GROUPS = ("task", "model", "data", "strategy", "trainer", "optim", "schedule", "checkpoint", "exact")
+WITHOUT_TARGET = ("trainer", "checkpoint", "exact")
 EMPTY = ("callbacks", "logger")  # groups that may be empty
 
 
@@ -56,11 +135,7 @@ def kind_of(key: str) -> str:
         return "text"
     if kind.takes.startswith("a whole number"):
         return "whole number"
-    return (
-        "number"
-        if kind.takes.startswith("a number ab") or kind.takes.startswith("a number of at")
-        else "key of another kind"
-    )
+    return "number" if kind.takes.startswith(("a number ab", "a number of at")) else "key of another kind"
 
 
 def keys() -> Iterator[Case]:
@@ -77,32 +152,23 @@ def keys() -> Iterator[Case]:
 
 
 def groups() -> Iterator[Case]:
-    for group in GROUP_NAMES:
+    for group in (*GROUPS, *EMPTY):
         for override in (f"~{group}", f"{group}=null", f"{group}=5", f"{group}=abc", f"{group}.x=5"):
             yield Case("a group is removed, null or no group", (override,), group)
-        if group not in ("trainer", "checkpoint", "exact", *EMPTY):
-            for given in ("", "=null", "=5", "=[1]", "=lockstep.nothing.Here", "=nothing.Here", "=lockstep", "=''"):
-                override = f"{group}._target_{given}" if given else f"~{group}._target_"
-                yield Case("a target is removed, null or no class", (override,), f"{group}._target_")
+    for group in (group for group in GROUPS if group not in WITHOUT_TARGET):
+        yield Case("a target is removed, null or no class", (f"~{group}._target_",), f"{group}._target_")
+        for given in ("null", "5", "[1]", "lockstep.nothing.Here", "nothing.Here", "lockstep", "''"):
+            yield Case("a target is removed, null or no class", (f"{group}._target_={given}",), f"{group}._target_")
     for group in EMPTY:
         for value in ("5", "null", "abc", "[1]", "{}", "{a: 1}", "{_target_: 5}", "{_target_: lockstep.nothing.Here}"):
             yield Case("a target is removed, null or no class", (f"+{group}.x={value}",), f"{group}.x")
-    for trait in ("several_processes", "splits_batches", "shards", "precisions"):
-        for override in (f"~strategy.traits.{trait}", f"strategy.traits.{trait}=abc"):
-            yield Case("a group is removed, null or no group", (override,), "strategy.traits")
-    for override in ("~strategy.traits", "strategy.traits=null", "strategy.traits=5", "strategy.traits={}"):
-        yield Case("a group is removed, null or no group", (override,), "strategy.traits")
-
-
-def misspelt(name: str) -> str:
-    return name[:-2] + name[-1]
 
 
 def names() -> Iterator[Case]:
     for key in list(KEYS)[::2]:
         group, _, name = key.rpartition(".")
         if len(name) > 4:
-            needs, wrong = NEEDS.get(key, ()), f"{group}.{misspelt(name)}".lstrip(".")
+            needs, wrong = NEEDS.get(key, ()), f"{group}.{name[:-2]}{name[-1]}".lstrip(".")
             yield Case("a name is misspelt", (*needs, f"{wrong}=5"), key, pictures() if "data=folder" in needs else {})
     for group, option in (("model", "resnet50"), ("data", "mnits"), ("optim", "adamww"), ("schedule", "cosin"), ("strategy", "dpp"),
                           ("task", "classificaton"), ("logger", "[csvv]"), ("callbacks", "[emma]"), ("debug", "limits")):  # fmt: skip
@@ -191,17 +257,9 @@ def commands() -> Iterator[Case]:
     yield Case(family, ("model=nothing",), "model", env={"HYDRA_FULL_ERROR": "0"})
     for name, content in {"a: [": b"a: [", "tabs": b"a:\n\t- b", "bytes": b"\xff\xfe\0", "list": b"- 1\n- 2", "text": b"abc",
                           "key": b"nothing: 5", "null": b"", "group": b"defaults: [nothing]"}.items():  # fmt: skip
-        args = ("--config-dir=mine", "experiment=mine")
-        works = name == "null"
+        files = {"mine/experiment/mine.yaml": b"# @package _global_\n" + content}
         named = {"key": "nothing", "text": "abc", "group": "nothing"}.get(name, "mine")
-        yield Case(
-            family,
-            args,
-            named,
-            {"mine/experiment/mine.yaml": b"# @package _global_\n" + content},
-            what=name,
-            works=works,
-        )
+        yield Case(family, ("--config-dir=mine", "experiment=mine"), named, files, what=name, works=name == "null")
 
 
 def works() -> Iterator[Case]:

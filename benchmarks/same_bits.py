@@ -1,30 +1,28 @@
 """Whether `exact.shards=8` ends with the same bits, whoever computes the logical ranks: a table of digests in Markdown.
 
-python benchmarks/same_bits.py [--steps 40] [--only ResNet] [--out docs/measurements/agreement.md]
+python benchmarks/same_bits.py [--steps 40] [--only ResNet]
 
 Each recipe is trained on one process, on several, and with its processes killed and another number of them resuming. The digest is
 of weights, averages, optimizer and schedule of the last checkpoint. Exit code 1 if a recipe has more than one.
 """
 
-import argparse
 import hashlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from sections import write_section
+from measuring import ArgumentParser, last_step, made_by, table, wait_until
 from torch import Tensor
 
+from lockstep import ROOT
 from lockstep.checkpoints.finding import leaves
-from lockstep.run.report import versions
 
-TRAIN = str(Path(__file__).parents[1] / "train.py")
+TRAIN = str(ROOT / "train.py")
 COMMON = [
     "exact.shards=8", "data.source=embedded", "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
     "trainer.enable_progress_bar=false", "trainer.log_every_n_steps=10", "trainer.max_epochs=100", "checkpoint.every_n_steps=10",
@@ -35,13 +33,8 @@ RESNET = [
     "trainer.gradient_clip_val=0.5",
 ]  # fmt: skip
 CONVNEXT = [
-    "model=timm",
-    "model.name=test_convnext",
-    "data.image_size=32",
-    "data.batch_size=64",
-    "optim.no_decay=true",
-    "task.label_smoothing=0.1",
-]
+    "model=timm", "model.name=test_convnext", "data.image_size=32", "data.batch_size=64", "optim.no_decay=true", "task.label_smoothing=0.1",
+]  # fmt: skip
 RECIPES = {
     "BasicNet, the defaults": [*BASIC, "trainer.precision=bf16-mixed"],
     "BasicNet, float32": [*BASIC, "trainer.precision=32-true"],
@@ -72,34 +65,24 @@ def command(stage: list[str], overrides: list[str]) -> list[str]:
     return [sys.executable, *launch, *overrides]
 
 
-def started(stage: list[str], overrides: list[str], log: Path) -> Any:
-    with log.open("a") as file:
-        return subprocess.Popen(command(stage, overrides), stdout=file, stderr=file, start_new_session=True)
+def kill_at(process: "subprocess.Popen[bytes]", metrics: Path, step: int) -> None:
+    """Kills the processes of a command once their log shows a step; a checkpoint of that step may be still to come."""
+    wait_until(lambda: last_step(metrics) >= step or process.poll() is not None, math.inf, 0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) -> None:
-    """Raises RuntimeError if a stage fails."""
+    """Raises RuntimeError if the last stage fails."""
     typed = [*overrides, f"runs_dir={run.parent}", f"run={run.name}", f"trainer.max_steps={steps}", "resume=auto"]
     log = run.parent / f"{run.name}.log"
-    for number, stage in enumerate(stages[:-1], start=1):
-        process = started(stage, typed, log)
-        reached = steps * number // len(stages)
-        while step_of(run) < reached and process.poll() is None:
-            try:
-                process.wait(0.2)
-            except subprocess.TimeoutExpired:
-                continue
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if started(stages[-1], typed, log).wait():
+    for number, stage in enumerate(stages, start=1):
+        with log.open("a") as file:
+            process = subprocess.Popen(command(stage, typed), stdout=file, stderr=file, start_new_session=True)
+        if number < len(stages):
+            kill_at(process, run / "metrics.csv", steps * number // len(stages))
+    if process.wait():
         raise RuntimeError(log.read_text()[-2000:])
-
-
-def step_of(run: Path) -> int:
-    """Of the last row of the log; a checkpoint of its step may be still to come."""
-    path = run / "metrics.csv"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return int(lines[-1].partition(",")[0]) if len(lines) > 1 else 0
 
 
 def digest(run: Path) -> str:
@@ -107,37 +90,10 @@ def digest(run: Path) -> str:
     parts = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers")
     found = hashlib.blake2b(digest_size=6)
     for keys, leaf in leaves({part: content.get(part) for part in parts}):
-        bits = (
-            leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            if isinstance(leaf, Tensor)
-            else repr(leaf).encode()
-        )
+        tensor = isinstance(leaf, Tensor)
+        bits = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor else repr(leaf).encode()
         found.update(repr(keys).encode() + bits)
     return found.hexdigest()
-
-
-def table(found: dict[str, dict[str, str]]) -> Iterator[str]:
-    yield "| | " + " | ".join(found) + " |"
-    yield "| --- |" + " --- |" * len(found)
-    for way in WAYS:
-        yield f"| {way} | " + " | ".join(f"`{column[way]}`" for column in found.values()) + " |"
-
-
-def page(found: dict[str, dict[str, str]], steps: int) -> str:
-    kept = "python benchmarks/same_bits.py --out docs/measurements/agreement.md"
-    lines = [
-        "# The same bits on any number of processes",
-        "",
-        f"`{kept}`: `exact.shards=8`, {steps} steps, AdamW at 1e-3. Digests of weights, averages, optimizer and schedule of the last",
-        "checkpoint. BasicNet has dropout; ResNet-18 (timm) has batch norm, clipping, an average of the weights, mixup and augmentation;",
-        "ConvNeXt (timm's test_convnext) has layer scales, label smoothing, and no decay of vectors. Precision is bf16-mixed where not said.",
-        f"{os.cpu_count()} CPU threads, {versions()}.",
-        "",
-        *table(found),
-        "",
-        "Three processes are refused: " + refusal(),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def refusal() -> str:
@@ -149,25 +105,23 @@ def refusal() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", default="", help="recipes whose name has this in it")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found: dict[str, dict[str, str]] = {}
+    recipes = {name: overrides for name, overrides in RECIPES.items() if args.only in name}
+    found: dict[str, list[str]] = {way: [] for way in WAYS}  # digests by recipe
     with tempfile.TemporaryDirectory() as folder:
-        for i, (recipe, overrides) in enumerate((r, o) for r, o in RECIPES.items() if args.only in r):
-            found[recipe] = {}
+        for i, (recipe, overrides) in enumerate(recipes.items()):
             for j, (way, stages) in enumerate(WAYS.items()):
                 run = Path(folder) / f"{i}-{j}"
                 train(stages, [*COMMON, *overrides], run, args.steps)
-                found[recipe][way] = digest(run)
-                print(f"{recipe}, {way}: {found[recipe][way]}", flush=True)
-    text = page(found, args.steps)
-    print(text)
-    if args.out:
-        write_section(args.out, text)
-    return int(any(len(set(column.values())) > 1 for column in found.values()))
+                found[way].append(digest(run))
+                print(f"{recipe}, {way}: {found[way][-1]}", flush=True)
+    print(made_by())
+    print(table(["", *recipes], [[way, *(f"`{each}`" for each in digests)] for way, digests in found.items()]))
+    print("\nThree processes are refused: " + refusal())
+    return int(any(len(set(column)) > 1 for column in zip(*found.values(), strict=True)))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from benchmark_contenders import ready
 from fake_gpu import DEVICE, fake_gpu
 from in_process import options
+from measuring import ready
 from torch import nn
 
 from lockstep.callbacks.summary import FirstBatch

@@ -97,7 +97,7 @@ def monitor_guard(
     for name, node in callbacks.items():
         if node.get("monitor") is not None:
             monitors = validated if node.get("check_on_train_epoch_end") is False else later
-            monitors[f"callbacks.{name}.monitor"] = node.monitor
+            monitors[f"callbacks.{name!s}.monitor"] = node.monitor
     return stopping.MonitorGuard(validated, later, save)
 
 

@@ -6,7 +6,7 @@ Bytes may differ by one level, where float32 arithmetic of another order rounds 
 import numpy as np
 import pytest
 import torch
-from augment import cases, new_draws, policy
+from images import cases, new_draws, policy
 from torch import Tensor
 from torchvision.transforms import v2 as tv
 

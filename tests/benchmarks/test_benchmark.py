@@ -8,7 +8,6 @@ import pytest
 from benchmark import Figures, Turn, accuracy_problems, flops_share, ratio, table, too_slow, waiting, waits_long
 
 from lockstep import ROOT
-from lockstep.errors import UserError
 
 
 def figures(*rates: float, accuracy: float | None = None, **about: object) -> Figures:
@@ -81,21 +80,19 @@ def test_the_table_has_an_empty_cell_for_what_is_not_known():
 
 def test_a_peer_that_is_not_installed_is_left_out_and_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
-    found = benchmark.chosen("plain,accelerate,transformers", world=1)
+    found = benchmark.chosen(benchmark.PEERS, world=1)
     assert list(found) == ["plain", "transformers", *benchmark.OURS]
     assert "accelerate is left out" in (said := capsys.readouterr().err) and "uv run --group peers" in said
-    assert not any("upper bound" in name for name in benchmark.chosen("plain", world=2))
-    assert benchmark.chosen("plain", 1, ["compile=true tf32=true"])["lockstep compile=true tf32=true"] == (
+    assert not any("upper bound" in name for name in benchmark.chosen(["plain"], world=2))
+    assert benchmark.chosen(["plain"], 1, ["compile=true tf32=true"])["lockstep compile=true tf32=true"] == (
         "lockstep",
         ["compile=true", "tf32=true"],
     )
-    with pytest.raises(UserError, match=r"jax is unknown; use some of plain,accelerate,transformers"):
-        benchmark.chosen("plain,jax", world=1)
 
 
 def test_all_that_compute_in_fp32_on_a_gpu_have_the_same_tf32():
     for device, more in (("cuda", ["tf32=true"]), ("cpu", [])):
-        for name, (kind, options) in benchmark.chosen("plain", 1).items():
+        for name, (kind, options) in benchmark.chosen(["plain"], 1).items():
             fp32 = kind == "plain" or "equal precision" in name
             assert benchmark.arithmetic(kind, options, device) == [*options, *(more if fp32 else [])]
 
@@ -103,7 +100,7 @@ def test_all_that_compute_in_fp32_on_a_gpu_have_the_same_tf32():
 @pytest.mark.parametrize("tf32", [True, False])
 def test_peers_multiply_as_tf32_says(tf32, mnist, cache, monkeypatch):
     import torch
-    from benchmark_contenders import Work
+    from contenders import Work
 
     for module in (torch.backends.cuda.matmul, torch.backends.cudnn):
         monkeypatch.setattr(module, "allow_tf32", not tf32)
@@ -111,31 +108,21 @@ def test_peers_multiply_as_tf32_says(tf32, mnist, cache, monkeypatch):
     assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is tf32
 
 
-def test_the_page_has_the_command_without_folders():
-    given = ["--data-root", "/mine", "--world", "2", "--quick", "--no-accuracy", "--out", "/mine/page.md"]
-    assert benchmark.command(benchmark.arguments(given)) == (
-        "python benchmarks/benchmark.py --world 2 --quick --no-accuracy"
-    )
-    assert benchmark.command(benchmark.arguments([])) == "python benchmarks/benchmark.py"
-
-
 @pytest.mark.full  # five processes with torch, three of them with Lightning: half a minute on two cores
 def test_a_whole_benchmark(tmp_path):
     """All contenders of --quick take turns, learn for as long as the plain loop does, and are told to end."""
-    out = tmp_path / "page.md"
-    command = [sys.executable, str(ROOT / "benchmarks/benchmark.py"), "--quick", "--device", "cpu", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "benchmarks/benchmark.py"), "--quick", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--segment", "2", "--rounds", "2", "--accuracy"],
         capture_output=True, text=True, timeout=600, cwd=tmp_path,
     )  # fmt: skip
-    assert out.is_file(), done.stderr
-    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in out.read_text().splitlines() if "|" in line}
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in done.stdout.splitlines() if "|" in line}
     names = ["plain", "lockstep", "lockstep equal precision", "upper bound", "upper bound equal precision"]
-    assert [name for name in rows if name in names] == names
+    assert [name for name in rows if name in names] == names, done.stderr
     assert rows["lockstep equal precision"][1] == "32-true"
     for name in names:
         assert ", 2)" in rows[name][2] and float(rows[name][3]) > 0
         assert 0 < float(rows[name][7].rstrip("%")) < 200 or name == "plain"
     for name in names[:3]:
         assert 0.5 < float(rows[name][8].strip("|% ")) / 100 <= 1, rows[name]
-    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]
+    assert list(tmp_path.iterdir()) == []

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import growth
-import growth_processes
-import growth_sampler
+import measuring
 import pytest
 
 SMAPS = """7f00-7f10 r--s 00000000 fd:00 12  /cache/cifar10-1/train_images.npy
@@ -37,8 +36,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_only_the_mappings_of_a_folder_count(tmp_path):
     from pathlib import Path
 
-    assert growth_processes.mapped(SMAPS, Path("/cache")) == (808 * 1024, 202 * 1024)
-    assert growth_processes.mapped(SMAPS, tmp_path) == (0, 0)
+    assert growth.mapped(SMAPS, Path("/cache")) == (808 * 1024, 202 * 1024)
+    assert growth.mapped(SMAPS, tmp_path) == (0, 0)
 
 
 @linux
@@ -51,23 +50,23 @@ def test_shared_pages_count_once_and_own_ones_for_each(tmp_path):
         for holder in holders:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"0\n"
-        each = [growth_processes.memory_of(holder.pid, tmp_path) for holder in holders]
-        together = sum(each, growth_processes.Memory())
-        assert {holder.pid for holder in holders} <= set(growth_processes.children())
+        each = [growth.memory_of(holder.pid, tmp_path) for holder in holders]
+        together = growth.total(each)
+        assert {holder.pid for holder in holders} <= set(growth.children())
     finally:
         for holder in holders:
             holder.communicate()
     assert [one.mapped for one in each] == [size] * count
     assert abs(together.mapped_pss - size) < count * 2**16  # smaps rounds to KiB
     assert all(own < one.own < own + 2**24 for one in each)
-    assert growth_processes.memory_of(holders[0].pid, tmp_path) == growth_processes.Memory()  # it has ended
+    assert growth.memory_of(holders[0].pid, tmp_path) == growth.Memory()  # it has ended
 
 
 def test_the_order_of_samples_is_measured_at_any_place():
-    batches = growth_sampler.ours(10**8, 16, 1024)
-    assert growth_sampler.first_s(batches, len(batches) - 1) > 0
-    assert growth_sampler.traced_bytes(batches) < 10**7
-    assert (growth_sampler.duration(2.5e-5), growth_sampler.duration(1.5), growth_sampler.size(3.2e9)) == (
+    batches = growth.train_batches(10**8, 16, 1024)
+    assert growth.first_s(batches, len(batches) - 1) > 0
+    assert growth.traced_bytes(batches) < 10**7
+    assert (growth.duration(2.5e-5), growth.duration(1.5), growth.size(3.2e9)) == (
         "25 us",
         "1.5 s",
         "3.2 GB",
@@ -77,9 +76,9 @@ def test_the_order_of_samples_is_measured_at_any_place():
 @linux
 def test_a_permutation_of_all_samples_shows_in_the_memory():
     count = 10**6
-    assert growth_sampler.torch_sampler(count, 4)[1] > 8 * count
-    batches = growth_sampler.ours(count, 4, 64)
-    assert growth_sampler.grown_bytes(lambda: growth_sampler.pass_through(batches)) < 8 * count
+    assert growth.torch_sampler(count, 4)[1] > 8 * count
+    batches = growth.train_batches(count, 4, 64)
+    assert growth.grown_bytes(lambda: growth.pass_through(batches)) < 8 * count
 
 
 def test_a_section_is_drawn(tmp_path):
@@ -87,8 +86,6 @@ def test_a_section_is_drawn(tmp_path):
     growth.plot(growth.Section("Memory", "", {"GiB": lines}), tmp_path / "plot.png")
     growth.plot(growth.Section("Order", "", {"s": lines, "bytes": lines}, x="samples", log=True), tmp_path / "two.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("plot.png", "two.png"))
-    assert growth.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-    assert growth.spread([1000.0, 3000.0, 2000.0]) == "2,000 (1,000 to 3,000)"
 
 
 @linux
@@ -96,16 +93,16 @@ def test_what_a_process_holds_is_seen(tmp_path):
     code = "import sys, threading; files = [open(sys.argv[1]) for _ in range(9)]; threading.Thread(target=sys.stdin.read).start(); print(1, flush=True)"
     (tmp_path / "a").touch()
     metrics = tmp_path / "metrics.csv"
-    assert growth_processes.last_step(metrics) == 0
+    assert measuring.last_step(metrics) == 0
     metrics.write_text("step,train/loss\n19,1.0\n39,")
-    assert growth_processes.last_step(metrics) == 39
+    assert measuring.last_step(metrics) == 39
     command = [sys.executable, "-c", code, str(tmp_path / "a")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
-        assert process.pid in set(growth_processes.descendants())
-        looks = [growth_processes.held(process.pid, step) for step in (10, 90)]
+        assert process.pid in set(growth.descendants())
+        looks = [growth.held(process.pid, step) for step in (10, 90)]
         process.stdin.close()
-    assert looks[0].values[1:] == (3 + 9, 2)
-    assert growth_processes.at(looks, 80).step == 90
-    assert growth_processes.rows({"0 python": looks}, 100)[1][:2] == ["0 python", "open files"]
+    assert looks[0][1][1:] == (3 + 9, 2)
+    rows = growth.held_rows({"a": [(10, (9.0, 0.0, 0.0)), (80, (5.0, 0.0, 0.0))]}, 100)
+    assert rows[0] == ["a", "memory, MiB", "9", "5", "5"]

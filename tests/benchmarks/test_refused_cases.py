@@ -1,5 +1,6 @@
 """What benchmarks/refused.py tries: a quick selection as the check sees it, and all of it when there is time."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import refused
-from refused_cases import cases
-from refused_files import Case, digits
-from refused_run import DIM, LATE, LEFT, SILENT, TRACEBACK, WELL, WORKS, WRONGLY, Outcome, verdict
+from refused import DIM, LATE, LEFT, SILENT, TRACEBACK, WELL, WORKS, WRONGLY, Outcome, verdict
+from refused_cases import Case, cases, digits
 
 from lockstep import ROOT
 from lockstep.config.checks import check
@@ -62,17 +62,17 @@ def test_how_a_case_was_refused(code, message, stage, left, expected):
     assert works == (WORKS if code == 0 else WRONGLY)
 
 
-def test_the_page_counts_by_family_now_and_before():
+def test_the_page_counts_by_family():
     now = [Outcome("a", "x=1", WELL, 1.0, "config", 2, ""), Outcome("b", "y=1", DIM, 2.0, "config", 2, "")]
-    page = refused.page(now, now[:1])
+    page = refused.page(now)
     assert "| a | 1 | 1 |" in page
     assert "- unclear: `y=1`" in page
-    assert page.count("| all |") == 2
+    assert "| all | 2 | 1 |" in page
 
 
 @pytest.mark.full
 def test_all_cases_are_refused_well(tmp_path):
     command = [sys.executable, str(Path(ROOT, "benchmarks/refused.py")), "--save", str(tmp_path / "outcomes.json")]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, stdout=subprocess.DEVNULL)
-    outcomes = refused.load(tmp_path / "outcomes.json")
-    assert sum(outcome.verdict in (WELL, WORKS) for outcome in outcomes) > 0.97 * len(outcomes)
+    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
+    assert sum(outcome["verdict"] in (WELL, WORKS) for outcome in outcomes) > 0.97 * len(outcomes)

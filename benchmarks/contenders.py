@@ -1,22 +1,33 @@
 """The contenders of benchmark.py: Lockstep and its upper bound, a plain loop as tutorials write it, Accelerate, transformers' Trainer.
 
-The upper bound is Lockstep's network, optimizer and precision in a bare loop over one batch. The last three read images one by one, as torchvision's data sets give them, in fp32, and do nothing that the other two do not:
-no logging, no saving, no clipping. Under several processes they use DistributedDataParallel.
+python benchmarks/contenders.py <plain | plain_our_net | accelerate | transformers | lockstep | lockstep_plain_net | upper_bound> [key=value ...]
+
+Each is a process that trains when it is told to, and waits otherwise. The options are those of train.py, for all contenders. A line on
+standard input grants so many optimizer steps; the answer is a line of JSON with what they took. 0 grants the rest of the training
+and an evaluation; the end of the input, nothing more.
+
+The upper bound is Lockstep's network, optimizer and precision in a bare loop over one batch. The peers read images one by one, as
+torchvision's data sets give them, in fp32, and do nothing that Lockstep does besides: no logging, no saving, no clipping. Under several
+processes they use DistributedDataParallel.
 """
 
 # B batch · C channel · H W pixel · K class
 
+import json
 import os
+import resource
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sized
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import IO, Any, TypeVar
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from benchmark_turns import Turns, on_gpu, synchronise
+from measuring import ready, start_job
 from numpy.typing import NDArray
 from omegaconf import DictConfig
 from PIL import Image
@@ -27,30 +38,99 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import transforms
 
-from lockstep import build
+from lockstep import build, models
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.config.run_config import run_dir
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
-from lockstep.launch import jobs
-from lockstep.launch.start import start
-from lockstep.machine import process
 from lockstep.machine.world import World
-from lockstep.training.module import TaskModule
 from lockstep.training.steps import completes_step
 
+T = TypeVar("T")
+END = -1
 
-def ready(cfg: DictConfig, world: World) -> tuple[DataModule, TaskModule, pl.Trainer]:
-    """Data, task and trainer of a run, with its directory."""
-    run_dir(cfg).mkdir(parents=True, exist_ok=True)
-    process.owned = True
-    build.process(cfg, world)
-    build.seed(cfg)
-    data = build.data(build.with_numbers(cfg))
-    module = build.module(cfg, data)
-    assert isinstance(data, DataModule) and isinstance(module, TaskModule)
-    return data, module, build.trainer(cfg, world, data)
+
+class Turns:
+    """In the contender: holds a training loop between two optimizer steps until it is its turn. Only rank 0 talks."""
+
+    def __init__(self, answers: IO[str]) -> None:
+        self.answers = answers
+        self.rank, self.world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.about: dict[str, Any] = {}  # goes with every answer
+        self.waited_s: float | None = 0.0  # for data, since the process began; None where it is not known
+        self.group: Any = None
+        self.left = self.images = 0
+        self.began_s = self.waited_before_s = 0.0
+
+    def begin(self) -> None:
+        """Called before the first step, when everything stands."""
+        self.answer()
+        self.wait()
+
+    def stepped(self, images: int) -> None:
+        """Called after each optimizer step with the images of this process."""
+        self.images += images * self.world
+        self.left -= 1
+        if self.left == 0:
+            self.end_turn()
+            self.wait()
+
+    def timed(self, batches: Iterable[T]) -> Iterator[T]:
+        """`batches`, with the time that each takes to come counted as waiting."""
+        iterator, end = iter(batches), object()
+        while True:
+            began_s = time.perf_counter()
+            batch: Any = next(iterator, end)
+            self.waited_s = (self.waited_s or 0.0) + time.perf_counter() - began_s
+            if batch is end:
+                return
+            yield batch
+
+    def end_turn(self) -> None:
+        synchronise()
+        seconds = time.perf_counter() - self.began_s
+        waited_s = None if self.waited_s is None else self.waited_s - self.waited_before_s
+        self.answer(images=self.images, seconds=seconds, waited_s=waited_s, **peaks())
+
+    def wait(self) -> None:
+        steps = self.granted()
+        if steps == END:
+            os._exit(0)  # from within a library's loop, which would take an exception for its own failure
+        self.left, self.images, self.waited_before_s = steps, 0, self.waited_s or 0.0
+        synchronise()
+        self.began_s = time.perf_counter()
+
+    def granted(self) -> int:
+        steps = int(sys.stdin.readline() or END) if self.rank == 0 else END
+        if self.world == 1:
+            return steps
+        # gloo: a process that waits in a collective of nccl keeps its GPU and a core busy, and it is others' turn now.
+        self.group = self.group or dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+        shared = torch.tensor(steps)
+        dist.broadcast(shared, 0, group=self.group)
+        return int(shared)
+
+    def answer(self, **figures: Any) -> None:
+        if self.rank == 0:
+            print(json.dumps({**self.about, **figures}), file=self.answers, flush=True)
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available()  # benchmark.py shows the GPUs to those only that are to use them
+
+
+def synchronise() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def peaks() -> dict[str, int | None]:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if on_gpu() else None,
+    }
 
 
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
@@ -80,7 +160,9 @@ class UpperBound(pl.Callback):
         self.turns = turns
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        batch = one_batch(trainer)
+        loader: Any = trainer.train_dataloader
+        batch = trainer.precision_plugin.convert_input(next(iter(loader)))
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)  # as the network gets it
         image_BCHW, label_B = batch["input"], batch["target"]
         net, (optimizer,) = pl_module.net, trainer.optimizers
         assert isinstance(net, torch.nn.Module) and net.training
@@ -105,13 +187,6 @@ class UpperBound(pl.Callback):
             self.turns.stepped(len(label_B))
 
 
-def one_batch(trainer: pl.Trainer) -> Any:
-    """The first batch of the training, as the network gets it."""
-    loader: Any = trainer.train_dataloader
-    batch = trainer.precision_plugin.convert_input(next(iter(loader)))
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-
-
 def matmul_rate(device: torch.device, precision: str, repeat: int = 5) -> float:
     """FLOP/s of the best of several products of large square matrices, with the settings of this process."""
     size = 8192 if device.type == "cuda" else 2048
@@ -132,14 +207,13 @@ def fit(
     """What train.py does, without the report; with another network if one is given."""
 
     def job(cfg: DictConfig, world: World) -> None:
-        data, task, trainer = ready(cfg, world)
-        task.net = net or task.net
+        data, task, trainer = ready(cfg, world, net)
         trainer.callbacks.append(callback(turns, data))  # type: ignore[attr-defined]
         turns.about["precision"] = str(trainer.precision)
         build.fit(cfg, trainer, task, data)
-        turns.finish(build.evaluate(cfg, world, data, task)["test/acc"])
+        turns.answer(accuracy=build.evaluate(cfg, world, data, task)["test/acc"])
 
-    start(jobs.Job("train", jobs.script("train"), job), compose_config("train", overrides), overrides)
+    start_job(job, overrides)
 
 
 def lockstep(turns: Turns, overrides: list[str]) -> None:
@@ -232,15 +306,11 @@ class Work:
         with torch.no_grad():
             for image_BCHW, label_B in DataLoader(self.test, batch_size=1000):
                 right += int((self.net(image_BCHW.to(device)).argmax(1) == label_B.to(device)).sum())
-        return right / sized(self.test)
-
-
-def sized(data: Sized) -> int:
-    return len(data)
+        return right / len(self.test)
 
 
 def timm_net(name: str) -> nn.Module:
-    import timm
+    import timm  # not in the memory of those that have no use for it
 
     net: nn.Module = timm.create_model(name, num_classes=10)
     return net
@@ -274,14 +344,12 @@ def plain(turns: Turns, overrides: list[str], network: nn.Module | None = None) 
             loss.backward()
             optimizer.step()
             turns.stepped(len(label_B))
-    turns.finish(work.accuracy())
+    turns.answer(accuracy=work.accuracy())
 
 
 def plain_our_net(turns: Turns, overrides: list[str]) -> None:
     """What Lockstep's network gives a plain loop: cheap random numbers for dropout, and ReLU after the pool."""
-    from lockstep.models import BasicNet
-
-    plain(turns, overrides, BasicNet())
+    plain(turns, overrides, models.BasicNet())
 
 
 def accelerate(turns: Turns, overrides: list[str]) -> None:
@@ -299,7 +367,7 @@ def accelerate(turns: Turns, overrides: list[str]) -> None:
             accelerator.backward(loss)
             optimizer.step()
             turns.stepped(len(label_B))
-    turns.finish(work.accuracy())
+    turns.answer(accuracy=work.accuracy())
 
 
 def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
@@ -340,4 +408,18 @@ def transformers(turns: Turns, overrides: list[str]) -> None:
         )  # fmt: skip
         assert arguments.world_size == turns.world
         Classifier(work.net, arguments, collate, work.train, callbacks=[ByTurns()]).train()
-    turns.finish(work.accuracy())
+    turns.answer(accuracy=work.accuracy())
+
+
+CONTENDERS = (plain, plain_our_net, accelerate, transformers, lockstep, lockstep_plain_net, upper_bound)
+
+
+def main() -> None:
+    kind, *overrides = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not come between the answers
+    {each.__name__: each for each in CONTENDERS}[kind](Turns(answers), overrides)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""What images cost, in time of the processor: augmentation next to torchvision's, and reading from files.
+
+python benchmarks/images.py augment [--batch 32] [--turns 5]
+python benchmarks/images.py decoding [--images 2000] [--train 6000] [--turns 3]
+
+augment: the same bytes and the same parameters for both. Lockstep's time includes drawing them, and torchvision's the batch that its
+images become. One thread. Pixels that differ by more than a level come from the middle between two pixels, where rounding decides
+which one is nearest, or from a level that a further change has multiplied.
+decoding: by a worker, once into the cache, and a run on that cache next to one on the same images in MNIST's files. The images are
+noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
+"""
+
+import argparse
+import gzip
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import ArgumentParser, in_turns, made_by, table, train
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from lockstep import augment
+from lockstep.augment import Draws
+from lockstep.augment.mixing import beta
+from lockstep.data import Folder
+from lockstep.data.images import Files
+
+
+def spent_s(work: Callable[[], object]) -> float:
+    """Seconds of the processor."""
+    began_s = time.process_time()
+    work()
+    return time.process_time() - began_s
+
+
+# --- augment ---
+
+SIZES = (32, 224)
+COLUMNS = ("equal pixels", "at most one level apart", "Lockstep, ms", "torchvision, ms")
+Reference = Callable[[Tensor, int], Tensor]  # of an image and its place in the batch
+BLENDS = {
+    "brightness": F.adjust_brightness,
+    "contrast": F.adjust_contrast,
+    "color": F.adjust_saturation,
+    "sharpness": F.adjust_sharpness,
+}
+
+
+def new_draws(count: int) -> Draws:
+    return Draws("augment.x", np.arange(count), seed=0, epoch=0)
+
+
+def of_policy(image: Tensor, name: str, magnitude: float) -> Tensor:
+    """One operation of a policy by torchvision."""
+    if name in BLENDS:
+        return BLENDS[name](image, magnitude)
+    if name in ("autocontrast", "equalize", "invert"):
+        return getattr(F, name)(image)  # type: ignore[no-any-return]
+    if name in ("posterize", "solarize"):
+        return F.posterize(image, int(magnitude)) if name == "posterize" else F.solarize(image, magnitude)
+    if name == "identity" or not magnitude:
+        return image
+    if name == "rotate":
+        return F.rotate(image, magnitude)
+    moved = [0.0, 0.0]
+    moved["xy".index(name[-1])] = math.degrees(math.atan(magnitude)) if name.startswith("shear") else magnitude
+    if name.startswith("shear"):
+        return F.affine(image, angle=0.0, translate=[0, 0], scale=1.0, shear=moved, center=[0, 0])
+    return F.affine(image, angle=0.0, translate=[int(m) for m in moved], scale=1.0, shear=[0.0, 0.0])
+
+
+def policy(operation: Any, image: Tensor, times: int) -> Reference:
+    draws = new_draws(len(image)).host
+    chosen = [operation.magnitudes(draws, *image.shape[-2:]) for _ in range(times)]
+    plain = [list(zip(names.tolist(), magnitudes.tolist(), strict=True)) for names, magnitudes in chosen]
+
+    def reference(one: Tensor, place: int) -> Tensor:
+        for each in plain:
+            one = of_policy(one, *each[place])
+        return one
+
+    return reference
+
+
+def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
+    """Each operation with its defaults, and torchvision's for the same draws."""
+    count, (height, width) = len(image), image.shape[-2:]
+    shift, flip, cut = augment.Shift(pixels=4), augment.Flip(), augment.Cutmix()
+    crop, mixup = augment.RandomResizedCrop(), augment.Mixup()
+    erase = augment.RandomErasing(probability=1.0, fill=0)
+    jitter = augment.ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
+    corners = shift.plan(height, width, new_draws(count)).tolist()
+    mirrored = flip.plan(height, width, new_draws(count))[-1].tolist()
+    boxes = crop.plan(height, width, new_draws(count)).tolist()
+    erased = erase.boxes(height, width, new_draws(count).host).tolist()
+    pasted = cut.boxes(height, width, new_draws(count).host).tolist()
+    degrees = new_draws(count).host.uniform(-15, 15).tolist()
+    share = beta(new_draws(count).host, mixup.alpha).tolist()
+    factors = {name: values.tolist() for name, values in jitter.factors(new_draws(count).host).items()}
+
+    def jittered(one: Tensor, place: int) -> Tensor:
+        for name, values in factors.items():
+            one = getattr(F, f"adjust_{name}")(one, values[place])
+        return one
+
+    def with_box(one: Tensor, place: int) -> Tensor:
+        top, left, height, width = pasted[place]
+        box = (slice(None), slice(top, top + height), slice(left, left + width))
+        one = one.clone()
+        one[box] = image[place ^ 1][box]
+        return one
+
+    return {
+        "shift": (shift, lambda one, i: F.crop(F.pad(one, [4, 4, 4, 4]), *corners[i], height, width)),
+        "flip": (flip, lambda one, i: F.horizontal_flip(one) if mirrored[i] else one),
+        "crop": (crop, lambda one, i: F.resized_crop(one, *boxes[i], [height, width], antialias=True)),
+        "rotate": (augment.Rotate(degrees=15), lambda one, i: F.rotate(one, degrees[i], InterpolationMode.BILINEAR)),
+        "color_jitter": (jitter, jittered),
+        "trivial": (augment.TrivialAugment(), policy(augment.TrivialAugment(), image, 1)),
+        "rand": (augment.RandAugment(), policy(augment.RandAugment(), image, 2)),
+        "erase": (erase, lambda one, i: F.erase(one, *erased[i], torch.zeros(1, 1, 1, dtype=torch.uint8))),
+        "mixup": (mixup, lambda one, i: (one * share[i] + image[i ^ 1] * (1 - share[i])).round().to(torch.uint8)),
+        "cutmix": (cut, with_box),
+    }
+
+
+def compared(image: Tensor, operation: augment.Operation, reference: Reference, turns: int) -> list[str]:
+    """Cells of COLUMNS."""
+    batch = {"input": image, "index": torch.arange(len(image)), "count": len(image)}
+
+    def ours() -> Tensor:
+        made: Tensor = operation(batch, new_draws(len(image)))["input"]
+        return made
+
+    def theirs() -> Tensor:
+        return torch.stack([reference(one, place) for place, one in enumerate(image)])
+
+    apart = (ours().int() - theirs().int()).abs()
+    equal, close = ((apart <= levels).float().mean() for levels in (0, 1))
+    ours_ms, theirs_ms = (
+        statistics.median([1000 * spent_s(way) for _ in range(turns + 1)][1:]) for way in (ours, theirs)
+    )  # fmt: skip
+    return [f"{equal:.2%}", f"{close:.2%}", f"{ours_ms:.1f}", f"{theirs_ms:.1f}"]
+
+
+def augmentation(args: argparse.Namespace) -> str:
+    torch.set_num_threads(1)
+    rows: dict[str, list[str]] = {}
+    for size in SIZES:
+        generator = torch.Generator().manual_seed(0)
+        coarse = torch.rand(args.batch, 3, 14, 14, generator=generator)
+        noise = torch.randn(args.batch, 3, size, size, generator=generator) * 8
+        smooth = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bicubic") * 255
+        image = (smooth + noise).round().clamp(0, 255).to(torch.uint8)
+        for name, case in cases(image).items():
+            rows.setdefault(name, [f"`{name}`"]).extend(compared(image, *case, args.turns))
+    head = ["operation", *(f"{size} px: {column}" for size in SIZES for column in COLUMNS)]
+    return f"{args.batch} colour images.\n\n{table(head, list(rows.values()))}"
+
+
+# --- decoding ---
+
+JPEGS = ((500, 375), (1600, 1200), (4000, 3000))
+SIDE = 224
+
+
+def write_jpeg(path: Path, width: int, height: int) -> None:
+    random = np.random.default_rng(0)
+    pattern = Image.fromarray(random.integers(0, 255, (height // 25, width // 25, 3), dtype=np.uint8))
+    smooth = np.asarray(pattern.resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    noisy = (smooth + random.integers(-12, 12, smooth.shape)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(noisy).save(path, quality=90)
+
+
+def by_a_worker(folder: Path) -> str:
+    rows = []
+    for width, height in JPEGS:
+        path = folder / f"{width}.jpg"
+        write_jpeg(path, width, height)
+        count = max(8, 60_000_000 // (width * height))
+        files = Files(folder, [path.name] * count, np.zeros(count), channels=3, size=SIDE)
+        seconds = spent_s(partial(files.__getitem__, np.arange(count)))
+        rows.append([f"{width} x {height}, {path.stat().st_size / 1000:,.0f} kB", f"{count / seconds:,.0f}"])
+    return table(["file", "images/s of a worker, per core"], rows)
+
+
+def into_the_cache(folder: Path, images: int) -> str:
+    """Building the cache of `images` files of the first size, only checking them, and opening the cache again."""
+    write_jpeg(folder / "one.jpg", *JPEGS[0])
+    content = (folder / "one.jpg").read_bytes()
+    for place in range(images):
+        path = folder / "classes" / str(place % 2) / f"{place}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def opened(decode: str) -> None:
+        data = Folder(root=str(folder / "classes"), decode=decode, cache_dir=str(folder / "cache"), image_size=SIDE)
+        data.prepare()
+        assert len(data.train)
+
+    built_s, checked_s, again_s = (spent_s(partial(opened, decode)) for decode in ("cache", "workers", "cache"))
+    cells = [f"{images:,}", f"{images / built_s:,.0f}", f"{images / checked_s:,.0f}", f"{again_s:.2f}"]
+    return table(["files", "decoded into the cache, images/s", "checked, images/s", "opened again, s"], [cells])
+
+
+def runs(folder: Path, count: int, turns: int) -> str:
+    """Processor seconds of BasicNet's default run on the cache of a folder, and on MNIST's files with the same images."""
+    random = np.random.default_rng(0)
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for prefix, part, number in (("train", "train", count), ("t10k", "test", 1000)):
+        labels = (np.arange(number) % 10).astype(np.uint8)
+        images = (random.integers(0, 200, (number, 28, 28)) + 5 * labels[:, None, None]).astype(np.uint8)
+        for kind, array, dimensions in (("images-idx3", images, 3), ("labels-idx1", labels, 1)):
+            header = bytes([0, 0, 8, dimensions]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
+            (raw / f"{prefix}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes(), 1))
+        for place, (image, label) in enumerate(zip(images, labels, strict=True)):
+            path = folder / "digits" / part / str(label) / f"{place}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(path)
+    common = [f"runs_dir={folder}/runs", f"data.cache_dir={folder}/cache", "trainer.enable_progress_bar=false", "data.eval_batch_size=1000"]  # fmt: skip
+    digits = ["data=folder", f"data.root={folder}/digits", "data.channels=1", "data.image_size=28"]
+    ways = {
+        name: lambda options=options: spent_s(partial(train, [*options, *common]))
+        for name, options in {"folder": digits, "arrays": ["data=mnist", f"data.root={folder}"]}.items()
+    }
+    taken_s = in_turns(ways, turns, warm_up=1)  # the first one imports and decodes
+    folder_s, arrays_s = min(taken_s["folder"]), min(taken_s["arrays"])
+    head = ["folder, decoded into the cache", "the same images in MNIST's files", "ratio"]
+    return table(head, [[f"{folder_s:.2f}", f"{arrays_s:.2f}", f"{folder_s / arrays_s:.3f}"]])
+
+
+def decoding(args: argparse.Namespace) -> str:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        width, height = JPEGS[0]
+        return (
+            f"To {SIDE} x {SIDE} RGB.\n\n{by_a_worker(folder)}\n\n{width} x {height}, from files to a data set that is ready, per core. "
+            f"`checked`: before a run with `data.decode=workers`.\n\n{into_the_cache(folder, args.images)}\n\n"
+            f"BasicNet, batch 64, {args.train:,} images of 28 x 28, best of {args.turns} turns: seconds of processor time of a whole "
+            f"run.\n\n{runs(folder, args.train, args.turns)}"
+        )
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parts = parser.add_subparsers(dest="what", required=True, metavar="augment|decoding")
+    part = parts.add_parser("augment")
+    part.add_argument("--batch", type=int, default=32)
+    part.add_argument("--turns", type=int, default=5)
+    part = parts.add_parser("decoding")
+    part.add_argument("--images", type=int, default=2000, help="files of the cache that is built")
+    part.add_argument("--train", type=int, default=6000, help="training images of the runs")
+    part.add_argument("--turns", type=int, default=3)
+    args = parser.parse_args()
+    print(made_by())
+    print(augmentation(args) if args.what == "augment" else decoding(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What the benchmarks share: arguments, tables, turns, waiting, silent runs, and the parts of a run in this process."""
+
+import argparse
+import contextlib
+import io
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
+
+from omegaconf import DictConfig
+
+import lockstep
+from lockstep.config.compose import compose_config
+from lockstep.config.run_config import run_dir
+from lockstep.machine import process
+from lockstep.machine.world import World, cores
+from lockstep.run.report import versions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lockstep.data.datamodule import DataModule
+    from lockstep.training.module import TaskModule
+
+T = TypeVar("T")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Shows the docstring of a script as it is written."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **given)
+
+
+def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument: some of `names`, with commas between them."""
+
+    def split(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(names):
+            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))} is unknown; use some of {','.join(names)}")
+        return text.split(",")
+
+    return split
+
+
+def made_by(*more: str) -> str:
+    """How a table was made: a line for the page that holds it."""
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return f"Made by `{command}` with {', '.join([versions(), *more])}, on {cores()} CPU cores.\n"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
+
+
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    """The median, with the least and the most."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def ratio(ours: Sequence[float], others: Sequence[float]) -> float:
+    """The median of the ratios within a round: what slows a shared machine slows both."""
+    return statistics.median(a / b for a, b in zip(ours, others, strict=True))
+
+
+def in_turns(ways: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 0) -> dict[str, list[T]]:
+    """What each way returned in each round. Rounds that warm up do not count."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for number in range(-warm_up, rounds):
+        for name, way in ways.items():
+            value = way()
+            print(f"{name}: {value}", file=sys.stderr, flush=True)
+            found[name] += [value] if number >= 0 else []
+    return found
+
+
+def wait_until(true: Callable[[], bool], limit_s: float, every_s: float = 0.05) -> bool:
+    """False if it is not true within the limit."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every_s)
+    return True
+
+
+def last_step(metrics: Path) -> int:
+    """The last step in metrics.csv; 0 before the first. A line that is half written has no greater number."""
+    lines = metrics.read_text().splitlines()[1:] if metrics.is_file() else []
+    steps = [line.partition(",")[0] for line in lines]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
+
+
+# --- runs ---
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Standard output of this process and of those that it starts goes nowhere."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def train(overrides: list[str]) -> dict[str, Any]:
+    """The report of a silent run."""
+    with silenced():
+        return lockstep.train(overrides)
+
+
+def ready(cfg: DictConfig, world: World, net: Any = None) -> "tuple[DataModule, TaskModule, Trainer]":
+    """Data, task and trainer of a run, with its folder; `net` takes the place of the config's network."""
+    from lockstep import build
+    from lockstep.data.datamodule import DataModule
+    from lockstep.training.module import TaskModule
+
+    run_dir(cfg).mkdir(parents=True, exist_ok=True)
+    process.owned = True
+    build.process(cfg, world)
+    build.seed(cfg)
+    data = build.data(build.with_numbers(cfg))
+    with patch.object(build, "network", lambda *_, **__: net) if net is not None else contextlib.nullcontext():
+        module = build.module(cfg, data)
+    assert isinstance(data, DataModule) and isinstance(module, TaskModule)
+    return data, module, build.trainer(cfg, world, data)
+
+
+def start_job(job: Callable[[DictConfig, World], None], overrides: list[str]) -> None:
+    """Runs `job` where train.py would train: the config is checked, and the run has a name."""
+    from lockstep.launch import jobs
+    from lockstep.launch.start import start
+
+    start(jobs.Job("train", jobs.script("train"), job), compose_config("train", overrides), overrides)
