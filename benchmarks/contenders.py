@@ -41,7 +41,6 @@ from torchvision import transforms
 from lockstep import build, models
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
-from lockstep.config.run_config import run_dir
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
 from lockstep.machine.world import World

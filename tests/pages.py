@@ -98,8 +98,10 @@ class Text:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Of blocks that begin with a path."""
-        return {found[1]: block for _, block in self.blocks if (found := NAMED.match(block))}
+        """Of blocks that begin with a path, and of the pages that this one continues ("the files of [a page](page.md)")."""
+        continued = re.findall(r"the files of\s\[[^]]+\]\((\S+\.md)\)", self.prose)
+        before = {name: block for link in continued for name, block in Text(self.path.parent / link).files.items()}
+        return before | {found[1]: block for _, block in self.blocks if (found := NAMED.match(block))}
 
     def write(self, root: Path, **more: str) -> Path:
         """A project with the page's files."""

@@ -32,6 +32,6 @@ def test_the_examples_run(tmp_path, monkeypatch, cache, forked):
     for example in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(example, known)
     assert known["report"]["status"] == "done"
-    assert known["figures"]["world_size"] == 2
+    assert known["metrics"]["world_size"] == 2
     assert len(known["jobs"]) == 2
     assert known["accuracy"][-1] == known["report"]["val/acc"]

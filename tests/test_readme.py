@@ -121,8 +121,8 @@ def test_pages_with_modules_of_the_same_names_do_not_meet(tmp_path, monkeypatch)
 
 
 def test_commands_are_found():
-    readme = Text(ROOT / "README.md").commands
-    assert len([each for each in readme if each.config]) > 12
+    readme, page = (Text(ROOT / name).commands for name in ("README.md", "docs/commands.md"))
+    assert len([each for each in page if each.config]) > 25
     assert {"new_project.py", "predict.py", "train.py"} <= {each.script.name for each in readme if each.script}
 
 
@@ -180,7 +180,7 @@ def numbers(text: str) -> set[float]:
 def test_every_figure_of_the_readme_stands_on_the_page_that_it_links_to():
     table = (ROOT / "README.md").read_text().split("## What was measured")[1].split("\n## ")[0]
     rows = [line.split("|")[2:4] for line in table.splitlines() if "](docs/" in line and line.startswith("|")]
-    assert len(rows) > 4
+    assert len(rows) >= 4
     for result, page in rows:
         (path,) = re.findall(r"\]\((.*?)\)", page)
         assert numbers(result) - numbers((ROOT / path.partition("#")[0]).read_text()) == set(), result
