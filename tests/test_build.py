@@ -108,7 +108,12 @@ def test_cifar10_trains_and_tests(strategy, cifar10, cache, forked, tmp_path, mo
     )
 
 
-@pytest.mark.parametrize("recipe", options("experiment"))
+SLOW = ("cifar10_resnet50d", "folder_finetune")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in options("experiment")]
+)
 def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = {"cifar10": cifar10, "mnist": mnist, "folder": tmp_path / "pictures"}[recipe.partition("_")[0]]

@@ -39,6 +39,7 @@ def test_a_run_works_in_a_poor_environment(poor, tmp_path, mnist):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_account_of_whoever_tests_decides_nothing(tmp_path):
     """A login and settings of W&B in the home of the account are not seen by a test, nor are variables of the client."""
     (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n  login someone\n  password {'1' * 40}\n")

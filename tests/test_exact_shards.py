@@ -54,7 +54,7 @@ def differences(runs: Path, one: str, other: str) -> list[str]:
     return [line for section in ("log", "figures", "weights") for line in found[section]]
 
 
-QUICK = {("plain", "ddp2"), ("norms", "ddp2"), ("norms", "fsdp2"), ("layer-scales", "fsdp2")}
+QUICK = {("plain", "ddp2"), ("norms", "fsdp2")}
 PAIRS = [
     pytest.param(recipe, way, marks=() if (recipe, way) in QUICK else pytest.mark.slow)
     for recipe in RECIPES
@@ -141,6 +141,7 @@ def test_the_processes_of_an_evaluation_change_no_figure(base, runs, single):
     assert one["test/count"] == 103
 
 
+@pytest.mark.slow
 def test_limits_count_steps_on_any_number_of_processes(base, runs, single):
     """A row for each step, and a validation after each fourth, of one batch."""
     typed = [*base, *RECIPES["plain"], "trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.limit_train_batches=8",

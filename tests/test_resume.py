@@ -336,6 +336,7 @@ def test_an_evaluation_under_another_strategy_has_its_own_file(run_a, changed_fi
     assert report("a") == run_a
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_is_finished_until_what_ended_it_changes(train, capsys):
     common = ["run=a", "resume=auto", "trainer.max_epochs=-1", "trainer.limit_train_batches=1"]
     first = train(*common, "trainer.max_time=00:00:00:01")

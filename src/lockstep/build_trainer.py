@@ -51,24 +51,27 @@ class NoProfiler(PassThroughProfiler):
 
 
 def loggers(cfg: DictConfig) -> list[Logger]:
-    """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it.
-
-    One with the key `group` gets a sweep's name. `auto` among its `tags` stands for the model, the data and the strategy.
-    """
+    """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
     own = {"run_dir": run_dir(cfg), "run": cfg.run}
     offered = {**own, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
     made: list[Logger] = [MetricsCsv(**own)]
     for name, node in cfg.logger.items():
         if name != "csv":
-            given = accepted(node["_target_"], offered)
-            if "group" in node and node.group is None:
-                given["group"] = str(cfg.run).rpartition("/")[0] or None
-            if "auto" in (tags := list(node.get("tags") or ())):
-                place = tags.index("auto")
-                tags[place : place + 1] = [model_title(cfg), title(cfg.data), title(cfg.strategy)]
-                given["tags"] = list(dict.fromkeys(tags))
+            given = accepted(node["_target_"], offered) | labels(cfg, node)
             made.append(create(node, f"logger.{name}", **given))
     return made
+
+
+def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
+    """For a logger with these keys: its `group`, a sweep's name; its `tags`, where `auto` stands for the model, the data and the strategy."""
+    values: dict[str, Any] = {}
+    if "group" in node and node.group is None:
+        values["group"] = str(cfg.run).rpartition("/")[0] or None
+    if "auto" in (tags := list(node.get("tags") or ())):
+        place = tags.index("auto")
+        tags[place : place + 1] = [model_title(cfg), title(cfg.data), title(cfg.strategy)]
+        values["tags"] = list(dict.fromkeys(tags))
+    return values
 
 
 def arithmetic(cfg: DictConfig) -> StepArithmetic:

@@ -132,7 +132,7 @@ def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus, shown, why):
 
 def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypatch):
     gpus(70)
-    monkeypatch.setattr(start, "decided", lambda *_: 1 / 0)  # far enough
+    monkeypatch.setattr(start.local, "in_run", lambda *_: 1 / 0)  # far enough
     with pytest.raises(ZeroDivisionError):
         train("trainer.accelerator=auto")
     assert (

@@ -96,7 +96,7 @@ SOURCES = {
     "huggingface": huggingface,
 }
 
-SLOW = ("torch", "huggingface", "torchvision")
+SLOW = ("torch", "huggingface", "torchvision", "folder-workers")
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal
     assert command.process.wait(100) == 130
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
     command = terminal(f"strategy={strategy}", "trainer.devices=2", "debug_rank=1", "strategy.timeout_s=2", stop=1)
     printed = command.until(PROMPT)

@@ -197,7 +197,9 @@ def train(tmp_path, mnist, cache, monkeypatch):
         ({"training": 20}, ["data.batch_size=60"], 3, ["of 60 does not", "One of 20 does", "grad_batches=3;"]),
         ({"training": 20}, ["data.batch_size=60", "trainer.precision=bf16-true"], 3, ["One of 20 does"]),
         ({"training": 7}, ["data.batch_size=60", "trainer.accumulate_grad_batches=6"], 10, ["of 10 does not", "One of 6 does"]),
-        ({"training": 0}, [], None, ["of 64 does not fit", "No smaller one does.", "bf16-mixed"]),
+        pytest.param(
+            {"training": 0}, [], None, ["of 64 does not fit", "No smaller one does.", "bf16-mixed"], marks=pytest.mark.slow
+        ),
         ({"training": 0}, ["data.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"]),
         ({"evaluation": 16}, ["trainer.val_check_interval=1"], None, ["an evaluation's batch of 64", "data.eval_batch_size=32;"]),
         ({"training": 20}, ["data.batch_size=96", "exact.shards=2"], 8, ["of 48 does not", "One of 12 does", "type exact.shards=8 in a new run;"]),
