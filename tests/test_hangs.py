@@ -157,11 +157,11 @@ from pathlib import Path
 from lockstep import launch
 def job(cfg, world):
     from lockstep.strategies import rendezvous
-    connect = rendezvous.connect
+    connecting = rendezvous.connecting
     def waits(*args):
         Path("waits").touch()
-        return connect(*args)
-    rendezvous.connect = waits
+        return connecting(*args)
+    rendezvous.connecting = waits
     launch.job("train")(cfg, world)
 launch.main(job, "train")
 """
