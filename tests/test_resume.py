@@ -343,3 +343,10 @@ def test_a_run_that_ended_early_is_finished_until_what_ended_it_changes(train, c
     assert train(*common, "trainer.max_time=00:00:00:01") == first
     assert f"{first['train/steps']:,} steps; set trainer.max_time=<longer> to continue" in capsys.readouterr().out
     assert train(*common, "trainer.max_time=00:00:00:02")["train/steps"] > first["train/steps"]
+
+
+def test_a_number_is_a_name_of_a_run(train, capsys):
+    options = ["run=0", "resume=auto", "debug=one_batch"]
+    train(*options)
+    train(*options)
+    assert "0 is already finished: 1 of 1 steps" in capsys.readouterr().out

@@ -91,6 +91,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     cfg = cfg.copy()
     for key in FIRST:  # what was judged is what is used: `${now:%S}` would be another name at each look
         cfg[key] = cfg[key]
+    cfg.run = None if cfg.run is None else str(cfg.run)  # `run=0` is a name
     process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
     return (start_evaluation if job.name in EVALUATIONS else start_training)(job, cfg, overrides)
 
