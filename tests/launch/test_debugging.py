@@ -168,7 +168,7 @@ def test_a_rank_that_there_is_not_is_rejected(options, said, forked_command):
     assert said in done.err
 
 
-@pytest.mark.parametrize("value", ["garbage", "", "3", "{}"])
+@pytest.mark.parametrize("value", ["garbage", "", "3", "{}", '{"config": "a: [", "world": null}'])
 def test_a_stale_variable_is_rejected(value, forked_command):
     done = forked_command("train.py", env={"LOCKSTEP_JOB": value})
     assert (done.code, done.err.count("\n")) == (2, 1), done

@@ -225,3 +225,11 @@ def test_draws_are_seen_without_numbers():
         with invariance.Draws() as draws:
             copy.deepcopy(net).to("meta")(batch)
         assert draws.any is expected
+
+
+def test_generators_are_restored_after_an_error():
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError), invariance.same_random_numbers(torch.device("cpu")):
+        torch.rand(1)
+        _ = 1 / 0
+    assert torch.equal(torch.get_rng_state(), before)

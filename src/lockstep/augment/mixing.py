@@ -70,7 +70,7 @@ class Mix(Operation):
         return {**batch, "share": share_B, "partner": partner_B}
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Mixup(Checked, Mix):
     """The weighted mean of a sample and its partner, with a weight from Beta(alpha, alpha) (Zhang et al. 2018).
 
@@ -91,7 +91,7 @@ class Mixup(Checked, Mix):
         return {**batch, "input": weighted_mean(own, own.index_select(0, partner_B), share_B)}, share_B
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Cutmix(Checked, Mix):
     """A box of the partner's image, whose share is from Beta(alpha, alpha) (Yun et al. 2019). Boxes as torchvision's CutMix.
 
@@ -134,7 +134,7 @@ class Cutmix(Checked, Mix):
         return result, None
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class MixupOrCutmix(Checked, Mix):
     """Cutmix with the probability `switch`, mixup for the other samples, as timm's Mixup chooses by element."""
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # --- Operations that move pixels ---
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Shift(Checked, GeometricOperation):
     """Shifts by up to `pixels` in each direction, padded with black: CIFAR-10's usual random crop (He et al. 2016)."""
 
@@ -64,7 +64,7 @@ class Shift(Checked, GeometricOperation):
         return shifted(value_BCHW, plan, pixels=self.pixels, fill=(self.mask_fill or 0) if is_mask else 0)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Flip(Checked, GeometricOperation):
     """Mirrors images: left to right, and upside down, each with its probability."""
 
@@ -84,7 +84,7 @@ class Flip(Checked, GeometricOperation):
         return value_BCHW
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class RandomResizedCrop(Checked, GeometricOperation):
     """A box of a fraction of the image (`scale`) and an aspect ratio (`ratio`), resized to `image_size`: bilinear, with antialiasing.
 
@@ -115,7 +115,7 @@ class RandomResizedCrop(Checked, GeometricOperation):
         return cropped(value_BCHW, plan, size=(self.image_size or height, self.image_size or width), is_mask=is_mask)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Rotate(Checked, GeometricOperation):
     """Rotates about the centre by up to `degrees` in either direction; uncovered pixels become `fill`."""
 
@@ -171,7 +171,7 @@ def first_that_fits(fits_BT: NDArray[np.bool_], value_BT: Indices, otherwise: in
     return np.where(fits_BT.any(1), np.take_along_axis(value_BT, first_B1, 1)[:, 0], otherwise)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class RandomErasing(Checked, PixelOperation):
     """Covers a box of a fraction of the image (`scale`) with noise or one value (Zhong et al. 2020). Masks stay as they are.
 
@@ -203,7 +203,7 @@ class RandomErasing(Checked, PixelOperation):
 # --- Random changes of brightness, contrast, saturation and hue ---
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class ColorJitter(Checked, PixelOperation):
     """Factors from 1 - x to 1 + x, and a turn of the hues by up to `hue` of the circle, as torchvision's ColorJitter.
 
@@ -267,7 +267,7 @@ class Space:
         return most.get(name, self.blend) * steps
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Policy(Checked, GeometricOperation):
     """Base class. `operations`: the names to choose from; by default all but invert, as torchvision."""
 
@@ -319,7 +319,7 @@ class TrivialAugment(Policy):
         return draws.below(BINS)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class RandAugment(Policy):
     """`count` operations one after another at one magnitude of 0 to 30 (Cubuk et al. 2020): torchvision's RandAugment."""
 

@@ -181,7 +181,7 @@ def exact_training(run: Context) -> Iterator[str]:
         yield f"strategy.reduce_each_micro_batch=true has no effect with {exact}, which does so anyway. Leave it out."
     for key, usual in OF_DDP.items():
         if strategy.get(key, usual) != usual:
-            yield f"strategy.{key}={shown(strategy[key])} has no effect with {exact}, which adds gradients itrun. Leave it out."
+            yield f"strategy.{key}={shown(strategy[key])} has no effect with {exact}, which adds gradients itself. Leave it out."
     if run.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
         yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={run.world.strategy}. Type trainer.precision=bf16-mixed."
 

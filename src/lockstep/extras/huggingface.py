@@ -23,7 +23,7 @@ from lockstep.extras.adapters import Wrapped
 # B batch · C channel · H W pixel
 
 
-@dataclass
+@dataclass(eq=False)
 class Rows:
     """Rows of a table as batches. Images stay encoded in the table until they are read."""
 

@@ -61,6 +61,8 @@ def received() -> Handover | None:
         return None
     try:
         given = json.loads(text)
+        if not isinstance(given["config"], dict):
+            raise TypeError
         world = World(**given["world"]) if given["world"] else None
         handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
     except (ValueError, TypeError, KeyError):

@@ -149,9 +149,8 @@ class LogicalRanks(StepArithmetic):
         shares = [(buffer / self.count).reshape(-1) for buffer in buffers]
         statistics = torch.cat([gradients[0].new_zeros(0), *shares])
         contiguous = trainer.strategy.contiguous_micro_batches  # type: ignore[attr-defined]
-        if (
-            not contiguous
-        ):  # a logical rank's neighbours are in other processes, and the strategy has added the gradients of all
+        # otherwise a logical rank's neighbours are in other processes, and the strategy has added the gradients of all
+        if not contiguous and buffers:
             add_over_processes([statistics])
         self.sums.add([*gradients, statistics])
         if self.part + 1 < trainer.accumulate_grad_batches:

@@ -62,10 +62,16 @@ def generators(device: torch.device) -> list[object]:
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Leaves the generators of Python, NumPy and torch as they were, so what follows draws what it would have drawn."""
     of_mps = torch.mps.get_rng_state() if device.type == "mps" else None
-    with isolate_rng(include_cuda=device.type == "cuda"):
-        yield
+    error: BaseException | None = None
+    with isolate_rng(include_cuda=device.type == "cuda"):  # restores nothing after an error (Lightning 2.6)
+        try:
+            yield
+        except BaseException as e:
+            error = e
     if of_mps is not None:
         torch.mps.set_rng_state(of_mps)
+    if error is not None:
+        raise error
 
 
 @dataclass(frozen=True)
