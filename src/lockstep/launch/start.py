@@ -139,9 +139,9 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> Report:
 def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[str, Any]:
     cfg = resuming.for_evaluation(asked, overrides, job.name)
     raise_problems(check(cfg, evaluating=True))
-    if job.name == "predict":  # before the user's classes are imported
-        cfg = with_request(cfg, asked, overrides)
+    requested = with_request(cfg, asked, overrides) if job.name == "predict" else cfg
     raise_problems(check(cfg, evaluating=True, imported=True, shipped=beyond_schema(overrides)))
+    cfg = requested
     world = world_of(cfg)
     raise_problems(debug_problems(world))
     data = None if job.name == "predict" and cfg.predict.part is None else prepare_data(cfg, evaluating=True)[0]
