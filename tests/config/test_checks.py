@@ -287,7 +287,7 @@ def test_what_is_not_there_cannot_be_continued(overrides, told, tmp_path, monkey
     "args",
     [
         ["--help"],
-        ["optim.lrr=1", "data.image_size=0"],
+        ["optim.lrr=1", "data.image_size=0", "optim._target_=os.system"],
         pytest.param(["--cfg", "job"], marks=pytest.mark.slow),
         pytest.param(["-m", "modle=a,b"], marks=pytest.mark.slow),
     ],

@@ -11,7 +11,7 @@ from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, operatio
 from lockstep.config.rules import Context
 from lockstep.config.run_config import accumulated, batches_of, optimizer_node, title, total_steps
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
-from lockstep.config.targets import target_of, unnamed
+from lockstep.config.targets import foreign_names, target_of, unnamed
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, did_you_mean
 from lockstep.machine.world import world_of
@@ -278,6 +278,8 @@ def check(cfg: DictConfig, *, evaluating: bool = False, imported: bool = False, 
     found = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
     if structure:  # the rules read these keys
         return found
+    for group in GROUPS:
+        found += foreign_names(to_plain(cfg[group]), group) if group in cfg else ()
     if imported and not evaluating:  # what has trained is right
         found += signature_problems(cfg, shipped=shipped)
     for rule in EVALUATION if evaluating else TRAINING:

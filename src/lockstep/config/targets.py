@@ -13,7 +13,7 @@ from lockstep import PACKAGE
 from lockstep.config import project
 from lockstep.config.schema import KEYS, is_shipped
 from lockstep.config.words import shown
-from lockstep.errors import UserError, did_you_mean
+from lockstep.errors import UserError, did_you_mean, raise_problems
 
 # --- What a config may name at which key: a class of the key's kind, or a function that says it returns one. Free of torch ---
 #
@@ -72,7 +72,7 @@ KINDS = {
 def trusted() -> tuple[str, ...]:
     """The beginnings of names that may be looked up."""
     project.make_importable()
-    return (*TRUSTED, *(f"{package}." for package in project.current().packages))
+    return tuple(dict.fromkeys([*TRUSTED, *(f"{package}." for package in project.current().packages)]))
 
 
 def own() -> tuple[str, ...]:
@@ -150,6 +150,18 @@ def unnamed(node: Any, key: str) -> Iterator[str]:
         yield f"{key}._target_={shown(target)} is not possible; it names a class, for example {key}._target_={CLASS}."
 
 
+def foreign_names(value: Any, key: str) -> Iterator[str]:
+    """Names in a node, and in those within it, that no config may name. Imports nothing."""
+    allowed = trusted()
+    for place, node in nodes(value, key):
+        path = node["_target_"]
+        if isinstance(path, str) and "." in path and not path.startswith(allowed):
+            yield (
+                f"{place}._target_={path} may not be named by a config; packages that may: {', '.join(allowed).replace('.,', ',').removesuffix('.')}. "
+                "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
+            )
+
+
 # --- The arguments and their types of a class or function named by a config, including those of base classes ---
 
 
@@ -180,12 +192,7 @@ def locate(path: str) -> Any:
 
 def target_of(path: str, key: str) -> Callable[..., Any]:
     """The object that a `_target_` names. Raises UserError if it may not be named or does not exist."""
-    if not path.startswith(trusted()):
-        allowed = ", ".join(prefix.removesuffix(".") for prefix in trusted())
-        raise UserError(
-            f"{key}._target_={path} may not be named by a config; packages that may: {allowed}. "
-            "They include the packages in src/ of your project. To allow another one, add it to [tool.lockstep] packages in its pyproject.toml."
-        )
+    raise_problems(foreign_names({"_target_": path}, key))
     try:
         target: Callable[..., Any] = locate(path)
     except LookupError as e:
