@@ -54,7 +54,7 @@ def from_timm(
             raise UserError(
                 f"model.name={name} cannot be built for images of {image_size} pixels and {in_channels} channels: {e}"
             ) from e
-        reason = str(e).strip().splitlines()[0][:160] if str(e).strip() else type(e).__name__
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(
             f"{given}: the weights could not be loaded ({reason}). Type model.pretrained=false to start from random "
             "weights, or model.checkpoint_path=<file> for a local file; with model.pretrained=true, it may be for other classes."
