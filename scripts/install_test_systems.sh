@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what some tests need, from Debian's packages, as root: SLURM, network namespaces, PostgreSQL, a browser. Without
+# Installs what some tests need, from Debian's packages, as root: SLURM, network namespaces, PostgreSQL, a browser, zsh. Without
 # them, these tests are skipped and say so.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
-apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps postgresql chromium chromium-driver >/dev/null
+apt-get install -y -qq --no-install-recommends slurm-wlm munge iproute2 procps postgresql chromium chromium-driver zsh >/dev/null

@@ -3,7 +3,8 @@
 lockstep <command> [key=value ...]
 
 It runs `python <command>.py [key=value ...]` of the project that the current directory belongs to. To start several processes,
-type strategy=ddp trainer.devices=2, or torchrun --nproc-per-node=2 -m lockstep train.
+pass strategy=ddp trainer.devices=2, or run torchrun --nproc-per-node=2 -m lockstep train. Complete keys with TAB in bash and zsh:
+eval "$(lockstep --completion)"
 """
 
 import ast
@@ -34,6 +35,8 @@ def main() -> None:
         project.enter(Path.cwd())
         if name in ("-h", "--help"):
             print(usage())
+        elif name == "--completion":
+            print((Path(__file__).parent / "launch/completion.sh").read_text())
         else:
             found.append(script(name))
 

@@ -19,7 +19,7 @@ from lockstep.config import compose, project
 from lockstep.config.run_config import run_dir
 from lockstep.config.schema import wrong_values
 from lockstep.errors import RunFailed, UserError, raise_problems
-from lockstep.launch import jobs, local, sweeps
+from lockstep.launch import help, jobs, local, sweeps
 from lockstep.launch.exits import INTERRUPTED, exit_code
 from lockstep.launch.jobs import EVALUATIONS, Job, Run
 from lockstep.launch.start import FIRST, start
@@ -80,6 +80,9 @@ def command(job: Job, argv: list[str]) -> None:
     """Lets Hydra read the command line and run a single run or the jobs of a multirun."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to us instead of Hydra's own report and exit code
     raise_problems(refused_options(argv))
+    if {"-h", "--help"} & set(argv):
+        print(help.text(job, argv))
+        return
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = compose.search_path(argv)
     if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake

@@ -1,0 +1,196 @@
+"""`--help` of train.py, eval.py and predict.py: every key with its default, its comment in configs/ and the values it takes. Free of torch."""
+
+import ast
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+import yaml
+from hydra import compose
+from omegaconf import OmegaConf
+
+from lockstep.config import compose as configs
+from lockstep.config.schema import GROUPS, KEYS, PREDICT, SEVERAL
+from lockstep.config.words import shown
+from lockstep.errors import UserError, did_you_mean
+from lockstep.launch.jobs import EVALUATIONS, Job
+from lockstep.run.report import LOADER
+
+EXAMPLES = {
+    "train": """
+  python train.py                                   BasicNet on MNIST
+  python train.py strategy=ddp trainer.devices=4    the same result, up to rounding, on four devices
+  python train.py model=resnet50d data=cifar10      a timm network on CIFAR-10
+  python train.py run=first resume=auto             start the run `first`, or continue it after a crash
+  python train.py -m optim.lr=1e-3,3e-3 seed=0,1    four runs and a table of their results
+""",
+    "eval": """
+  python eval.py run=first                                   evaluate the checkpoint that the run `first` tested
+  python eval.py run=first data.root=<folder>                evaluate it on different data
+  python eval.py checkpoint=<path> strategy=ddp trainer.devices=4
+""",
+    "predict": """
+  python predict.py run=first input=<folder>                 a table with a row per file
+  python predict.py run=first input=test gallery=true        the test data, and a page that shows it
+  python predict.py run=first input=<folder> output=predictions.parquet top_k=5
+""",
+}
+SET_BY_CHOICE = ("_target_", "strategy.name", "traits", "needs_end")  # keys that an option sets and nobody else should
+EVALUATION = (
+    "strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.precision", "data.root",
+    "data.eval_batch_size", "data.num_workers",
+)  # fmt: skip
+OWN = {
+    "eval": ("run", "checkpoint", "runs_dir", "debug_rank"),
+    "predict": ("run", "checkpoint", *PREDICT, "runs_dir", "debug_rank"),
+}
+INDENT = 34  # columns of a key and its default
+
+
+def text(job: Job, argv: Sequence[str]) -> str:
+    """The help of a command; with names of groups or keys, such as `--help optim`, only theirs.
+
+    Raises:
+        UserError: a name is not that of a group or key.
+    """
+    asked = [arg for arg in argv if not arg.startswith("-") and "=" not in arg]
+    overrides = [arg for arg in argv if not arg.startswith("-") and "=" in arg]
+    shown_config = Shown(job.name, [*configs.search_path(argv), *overrides])
+    known = [*GROUPS, *shown_config.values]
+    if unknown := [name for name in asked if name not in known]:
+        hint = did_you_mean(unknown[0], known)
+        raise UserError(f"--help {unknown[0]}: there is no such group or key{hint}; --help shows all.")
+    parts = (shown_config.topic(name) for name in asked) if asked else [overview(job, shown_config)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+class Shown:
+    """A composed config as help shows it."""
+
+    def __init__(self, config_name: str, overrides: Sequence[str]) -> None:
+        """Raises UserError: what is wrong with `overrides`."""
+        configs.composed(config_name, overrides)
+        with configs.hydra_of_our_own():
+            composed = compose(config_name, list(overrides), return_hydra_config=True)
+        self.choices = dict(composed.hydra.runtime.choices)
+        tree = OmegaConf.to_container(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
+        self.values = {key: value for key, value in configs.dotted(tree).items() if value != {}}
+        self.comments = comments_of("lockstep")
+        for name in ("eval", "predict") if config_name == "predict" else (config_name,):
+            self.comments |= comments_of(name)
+        for group in filter(configs.options, GROUPS):
+            choice = self.choices.get(group)
+            for option in [choice] if isinstance(choice, str) else configs.options(group):
+                self.comments |= comments_of(f"{group}/{option}")
+
+    def key(self, key: str, default: str | None = None) -> Iterator[str]:
+        """A key with its default, its comment, the values it takes and an example."""
+        value = self.values.get(key)
+        if default is None:
+            default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
+        kind = {**KEYS, **PREDICT}.get(key)
+        takes = ""
+        if kind and not kind.takes.startswith("a text"):
+            example = "" if kind.takes.startswith("one of ") else f"; for example {kind.example}"
+            takes = f"[{kind.takes.removeprefix('one of ')}{example}]"
+        return hanging(f"  {key}={default}", f"{self.comments.get(key, '')} {takes}".strip(), INDENT)
+
+    def group(self, name: str) -> Iterator[str]:
+        """The keys of a group under its title, or a key of the top level."""
+        keys = [key for key in self.values if f"{key}.".startswith(f"{name}.")]
+        if name in GROUPS and keys:
+            choice = self.choices.get(name)
+            target = self.values.get(f"{name}._target_")
+            yield f"\n{name}{f'={choice}' if isinstance(choice, str) else ''}{f': {target}' if target else ':'}"
+        for key in keys:
+            if not any(f".{part}." in f".{key}." for part in SET_BY_CHOICE):
+                yield from self.key(key)
+
+    def topic(self, name: str) -> Iterator[str]:
+        """A group with its options and keys, or a single key."""
+        if name not in GROUPS:
+            yield from self.key(name)
+            return
+        several = name in SEVERAL
+        if found := configs.options(name):
+            yield f"{name}: choose with {name}={'[<option>,...]' if several else '<option>'}"
+        for option in found:
+            yield from hanging(f"  {option}", headline(f"{name}/{option}"), 22)
+        if not several:
+            yield from self.group(name)
+            return
+        single = [option for option in found if not option_node(f"{name}/{option}").get("defaults")]
+        everything = Shown("train", [f"{name}=[{','.join(single)}]"])
+        yield from everything.group(name)
+
+
+def overview(job: Job, config: Shown) -> Iterator[str]:
+    yield (ast.get_docstring(ast.parse(job.script.read_text())) or "").split("\n")[0]
+    yield EXAMPLES.get(job.name, "")
+    if job.name in EVALUATIONS:
+        yield "Keys. Set with <key>=<value>:"
+        for key in OWN[job.name]:
+            yield from config.key(key)
+        yield "\nKeys of the run that may be changed; `--help data strategy trainer` shows more:"
+        for key in EVALUATION:
+            yield from config.key(key, default="<value>")
+    else:
+        yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
+        for group in filter(configs.options, GROUPS):
+            yield from hanging(f"  {group}", ", ".join(configs.options(group)), 14)
+        yield "\nKeys. Set with <key>=<value>:"
+        names = dict.fromkeys(key.partition(".")[0] for key in config.values)
+        for name in sorted(names, key=GROUPS.__contains__):  # single keys first
+            yield from config.group(name)
+    yield '\n--hydra-help shows Hydra\'s own options. Complete keys with TAB: eval "$(lockstep --completion)"'
+
+
+def hanging(name: str, text: str, indent: int) -> Iterator[str]:
+    """`text` beside `name`, or below it if it is long, in lines that fit the terminal."""
+    lines = textwrap.wrap(text, max(60, shutil.get_terminal_size().columns) - indent)
+    if lines and len(name) < indent:
+        yield f"{name:{indent}}{lines.pop(0)}"
+    else:
+        yield name
+    yield from (" " * indent + line for line in lines)
+
+
+# --- Comments in configs/ ---
+
+
+def option_node(config: str) -> dict[str, Any]:
+    return yaml.load(configs.config_file(config).read_text(), LOADER) or {}
+
+
+def headline(config: str) -> str:
+    """What an option is: the comment at the top of its file, or else its class."""
+    lines = configs.config_file(config).read_text().splitlines()
+    top = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
+    return " ".join(top) or " ".join(
+        v for k, v in configs.dotted(option_node(config)).items() if k.endswith("_target_")
+    )
+
+
+def comments_of(config: str) -> dict[str, str]:
+    """The comments behind the keys of a config, and of the options of its group that it begins with."""
+    text = configs.config_file(config).read_text()
+    group, lines = config.rpartition("/")[0], text.splitlines()
+    found: dict[str, str] = {}
+
+    def read(node: yaml.MappingNode, prefix: str) -> None:
+        for key, value in node.value:
+            nested = isinstance(value, yaml.MappingNode) and not value.flow_style
+            end = key.end_mark if nested else value.end_mark
+            _, mark, comment = lines[end.line][end.column :].partition("#") if end.line < len(lines) else ("", "", "")
+            if mark:
+                found[f"{prefix}{key.value}"] = comment.strip()
+            if nested:
+                read(value, f"{prefix}{key.value}.")
+
+    root = yaml.compose(text, LOADER)
+    if isinstance(root, yaml.MappingNode):
+        read(root, f"{group}." if group else "")
+    bases = [base for base in option_node(config).get("defaults", ()) if group and isinstance(base, str)]
+    return {key: text for base in bases for key, text in comments_of(f"{group}/{base}").items()} | found
