@@ -219,7 +219,7 @@ def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess:
 def test_help_lists_the_projects_options_without_torch(bouquet, tmp_path):
     done = run(sys.executable, "bouquet/train.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0, done.stderr
-    assert "  model         airbench, basic_net, " in done.stdout
+    assert "  model       airbench, basic_net, " in done.stdout
     assert "timm, tulip" in done.stdout
     assert " torch\n" not in done.stderr
 

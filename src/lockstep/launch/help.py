@@ -127,8 +127,8 @@ class Shown:
 
 
 def overview(job: Job, config: Shown) -> Iterator[str]:
-    yield (ast.get_docstring(ast.parse(job.script.read_text())) or "").split("\n")[0]
-    yield EXAMPLES.get(job.name, "")
+    about = ast.get_docstring(ast.parse(job.script.read_text())) or f"{job.name}.py"
+    yield about.split("\n")[0] + "\n" + EXAMPLES.get(job.name, "")
     if job.name in EVALUATIONS:
         yield "Keys. Set with <key>=<value>:"
         for key in OWN[job.name]:
