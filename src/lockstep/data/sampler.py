@@ -180,45 +180,32 @@ class TrainBatches:
             first, ahead = first + len(micro), min(2 * ahead, BLOCK)
 
 
-class PaddedEvalSampler:
-    """Each sample of a split once over all ranks; every rank has the same number of batches of the same size.
+class EvalSampler:
+    """Each sample of a split exactly once over all ranks, and the same number of batches in every rank.
 
-    Strategies that communicate in forward (fsdp; ddp with buffers) would wait for a rank that has run out of batches. So empty
-    places hold FILLER; the task never sees those samples. With `shards` a batch has so many parts, of which each rank computes
-    its share one after the other.
+    `padded`: all batches have one size, because strategies that communicate in forward (fsdp; ddp with buffers) would wait for a
+    rank that has run out of samples. Empty places hold FILLER, and the task never sees those samples. With `shards` a batch has
+    that many parts, of which each rank computes its share one after the other.
+
+    Otherwise, for modules that do not know about fillers: global batches do not depend on the number of ranks, whose shares differ by
+    at most one sample. No share is empty: a remainder of fewer samples than ranks joins the previous batch.
     """
 
-    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1, shards: int | None = None) -> None:
-        self.split, self.rank, self.world = split, rank, world
-        self.share = -(-min(batch, split.count) // (shards or world))
-        self.parts = (shards or world) // world  # of a batch, in this rank
-
-    def __len__(self) -> int:
-        return -(-self.split.count // (self.share * self.parts * self.world)) * self.parts
-
-    def __iter__(self) -> Iterator[Indices]:
-        for part in range(len(self)):
-            positions = (part * self.world + self.rank) * self.share + np.arange(self.share)
-            inside = positions < self.split.count
-            samples = np.full(self.share, FILLER, np.int64)
-            samples[inside] = self.split.indices(positions[inside])
-            yield samples
-
-
-class UnpaddedEvalSampler:
-    """Each sample of a split once over all ranks, without fillers, for modules that do not know about them.
-
-    Global batches do not depend on the number of ranks; the ranks' shares differ by at most one sample. No share is empty: a
-    remainder of fewer samples than ranks joins the previous batch.
-    """
-
-    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1) -> None:
-        if split.count < world:
+    def __init__(
+        self, split: Split, *, batch: int, rank: int = 0, world: int = 1, shards: int | None = None, padded: bool = True
+    ) -> None:
+        if split.count < world and not padded:
             raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
         self.split, self.rank, self.world = split, rank, world
-        self.bounds = [*range(0, split.count, max(batch, world)), split.count]
-        if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
-            del self.bounds[-2]
+        if padded:
+            parts = (shards or world) // world  # of a batch, in each rank
+            size = -(-min(batch, split.count) // (parts * world)) * world  # of what all ranks compute at the same time
+            batches = -(-split.count // (size * parts))
+            self.bounds = [size * number for number in range(batches * parts + 1)]
+        else:
+            self.bounds = [*range(0, split.count, max(batch, world)), split.count]
+            if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
+                del self.bounds[-2]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -226,10 +213,11 @@ class UnpaddedEvalSampler:
     def __iter__(self) -> Iterator[Indices]:
         for first, end in pairwise(self.bounds):
             begin, stop = (first + (end - first) * rank // self.world for rank in (self.rank, self.rank + 1))
-            yield self.split.indices(np.arange(begin, stop))
+            inside = np.arange(begin, min(stop, self.split.count))
+            yield np.append(self.split.indices(inside), np.full(stop - begin - len(inside), FILLER))
 
 
-Sampler = TrainBatches | PaddedEvalSampler | UnpaddedEvalSampler
+Sampler = TrainBatches | EvalSampler
 
 
 # --- Holds out a fixed part of every class; it does not depend on `seed`. Free of torch ---

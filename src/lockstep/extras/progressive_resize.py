@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial
-from lockstep.data.preprocess import resize_nearest
+from lockstep.data.pixels import resize_nearest
 from lockstep.errors import UserError
 from lockstep.training.steps import steps_done, total_steps
 
