@@ -37,7 +37,7 @@ def reading(root: Path) -> AbstractContextManager[None]:
 
 
 def images_below(folder: str) -> Iterator[str]:
-    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are left out.
+    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are skipped.
 
     Raises OSError for a folder that cannot be read.
     """
@@ -248,13 +248,13 @@ class Images(DataSet):
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         channels = len(cls.normalisation(data)[0])
         if data.get("channels") not in (None, channels):
-            yield f"data.channels={data['channels']} has no effect: these images have {channels}. Leave it out."
+            yield f"data.channels={data['channels']} has no effect: these images have {channels}. Remove it."
         for key, (least, most) in USABLE.items():
             value = data.get(key)
             if not isinstance(value, list):
                 continue
             if len(value) != channels:
-                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
+                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Set one number per channel."
             if not all(least <= number <= most for number in value):
                 yield f"data.{key}={value} must be from {least:g} to {most:g}: pixels are from 0 to 1."
 
@@ -284,7 +284,7 @@ class Images(DataSet):
         image_BCHW = batch["input"]
         if image_BCHW.shape[1] != self.channels:
             raise UserError(
-                f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
+                f"the images have {image_BCHW.shape[1]} channels, but data.mean and data.std have {self.channels} numbers. Set one for each channel."
             )
         size = (self.image_size, self.image_size)
         if image_BCHW.shape[-2:] != size:

@@ -69,7 +69,7 @@ def place_in_step(rank: int, world: int, part: Any, parts: int, in_blocks: bool)
 class Split:
     """A fixed part of a data set: `count` samples from `first` on, in the split's own order or in file order.
 
-    It goes on at the beginning where it meets the end.
+    It wraps around at the end.
     """
 
     total: int
@@ -113,7 +113,7 @@ def splits(
 
     def problems() -> Iterator[str]:
         if folds and has_val:
-            yield "data.folds has no effect: this data has a validation part of its own. Leave it out, or remove that part."
+            yield "data.folds has no effect: this data has its own validation part. Remove data.folds, or that part."
         if folds and folds > total:
             yield f"data.folds={folds} is more than the {total} training {unit}. Set a smaller number."
         for part in ("train", "val", "test"):
@@ -138,7 +138,7 @@ class TrainBatches:
 
     A sampler for torch's DataLoader: `DataLoader(data, sampler=TrainBatches(...), batch_size=None)` for data that is
     indexed by an array, or `batch_sampler=` for a map-style data set. The last samples of an epoch that do not fill a global
-    batch are left out; each epoch leaves out different ones.
+    batch are dropped; each epoch drops different ones.
     """
 
     split: Split
@@ -150,7 +150,7 @@ class TrainBatches:
     accumulate: int = 1
     in_blocks: bool = False
     epoch: int = 0
-    start: int = 0  # micro-batches that the next iteration leaves out, to resume
+    start: int = 0  # micro-batches that the next iteration skips, to resume
 
     def __post_init__(self) -> None:
         if self.batch % (self.world * self.accumulate):
@@ -257,7 +257,7 @@ class Balanced(Split):
 
     def ordered(self, places: Indices, seed: int, epoch: int) -> Indices:
         place_N = permute(places, self.count, seed, epoch)
-        before = epoch * self.count  # the turns go on from epoch to epoch
+        before = epoch * self.count  # the turns continue from epoch to epoch
         turn_N, class_N = np.divmod(place_N + before, len(self.members))
         position_N = np.empty_like(place_N)
         for number, members in enumerate(self.members):
@@ -276,10 +276,10 @@ def balanced(split: Split, part: Any, unit: str) -> Balanced:
     if class_N is None:
         raise UserError(
             f"data.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
-            "of your samples. This data has none; leave it out."
+            "of your samples. This data has none. Remove the key."
         )
     own = class_N[split.indices(np.arange(split.count))]
     members = tuple(np.flatnonzero(own == number) for number in np.unique(own))
     if len(members) < 2:
-        raise UserError(f"data.balance=true has no effect: all training {unit} have one class. Leave it out.")
+        raise UserError(f"data.balance=true has no effect: all training {unit} have one class. Remove it.")
     return Balanced(split.total, split.first, split.count, split.shuffled, members)

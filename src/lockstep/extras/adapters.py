@@ -58,7 +58,7 @@ class Wrapped(Images):
         options = [f"data.{key}={shown(value)}" for key in usual if (value := getattr(self, key)) != usual[key]]
         if options and not self.holds_images:
             raise UserError(
-                f"{' and '.join(options)} without effect: `input` is {self.first.dtype} of shape {self.first.shape}, no image of bytes (uint8, CHW). Leave it out."
+                f"{' and '.join(options)} {'have' if len(options) > 1 else 'has'} no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not an image of bytes (uint8, CHW). Remove it."
             )
         if bytes_of(self.train) is None:
             self.notice = (
