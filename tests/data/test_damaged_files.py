@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import json
 import math
 import os
 from pathlib import Path
@@ -13,11 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pictures import write_classes
 
-from lockstep.checkpoints.finding import checkpoint_of_report
 from lockstep.data import Cifar10, Folder, Mnist, folder, published
 from lockstep.errors import UserError
-from lockstep.launch import sweeps
-from lockstep.run.folder import RunFolder
 
 FEW = settings(
     max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -76,33 +72,6 @@ def test_a_listing_of_any_cells(tmp_path, rows, content):
     else:
         assert len(found.paths) == len(found.targets) == len(found.parts) > 0
         assert all(name and "\0" not in name for name in found.paths)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | TEXT,
-    lambda e: st.lists(e, max_size=2) | st.dictionaries(TEXT, e, max_size=2),
-)
-
-
-@FEW
-@given(content=st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_a_report_of_any_bytes(tmp_path, content):
-    run = tmp_path / "run"
-    run.mkdir(exist_ok=True)
-    path = run / "report.json"
-    path.write_bytes(content)
-    try:
-        good = isinstance(json.loads(content), dict)
-    except (ValueError, RecursionError):
-        good = False
-    if good:
-        assert RunFolder(run).report() == json.loads(content) or b"NaN" in content
-    else:
-        for read in (lambda folder: RunFolder(folder).report(), lambda folder: sweeps.record(folder, [], failed=True)):
-            with pytest.raises(UserError, match=r"report\.json"):
-                read(run)
-    with pytest.raises(UserError, match=r"report\.json|holds no checkpoint"):
-        checkpoint_of_report(run)
 
 
 @pytest.mark.parametrize(("where", "name"), [(Path, "iterdir"), (os, "scandir"), (Path, "is_file")])

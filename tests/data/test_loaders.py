@@ -193,9 +193,9 @@ class Files(DataSet):
         self.train = self.test = Named()
 
 
-def module(data: DataSet, precision: object = None, done: int = 0, **options: object) -> DataModule:
+def module(data: DataSet, precision: object, **options: object) -> DataModule:
     made = DataModule(data, batch_size=4, eval_batch_size=8, **options)
-    made.trainer = stand_in_trainer(done=done, precision=precision)
+    made.trainer = stand_in_trainer(precision=precision)
     return made
 
 
@@ -219,13 +219,6 @@ def test_texts_of_samples_stay_in_the_batch(workers):
     assert data.example(3)["file"] == ["0.png", "1.png", "2.png"]
     *_, last = data.test_dataloader()
     assert last["file"][: last["count"]] == [f"{place}.png" for place in range(16, 20)]
-
-
-def test_training_begins_at_the_trainers_position_and_counts_how_long_it_waits():
-    whole = [batch["index"].tolist() for batch in module(TwoInputs()).train_dataloader()]
-    data = module(TwoInputs(), done=2)
-    assert [batch["index"].tolist() for batch in data.train_dataloader()] == whole[2:]
-    assert 0 < data.waited_s < 10
 
 
 # --- worker processes ---

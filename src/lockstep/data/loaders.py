@@ -102,9 +102,12 @@ def lost(error: BaseException) -> str | None:
     messages = [str(each) for each in chain(error) if isinstance(each, RuntimeError)]
     if not (of_worker := [message for message in messages if message.startswith("DataLoader worker (pid")]):
         return None
-    return (  # the first error is the one with the signal
-        f"{of_worker[-1].rstrip('. ')}. Killed usually means that memory ran out. Try fewer data.num_workers, or data.num_workers=0 to load "
-        "data in the main process. A training run continues from its last checkpoint with resume=auto."
+    memory = (
+        " Memory probably ran out." if "signal: Killed" in of_worker[-1] else ""
+    )  # the first error names the signal
+    return (
+        f"{of_worker[-1].rstrip('. ')}.{memory} Try fewer data.num_workers, or data.num_workers=0 to load data in the main process. A "
+        "training run continues from its last checkpoint with resume=auto."
     )
 
 
