@@ -472,7 +472,7 @@ def predict(args: argparse.Namespace) -> Section:
     """One process trains a small network and predicts the files in turn: what a number adds to the peak of the one before is what it cost."""
     from PIL import Image
 
-    from lockstep.data.images import InputFiles
+    from lockstep.extras.tables import InputFiles
 
     folder, rows = args.folder, []
     for name in ("a", "b"):

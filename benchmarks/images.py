@@ -80,7 +80,7 @@ def of_policy(image: Tensor, name: str, magnitude: float) -> Tensor:
 
 
 def policy(operation: Any, image: Tensor, times: int) -> Reference:
-    draws = new_draws(len(image)).host
+    draws = new_draws(len(image))
     chosen = [operation.magnitudes(draws, *image.shape[-2:]) for _ in range(times)]
     plain = [list(zip(names.tolist(), magnitudes.tolist(), strict=True)) for names, magnitudes in chosen]
 
@@ -102,11 +102,11 @@ def cases(image: Tensor) -> dict[str, tuple[augment.Operation, Reference]]:
     corners = shift.plan(height, width, new_draws(count)).tolist()
     mirrored = flip.plan(height, width, new_draws(count))[-1].tolist()
     boxes = crop.plan(height, width, new_draws(count)).tolist()
-    erased = erase.boxes(height, width, new_draws(count).host).tolist()
-    pasted = cut.boxes(height, width, new_draws(count).host).tolist()
-    degrees = new_draws(count).host.uniform(-15, 15).tolist()
-    share = beta(new_draws(count).host, mixup.alpha).tolist()
-    factors = {name: values.tolist() for name, values in jitter.factors(new_draws(count).host).items()}
+    erased = erase.boxes(height, width, new_draws(count)).tolist()
+    pasted = cut.boxes(height, width, new_draws(count)).tolist()
+    degrees = new_draws(count).uniform(-15, 15).tolist()
+    share = beta(new_draws(count), mixup.alpha).tolist()
+    factors = {name: values.tolist() for name, values in jitter.factors(new_draws(count)).items()}
 
     def jittered(one: Tensor, place: int) -> Tensor:
         for name, values in factors.items():

@@ -221,7 +221,7 @@ def test_files_are_short_enough_to_be_read():
 CEILINGS = House(
     engine_lines=12_045,
     engine_modules=113,
-    extras_lines=1_932,
+    extras_lines=1_957,
     extras_modules=16,
     one_statement_functions=457,
     functions_with_cfg=79,

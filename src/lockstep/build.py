@@ -50,7 +50,6 @@ from lockstep.config.run_config import (
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
-from lockstep.data.loaders import warn_of_small_shared_memory
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as debugging
 from lockstep.machine.hardware import keep_freed_memory
@@ -102,7 +101,6 @@ def recorder(cfg: DictConfig, world: World) -> Recorder:
 
 def data(cfg: DictConfig) -> pl.LightningDataModule:
     if has_own_loaders(cfg):
-        warn_of_small_shared_memory()
         return create(cfg.data, "data")
     node, dataset = to_plain(cfg.data), create_data(cfg)
     dataset.prepare()

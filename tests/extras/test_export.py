@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 import lockstep
 from lockstep.checkpoints import finding
-from lockstep.data import pixels, preprocess
+from lockstep.data import pixels
 from lockstep.errors import UserError
 from lockstep.extras import export_graphs, exported
 from lockstep.extras.export import export, needed
@@ -367,7 +367,7 @@ def test_the_card_has_the_data_the_figures_and_what_differs(run, place, tmp_path
     assert len({path.stat().st_mode for path in made.iterdir() if path.is_file()}) == 1
 
 
-@pytest.mark.parametrize("source", [pixels, preprocess, exported], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("source", [pixels, exported], ids=lambda module: module.__name__)
 def test_a_copied_file_imports_only_what_the_folder_needs(source):
     tree = ast.parse(Path(source.__file__).read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

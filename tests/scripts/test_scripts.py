@@ -111,7 +111,7 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
     """As a module, and as a script that classifies files."""
     folder = export(finding.tested_checkpoint(str(runs / run), "export"), tmp_path / "exports" / run)
     assert {path.name for path in folder.iterdir()} == {
-        "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py", "decode.py",
+        "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py",
         "load.py", "README.md",
         *(["network.py"] if run == "a" else []),
     }  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from lockstep.augment.operation import Checked, Draws, HostDraws, Operation, Probability, images_of
+from lockstep.augment.operation import Checked, Draws, Operation, Probability, images_of
 from lockstep.data.dataset import Batch, Indices
 from lockstep.data.images import spatial
 from lockstep.errors import UserError
@@ -41,7 +41,7 @@ def beta_table(alpha: float) -> NDArray[np.float64]:
     return np.interp(np.linspace(0, 1, CELLS + 1), area / area[-1], t)
 
 
-def beta(draws: HostDraws, alpha: float) -> Share:
+def beta(draws: Draws, alpha: float) -> Share:
     """share_B from Beta(alpha, alpha), by the inverse of its distribution."""
     x_B = np.interp(draws.uniform() * CELLS, np.arange(CELLS + 1), beta_table(alpha)) ** (1 / alpha)
     return np.where(draws.chance(0.5), x_B, 1 - x_B).astype(np.float32)
@@ -58,7 +58,7 @@ class Mix(Operation):
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:
         count = len(batch["index"])
-        if count % (2 * draws.host.repeats):
+        if count % (2 * draws.repeats):
             raise UserError(f"{draws.name} mixes pairs, and a batch has {count} samples. Use an even number.")
         partner_B = draws.partner_B
         batch, own_share_B = self.mixed(batch, draws, partner_B)
@@ -86,8 +86,8 @@ class Mixup(Checked, Mix):
         own = batch.get("input")
         if own is None or not own.is_floating_point():
             own = images_of(batch, draws.name)
-        share_B = beta(draws.host, self.alpha)
-        share_B[~draws.host.chance(self.probability)] = 1
+        share_B = beta(draws, self.alpha)
+        share_B[~draws.chance(self.probability)] = 1
         return {**batch, "input": weighted_mean(own, own.index_select(0, partner_B), share_B)}, share_B
 
 
@@ -101,7 +101,7 @@ class Cutmix(Checked, Mix):
     alpha: Alpha = 1.0
     probability: Probability = 1.0
 
-    def boxes(self, height: int, width: int, draws: HostDraws) -> Indices:
+    def boxes(self, height: int, width: int, draws: Draws) -> Indices:
         """box_B4: top, left, height, width."""
         half_B = 0.5 * np.sqrt(1 - beta(draws, self.alpha)) * draws.chance(self.probability)
         edges = []
@@ -122,7 +122,7 @@ class Cutmix(Checked, Mix):
                     f"{draws.name} cannot paste a part of `{name}` of shape {tuple(value.shape)} with a part of the image. "
                     f"Remove it: ~{draws.name}."
                 )
-        box_B4 = self.boxes(height, width, draws.host)
+        box_B4 = self.boxes(height, width, draws)
         result = {
             **batch,
             **{name: pasted(value, value.index_select(0, partner_B), box_B4) for name, value in values.items()},
@@ -153,6 +153,6 @@ class MixupOrCutmix(Checked, Mix):
         pasted, cutmix_share_B = self.cutmix.mixed(batch, draws, partner_B)
         if cutmix_share_B is None:
             raise UserError(MASKS.format(draws.name))
-        cut_B = draws.host.chance(self.switch)
+        cut_B = draws.chance(self.switch)
         chosen = pasted["input"].where(draws.tensor(cut_B)[:, None, None, None], mean["input"])
         return {**pasted, "input": chosen}, np.where(cut_B, cutmix_share_B, mixup_share_B)

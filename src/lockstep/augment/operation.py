@@ -31,15 +31,17 @@ GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's step (Steele, Lea, Flood 
 COPY = np.uint64(0xD1342543DE82EF95)  # another odd number, for the copies of a sample
 
 
-class HostDraws:
+class Draws:
     """The random numbers of one operation as NumPy arrays, one of each kind for each sample of a batch.
 
     A sample's numbers depend on (seed, epoch, sample, copy, name) and on how many were drawn before. `repeats` samples in a row are
-    copies of one.
+    copies of one. They are drawn on the host, so an operation can read them without waiting for a GPU; `tensor` moves them there.
     """
 
-    def __init__(self, name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1) -> None:
-        self.repeats, self.drawn = repeats, 0
+    def __init__(
+        self, name: str, index_B: Indices, *, seed: int, epoch: int, repeats: int = 1, device: "device | str" = "cpu"
+    ) -> None:
+        self.name, self.device, self.repeats, self.drawn = name, device, repeats, 0
         self.place_B = np.arange(len(index_B))
         # By name, so an operation that is added or removed changes no other's numbers.
         name_key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
@@ -71,38 +73,16 @@ class HostDraws:
         """True with this probability: (B,)."""
         return self.uniform() < probability
 
-
-class Draws:
-    """The random numbers of one operation as tensors on the batch's device; `host` has them as arrays.
-
-    They are drawn on the host, so an operation can read them without waiting for a GPU.
-    """
-
-    def __init__(self, name: str, index_B: Indices, *, device: "device | str" = "cpu", **of_sample: int) -> None:
-        self.name, self.device, self.host = name, device, HostDraws(name, index_B, **of_sample)
-
     def tensor(self, array: NDArray[Any]) -> "Tensor":
+        """Numbers on the device of the batch, without waiting for it."""
         import torch
 
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
-    def uniform(self, low: float = 0.0, high: float = 1.0, shape: tuple[int, ...] = ()) -> "Tensor":
-        """float32 numbers from `low` to `high`: (B, *shape)."""
-        return self.tensor(self.host.uniform(low, high, shape))
-
-    def below(self, bound: "int | Tensor", shape: tuple[int, ...] = ()) -> "Tensor":
-        """Whole numbers from 0 to `bound` - 1, which may differ between samples: (B, *shape)."""
-        return self.tensor(self.host.below(2**63 - 1, shape)) % bound
-
-    def chance(self, probability: float) -> "Tensor":
-        """True with this probability: (B,)."""
-        return self.tensor(self.host.chance(probability))
-
     @property
     def partner_B(self) -> "Tensor":
         """The place of each sample's partner: the neighbour in the global batch (0 and 1, 2 and 3, ...), of the same copy."""
-        place_B, repeats = self.host.place_B, self.host.repeats
-        return self.tensor(place_B + repeats * (1 - 2 * (place_B // repeats & 1)))
+        return self.tensor(self.place_B + self.repeats * (1 - 2 * (self.place_B // self.repeats & 1)))
 
 
 # --- The values that arguments take ---

@@ -24,7 +24,6 @@ from lockstep.augment.operation import (
     Draws,
     Fraction,
     GeometricOperation,
-    HostDraws,
     MaskValue,
     PixelOperation,
     Positive,
@@ -56,7 +55,7 @@ class Shift(Checked, GeometricOperation):
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
         """The upper left corner in the padded image: a shift by `pixels` minus it."""
-        return 2 * self.pixels - draws.host.below(2 * self.pixels + 1, (2,))
+        return 2 * self.pixels - draws.below(2 * self.pixels + 1, (2,))
 
     def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
         from lockstep.augment.kernels import shifted
@@ -73,7 +72,7 @@ class Flip(Checked, GeometricOperation):
 
     def plan(self, height: int, width: int, draws: Draws) -> dict[int, NDArray[np.bool_]]:
         """Which samples are mirrored, by dimension."""
-        mirrored = {-1: draws.host.chance(self.horizontal), -2: draws.host.chance(self.vertical)}
+        mirrored = {-1: draws.chance(self.horizontal), -2: draws.chance(self.vertical)}
         return {dim: chosen_B for dim, chosen_B in mirrored.items() if chosen_B.any()}
 
     def move(self, value_BCHW: "Tensor", plan: dict[int, NDArray[np.bool_]], *, is_mask: bool) -> "Tensor":
@@ -98,14 +97,14 @@ class RandomResizedCrop(Checked, GeometricOperation):
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
         """box_B4: top, left, height, width."""
         low, high = self.ratio
-        w_BT, h_BT = random_sides(draws.host, height * width, self.scale, self.ratio)
+        w_BT, h_BT = random_sides(draws, height * width, self.scale, self.ratio)
         fits_BT = (w_BT > 0) & (w_BT <= width) & (h_BT > 0) & (h_BT <= height)
         # if none fits, the largest box in the middle with a ratio that is allowed
         whole_w = round(height * high) if width / height > high else width
         whole_h = round(width / low) if width / height < low else height
         w_B, h_B = first_that_fits(fits_BT, w_BT, whole_w), first_that_fits(fits_BT, h_BT, whole_h)
         rooms, fits_B = (height - h_B, width - w_B), fits_BT.any(1)
-        top_B, left_B = (np.where(fits_B, draws.host.below(room_B + 1), room_B // 2) for room_B in rooms)
+        top_B, left_B = (np.where(fits_B, draws.below(room_B + 1), room_B // 2) for room_B in rooms)
         return np.stack([top_B, left_B, h_B, w_B], 1)
 
     def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
@@ -126,7 +125,7 @@ class Rotate(Checked, GeometricOperation):
     mask_fill: MaskValue = None
 
     def plan(self, height: int, width: int, draws: Draws) -> NDArray[np.float32]:
-        return affine_matrix({"rotate": draws.host.uniform(-self.degrees, self.degrees)}, height, width)
+        return affine_matrix({"rotate": draws.uniform(-self.degrees, self.degrees)}, height, width)
 
     def move(self, value_BCHW: "Tensor", plan: Any, *, is_mask: bool) -> "Tensor":
         from lockstep.augment.kernels import transformed
@@ -154,9 +153,7 @@ def affine_matrix(parts: Mapping[str, NDArray[Any]], height: int, width: int) ->
 ATTEMPTS = 10  # at a box that fits into the image
 
 
-def random_sides(
-    draws: HostDraws, area: int, scale: Sequence[float], ratio: Sequence[float]
-) -> tuple[Indices, Indices]:
+def random_sides(draws: Draws, area: int, scale: Sequence[float], ratio: Sequence[float]) -> tuple[Indices, Indices]:
     """width_BT and height_BT of boxes with a fraction of `area` and a ratio of width to height, uniform in its logarithm."""
     area_BT, log_BT = draws.uniform(shape=(2, ATTEMPTS)).astype(np.float64).swapaxes(0, 1)
     area_BT = area * (scale[0] + (scale[1] - scale[0]) * area_BT)
@@ -183,7 +180,7 @@ class RandomErasing(Checked, PixelOperation):
     ratio: Annotated[Sequence[Positive], *PAIR] = (0.3, 3.3)
     fill: Literal["noise"] | Byte = "noise"
 
-    def boxes(self, height: int, width: int, draws: HostDraws) -> Indices:
+    def boxes(self, height: int, width: int, draws: Draws) -> Indices:
         """box_B4: top, left, height, width. A box of 0 x 0 erases nothing."""
         # torchvision's ratio is of height to width
         h_BT, w_BT = random_sides(draws, height * width, self.scale, self.ratio)
@@ -196,8 +193,8 @@ class RandomErasing(Checked, PixelOperation):
         from lockstep.augment.kernels import erased
 
         height, width = image_BCHW.shape[-2:]
-        boxes = self.boxes(height, width, draws.host)
-        return erased(image_BCHW, boxes, fill=self.fill, draws=draws.host)
+        boxes = self.boxes(height, width, draws)
+        return erased(image_BCHW, boxes, fill=self.fill, draws=draws)
 
 
 # --- Random changes of brightness, contrast, saturation and hue ---
@@ -215,7 +212,7 @@ class ColorJitter(Checked, PixelOperation):
     saturation: Amount = 0.0
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
 
-    def factors(self, draws: HostDraws) -> dict[str, NDArray[np.float32]]:
+    def factors(self, draws: Draws) -> dict[str, NDArray[np.float32]]:
         """Of the changes that are made, in their order."""
         most = {"brightness": self.brightness, "contrast": self.contrast, "saturation": self.saturation}
         factors = {name: draws.uniform(max(0.0, 1 - by), 1 + by) for name, by in most.items()}
@@ -225,7 +222,7 @@ class ColorJitter(Checked, PixelOperation):
     def change(self, image_BCHW: "Tensor", draws: Draws) -> "Tensor":
         from lockstep.augment.kernels import recolored
 
-        factors = self.factors(draws.host)
+        factors = self.factors(draws)
         if not factors:
             return image_BCHW
         return recolored(image_BCHW, np.stack(list(factors.values()), 1), names=list(factors))
@@ -282,7 +279,7 @@ class Policy(Checked, GeometricOperation):
         self.names: list[str] = list(NAMES[:-1] if self.operations is None else self.operations)
         self.uncovers = bool({*self.names} & {*MOVING})
 
-    def magnitudes(self, draws: HostDraws, height: int, width: int) -> tuple[NDArray[np.str_], NDArray[np.float64]]:
+    def magnitudes(self, draws: Draws, height: int, width: int) -> tuple[NDArray[np.str_], NDArray[np.float64]]:
         """name_B of the operation that each sample has chosen, and magnitude_B: signed, or a factor for changes of colour."""
         table = np.stack([self.space.magnitudes(name, height, width) for name in self.names])
         chosen_B = draws.below(len(self.names))
@@ -292,12 +289,12 @@ class Policy(Checked, GeometricOperation):
         signed_B = is_blend_B + np.where(is_blend_B | np.isin(name_B, MOVING), sign_B, 1) * magnitude_B
         return name_B, signed_B
 
-    def bin_B(self, draws: HostDraws) -> Indices:
+    def bin_B(self, draws: Draws) -> Indices:
         """The magnitude of each sample's operation, of 0 to 30."""
         raise NotImplementedError
 
     def plan(self, height: int, width: int, draws: Draws) -> Any:
-        name_B, magnitude_B = self.magnitudes(draws.host, height, width)
+        name_B, magnitude_B = self.magnitudes(draws, height, width)
         matrix_B23 = affine_matrix({name: magnitude_B * (name_B == name) for name in MOVING}, height, width)
         return np.where(np.isin(name_B, MOVING), "move", name_B), np.float32(magnitude_B), matrix_B23
 
@@ -315,7 +312,7 @@ class TrivialAugment(Policy):
 
     space = Space(shear=0.99, degrees=135.0, pixels=lambda _: 32.0, blend=0.99, bits=6)
 
-    def bin_B(self, draws: HostDraws) -> Indices:
+    def bin_B(self, draws: Draws) -> Indices:
         return draws.below(BINS)
 
 
@@ -328,7 +325,7 @@ class RandAugment(Policy):
     count: Count = 2
     magnitude: Annotated[int, Field(ge=0, lt=BINS)] = 9
 
-    def bin_B(self, draws: HostDraws) -> Indices:
+    def bin_B(self, draws: Draws) -> Indices:
         return np.full(len(draws.place_B), self.magnitude)
 
     def __call__(self, batch: Batch, draws: Draws) -> Batch:

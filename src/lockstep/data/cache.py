@@ -103,22 +103,12 @@ def decoded(folder: Path, decode: Decode) -> Cached:
     with FileLock(f"{folder}.lock"):
         if cached := intact(folder):
             return cached
-        remove_left(folder.parent)
         if folder.exists():
             print(f"WARNING: the decoded data in {folder} is damaged and is decoded again.", file=sys.stderr)
             remove(folder)  # processes that have mapped its files keep them
         parts, extra = decode()
         with explained(f"data.cache_dir={folder.parent} cannot be written", ROOM):
             return write(parts, extra, folder)
-
-
-def remove_left(cache: Path) -> None:
-    """Removes what processes left that were killed while they wrote: no other process holds the lock of such a folder."""
-    from filelock import FileLock, Timeout
-
-    for part in cache.glob("*.part"):
-        with contextlib.suppress(Timeout, OSError), FileLock(part.with_suffix(".lock"), timeout=0):
-            remove(part)
 
 
 def intact(folder: Path) -> Cached | None:

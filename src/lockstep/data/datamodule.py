@@ -12,7 +12,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices, classes_of, samples_of
 from lockstep.data.loaders import FromWorkers, InMemory, ResumableLoader, fetch
-from lockstep.data.sampler import PaddedEvalSampler, Sampler, Split, TrainBatches, UnpaddedEvalSampler, balanced, splits
+from lockstep.data.sampler import EvalSampler, Sampler, Split, TrainBatches, balanced, splits
 from lockstep.errors import UserError
 
 Augment = Callable[..., Batch]  # of a batch, seed, epoch and the samples' indices: lockstep.augment's Augmentation
@@ -128,8 +128,10 @@ class DataModule(pl.LightningDataModule):
 
     def eval_loader(self, part: str, split: Split) -> ResumableLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
-        sampler = partial(PaddedEvalSampler, shards=self.shards) if self.module_of_task else UnpaddedEvalSampler
-        return self.loader(part, sampler(split, batch=self.eval_batch_size, rank=rank, world=world))
+        sampler = EvalSampler(
+            split, batch=self.eval_batch_size, rank=rank, world=world, shards=self.shards, padded=self.module_of_task
+        )
+        return self.loader(part, sampler)
 
     def val_dataloader(self) -> ResumableLoader:
         return self.eval_loader(self.val_part, self.val_split)
@@ -226,7 +228,7 @@ def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:
 
 
 def facts(data: pl.LightningDataModule) -> dict[str, Any]:
-    """Figures of the data for the report. Nothing is known about the data of a user's LightningDataModule."""
+    """Metrics of the data for the report. Those of a custom LightningDataModule are unknown."""
     if not isinstance(data, DataModule):
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "own dataloaders", **unknown}

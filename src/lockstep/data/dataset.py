@@ -212,7 +212,7 @@ class DataSet:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Figures for the report, under data/, such as the number of skipped files."""
+        """Metrics for the report, under data/, such as the number of skipped files."""
         return {}
 
     @cached_property

@@ -278,7 +278,7 @@ class Folder(Images):
 
     def prepare(self) -> None:
         if broken := self.facts["skipped"]:
-            self.notice = f"{broken:,} broken image files of {self.where} are left out (data.skip_broken=true)."
+            self.notice = f"{broken:,} broken image files of {self.where} are skipped (data.skip_broken=true)."
 
     @property
     def facts(self) -> dict[str, Any]:

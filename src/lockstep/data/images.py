@@ -12,19 +12,16 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import original_size, refuse_numbers, to_array
+from lockstep.data.pixels import Preprocess, refuse_numbers, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
 from lockstep.machine.world import cores, rank_of
-
-if TYPE_CHECKING:
-    from lockstep.data.preprocess import Preprocess
 
 # B batch · C channel · H W pixel · N file
 
@@ -40,7 +37,7 @@ def reading(root: Path) -> AbstractContextManager[None]:
 
 
 def images_below(folder: str) -> Iterator[str]:
-    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are left out.
+    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are skipped.
 
     Raises OSError for a folder that cannot be read.
     """
@@ -140,6 +137,10 @@ def decoded_all(
 
 
 def reason(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # its message has the address of the file's object in memory
+        return "cannot identify the image format"
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -166,33 +167,6 @@ class Files:
 
     def name(self, index: int) -> str:
         return os.fsdecode(self.name_N[index])
-
-
-class InputFiles(Files):
-    """Files to predict. `problem` says why a file could not be read: its image is then black."""
-
-    def __init__(self, inputs: Listing, *, channels: int, size: int) -> None:
-        targets = np.array([os.fsencode(text) for text in inputs.targets]) if inputs.targets else None
-        super().__init__(inputs.base, inputs.paths, targets, channels=channels, size=size)
-
-    def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        problems = [""] * len(indices)
-        return {"input": self.decoded(indices, problems), "problem": problems}
-
-    def original_size(self, index: int) -> tuple[int, int]:
-        """Width and height of a file, from its header."""
-        from PIL import Image
-
-        with Image.open(self.base / self.name(index)) as image:
-            return original_size(image)
-
-    def target(self, index: int) -> str | None:
-        return None if self.target_N is None else os.fsdecode(self.target_N[index])
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the list of files, to see that all processes have the same one."""
-        return hashlib.sha256(self.name_N.tobytes()).hexdigest()
 
 
 def read_all(
@@ -274,13 +248,13 @@ class Images(DataSet):
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         channels = len(cls.normalisation(data)[0])
         if data.get("channels") not in (None, channels):
-            yield f"data.channels={data['channels']} has no effect: these images have {channels}. Leave it out."
+            yield f"data.channels={data['channels']} has no effect: these images have {channels}. Remove it."
         for key, (least, most) in USABLE.items():
             value = data.get(key)
             if not isinstance(value, list):
                 continue
             if len(value) != channels:
-                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Give one number per channel."
+                yield f"data.{key}={value} has {len(value)} numbers; these images have {channels} channels. Set one number per channel."
             if not all(least <= number <= most for number in value):
                 yield f"data.{key}={value} must be from {least:g} to {most:g}: pixels are from 0 to 1."
 
@@ -302,9 +276,7 @@ class Images(DataSet):
         return {"in_channels": self.channels, "image_size": self.image_size}
 
     @cached_property
-    def preprocessing(self) -> "Preprocess":
-        from lockstep.data.preprocess import Preprocess
-
+    def preprocessing(self) -> Preprocess:
         numbers = {"mean": self.pixel_mean, "std": self.pixel_std}
         return Preprocess(image_size=self.image_size, channels_last=self.channels_last, **numbers)
 
@@ -312,12 +284,10 @@ class Images(DataSet):
         image_BCHW = batch["input"]
         if image_BCHW.shape[1] != self.channels:
             raise UserError(
-                f"the images have {image_BCHW.shape[1]} channels, and data.mean and data.std {self.channels} numbers. Give one for each channel."
+                f"the images have {image_BCHW.shape[1]} channels, but data.mean and data.std have {self.channels} numbers. Set one for each channel."
             )
         size = (self.image_size, self.image_size)
         if image_BCHW.shape[-2:] != size:
-            from lockstep.data.preprocess import resize_nearest
-
             masks = {name: v for name, v in spatial(batch).items() if v.shape[-2:] == image_BCHW.shape[-2:]}
             batch = {**batch, **{name: resize_nearest(value, size) for name, value in masks.items()}}
         return {**batch, "input": self.preprocessing(image_BCHW)}

@@ -2,9 +2,7 @@
 
 import itertools
 import logging
-import math
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -97,42 +95,20 @@ class InMemory:
 
 SHM = Path("/dev/shm")
 SHARED = 2**22  # less room is left to semaphores, without which no worker starts
-LOST = re.compile(
-    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)\.|exited unexpectedly(?: with exit code (\d+))?)"
-)
-SIGNALS = {  # by their names in torch's message
-    "Killed": "SIGKILL, which usually means that memory ran out",
-    "Bus error": "SIGBUS: there was no room in /dev/shm, through which batches are passed",
-}
 
 
 def lost(error: BaseException) -> str | None:
-    """How a worker ended, if that is what the error says. torch reports it from the main process."""
-    matches = [match for each in chain(error) if isinstance(each, RuntimeError) and (match := LOST.search(str(each)))]
-    if not matches:
+    """What to do about a worker that ended, if that is what the error says. torch reports it from the main process."""
+    messages = [str(each) for each in chain(error) if isinstance(each, RuntimeError)]
+    if not (of_worker := [message for message in messages if message.startswith("DataLoader worker (pid")]):
         return None
-    pids, by, code = max((match.groups() for match in matches), key=lambda groups: sum(map(bool, groups)))
-    how = f"was ended by {SIGNALS.get(by, by)}" if by else f"ended with exit code {code}" if code else "ended"
+    memory = (
+        " Memory probably ran out." if "signal: Killed" in of_worker[-1] else ""
+    )  # the first error names the signal
     return (
-        f"a process that loads data (pid {pids}) {how}. Try fewer data.num_workers, or data.num_workers=0 to load data in the main "
-        "process. A training run continues from its last checkpoint with resume=auto."
+        f"{of_worker[-1].rstrip('. ')}.{memory} Try fewer data.num_workers, or data.num_workers=0 to load data in the main process. A "
+        "training run continues from its last checkpoint with resume=auto."
     )
-
-
-def shared_room() -> float:
-    """Free bytes of shared memory, where it is a file system."""
-    return shutil.disk_usage(SHM).free if SHM.is_dir() else math.inf
-
-
-def warn_of_small_shared_memory() -> None:
-    """For dataloaders of the user's own, whose batches torch loses there (see `Indexed`)."""
-    if (room := shared_room()) < SHARED:
-        log.warning(
-            "%s has only %.0f KiB free. Worker processes pass batches through it, and a run waits for ever for a batch that does not fit. "
-            "Enlarge it (docker run --shm-size=1g), or give your dataloaders num_workers=0.",
-            SHM,
-            room / 2**10,
-        )
 
 
 class Indexed(Dataset[Batch | bytes]):
@@ -143,7 +119,8 @@ class Indexed(Dataset[Batch | bytes]):
     """
 
     def __init__(self, samples: Samples) -> None:
-        self.samples, self.shares = samples, shared_room() >= SHARED
+        self.samples = samples
+        self.shares = not SHM.is_dir() or shutil.disk_usage(SHM).free >= SHARED
 
     def __getitem__(self, indices_B: Indices) -> Batch | bytes:
         batch = fetch(self.samples, indices_B)
@@ -158,11 +135,6 @@ class Indexed(Dataset[Batch | bytes]):
         return pickle.dumps(batch)
 
 
-def unchanged(batch: Any) -> Any:
-    """In place of torch's default, which makes tensors of arrays."""
-    return batch
-
-
 class FromWorkers:
     """Batches that workers read or decode while the device computes; without workers, this process does."""
 
@@ -175,7 +147,6 @@ class FromWorkers:
             sampler=sampler,
             batch_size=None,
             num_workers=num_workers,
-            collate_fn=unchanged,
             **options,
         )
 

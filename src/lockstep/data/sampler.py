@@ -69,7 +69,7 @@ def place_in_step(rank: int, world: int, part: Any, parts: int, in_blocks: bool)
 class Split:
     """A fixed part of a data set: `count` samples from `first` on, in the split's own order or in file order.
 
-    It goes on at the beginning where it meets the end.
+    It wraps around at the end.
     """
 
     total: int
@@ -113,7 +113,7 @@ def splits(
 
     def problems() -> Iterator[str]:
         if folds and has_val:
-            yield "data.folds has no effect: this data has a validation part of its own. Leave it out, or remove that part."
+            yield "data.folds has no effect: this data has its own validation part. Remove data.folds, or that part."
         if folds and folds > total:
             yield f"data.folds={folds} is more than the {total} training {unit}. Set a smaller number."
         for part in ("train", "val", "test"):
@@ -138,7 +138,7 @@ class TrainBatches:
 
     A sampler for torch's DataLoader: `DataLoader(data, sampler=TrainBatches(...), batch_size=None)` for data that is
     indexed by an array, or `batch_sampler=` for a map-style data set. The last samples of an epoch that do not fill a global
-    batch are left out; each epoch leaves out different ones.
+    batch are dropped; each epoch drops different ones.
     """
 
     split: Split
@@ -150,7 +150,7 @@ class TrainBatches:
     accumulate: int = 1
     in_blocks: bool = False
     epoch: int = 0
-    start: int = 0  # micro-batches that the next iteration leaves out, to resume
+    start: int = 0  # micro-batches that the next iteration skips, to resume
 
     def __post_init__(self) -> None:
         if self.batch % (self.world * self.accumulate):
@@ -180,45 +180,32 @@ class TrainBatches:
             first, ahead = first + len(micro), min(2 * ahead, BLOCK)
 
 
-class PaddedEvalSampler:
-    """Each sample of a split once over all ranks; every rank has the same number of batches of the same size.
+class EvalSampler:
+    """Each sample of a split exactly once over all ranks, and the same number of batches in every rank.
 
-    Strategies that communicate in forward (fsdp; ddp with buffers) would wait for a rank that has run out of batches. So empty
-    places hold FILLER; the task never sees those samples. With `shards` a batch has so many parts, of which each rank computes
-    its share one after the other.
+    `padded`: all batches have one size, because strategies that communicate in forward (fsdp; ddp with buffers) would wait for a
+    rank that has run out of samples. Empty places hold FILLER, and the task never sees those samples. With `shards` a batch has
+    that many parts, of which each rank computes its share one after the other.
+
+    Otherwise, for modules that do not know about fillers: global batches do not depend on the number of ranks, whose shares differ by
+    at most one sample. No share is empty: a remainder of fewer samples than ranks joins the previous batch.
     """
 
-    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1, shards: int | None = None) -> None:
-        self.split, self.rank, self.world = split, rank, world
-        self.share = -(-min(batch, split.count) // (shards or world))
-        self.parts = (shards or world) // world  # of a batch, in this rank
-
-    def __len__(self) -> int:
-        return -(-self.split.count // (self.share * self.parts * self.world)) * self.parts
-
-    def __iter__(self) -> Iterator[Indices]:
-        for part in range(len(self)):
-            positions = (part * self.world + self.rank) * self.share + np.arange(self.share)
-            inside = positions < self.split.count
-            samples = np.full(self.share, FILLER, np.int64)
-            samples[inside] = self.split.indices(positions[inside])
-            yield samples
-
-
-class UnpaddedEvalSampler:
-    """Each sample of a split once over all ranks, without fillers, for modules that do not know about them.
-
-    Global batches do not depend on the number of ranks; the ranks' shares differ by at most one sample. No share is empty: a
-    remainder of fewer samples than ranks joins the previous batch.
-    """
-
-    def __init__(self, split: Split, *, batch: int, rank: int = 0, world: int = 1) -> None:
-        if split.count < world:
+    def __init__(
+        self, split: Split, *, batch: int, rank: int = 0, world: int = 1, shards: int | None = None, padded: bool = True
+    ) -> None:
+        if split.count < world and not padded:
             raise ValueError(f"{split.count} samples cannot be shared by {world} processes")
         self.split, self.rank, self.world = split, rank, world
-        self.bounds = [*range(0, split.count, max(batch, world)), split.count]
-        if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
-            del self.bounds[-2]
+        if padded:
+            parts = (shards or world) // world  # of a batch, in each rank
+            size = -(-min(batch, split.count) // (parts * world)) * world  # of what all ranks compute at the same time
+            batches = -(-split.count // (size * parts))
+            self.bounds = [size * number for number in range(batches * parts + 1)]
+        else:
+            self.bounds = [*range(0, split.count, max(batch, world)), split.count]
+            if len(self.bounds) > 2 and self.bounds[-1] - self.bounds[-2] < world:
+                del self.bounds[-2]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -226,10 +213,11 @@ class UnpaddedEvalSampler:
     def __iter__(self) -> Iterator[Indices]:
         for first, end in pairwise(self.bounds):
             begin, stop = (first + (end - first) * rank // self.world for rank in (self.rank, self.rank + 1))
-            yield self.split.indices(np.arange(begin, stop))
+            inside = np.arange(begin, min(stop, self.split.count))
+            yield np.append(self.split.indices(inside), np.full(stop - begin - len(inside), FILLER))
 
 
-Sampler = TrainBatches | PaddedEvalSampler | UnpaddedEvalSampler
+Sampler = TrainBatches | EvalSampler
 
 
 # --- Holds out a fixed part of every class; it does not depend on `seed`. Free of torch ---
@@ -269,7 +257,7 @@ class Balanced(Split):
 
     def ordered(self, places: Indices, seed: int, epoch: int) -> Indices:
         place_N = permute(places, self.count, seed, epoch)
-        before = epoch * self.count  # the turns go on from epoch to epoch
+        before = epoch * self.count  # the turns continue from epoch to epoch
         turn_N, class_N = np.divmod(place_N + before, len(self.members))
         position_N = np.empty_like(place_N)
         for number, members in enumerate(self.members):
@@ -288,10 +276,10 @@ def balanced(split: Split, part: Any, unit: str) -> Balanced:
     if class_N is None:
         raise UserError(
             f"data.balance=true needs the classes of the training {unit} as one array: `target` of Arrays, or an attribute {' or '.join(CLASSES)} "
-            "of your samples. This data has none; leave it out."
+            "of your samples. This data has none. Remove the key."
         )
     own = class_N[split.indices(np.arange(split.count))]
     members = tuple(np.flatnonzero(own == number) for number in np.unique(own))
     if len(members) < 2:
-        raise UserError(f"data.balance=true has no effect: all training {unit} have one class. Leave it out.")
+        raise UserError(f"data.balance=true has no effect: all training {unit} have one class. Remove it.")
     return Balanced(split.total, split.first, split.count, split.shuffled, members)

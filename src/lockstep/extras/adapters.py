@@ -1,8 +1,8 @@
 """Data that another library holds, as a data set: torch Datasets, and torchvision's by name. Free of torch until samples are read."""
 
+import ast
 import importlib.util
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -58,7 +58,7 @@ class Wrapped(Images):
         options = [f"data.{key}={shown(value)}" for key in usual if (value := getattr(self, key)) != usual[key]]
         if options and not self.holds_images:
             raise UserError(
-                f"{' and '.join(options)} without effect: `input` is {self.first.dtype} of shape {self.first.shape}, no image of bytes (uint8, CHW). Leave it out."
+                f"{' and '.join(options)} {'have' if len(options) > 1 else 'has'} no effect: `input` is {self.first.dtype} of shape {self.first.shape}, not an image of bytes (uint8, CHW). Remove it."
             )
         if bytes_of(self.train) is None:
             self.notice = (
@@ -217,8 +217,11 @@ class Torchvision(Wrapped):
 
 
 def torchvision_names() -> list[str]:
-    """What torchvision.datasets exports, by its source, because importing it takes seconds."""
+    """The data sets of torchvision.datasets, by its source, because importing it takes seconds."""
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text()
-    return re.findall(r'"(\w+)"', source.partition("__all__ =")[2])
+    module = ast.parse((Path(spec.origin).parent / "datasets" / "__init__.py").read_text())
+    exported = next(
+        node.value for node in module.body if isinstance(node, ast.Assign) and ast.unparse(node).startswith("__all__")
+    )
+    return [name for name in ast.literal_eval(exported) if name[0].isupper()]  # it exports a function, too

@@ -22,12 +22,12 @@ from lockstep.config.instantiate import WEIGHTS, create, create_data, has_own_lo
 from lockstep.config.run_config import model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.config.words import shown
-from lockstep.data import pixels, preprocess
+from lockstep.data import pixels
 from lockstep.data.dataset import samples_of
-from lockstep.data.images import InputFiles, find_inputs
+from lockstep.data.images import find_inputs
 from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_graphs, exported
-from lockstep.extras.tables import NEEDED
+from lockstep.extras.tables import NEEDED, InputFiles
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import ENVIRONMENT
 from lockstep.run.folder import RunFolder
@@ -202,7 +202,7 @@ def compared_images(
         good = [not problem for problem in read_images["problem"]]
         if not any(good):
             raise UserError(f"--images {images}: no file can be read: {read_images['problem'][0]}.")
-        return torch.from_numpy(read_images["input"][good]), preprocess.Preprocess(**given)
+        return torch.from_numpy(read_images["input"][good]), pixels.Preprocess(**given)
     cfg = OmegaConf.create(content["config"])
     assert isinstance(cfg, DictConfig)
     try:
@@ -220,7 +220,7 @@ def compared_images(
             ) from None
         why = f"the run's data cannot be read. {e}"
         print(f"WARNING: the folder was not compared with the network: {why}", file=sys.stderr)
-        return None, preprocess.Preprocess(**given)
+        return None, pixels.Preprocess(**given)
     if image_BCHW.dtype != torch.uint8 or image_BCHW.dim() != 4:
         raise UserError(
             f"the run's data has {image_BCHW.dtype} of shape {tuple(image_BCHW.shape)}, no images of bytes (uint8, BCHW)."
@@ -238,7 +238,7 @@ def write_all(part: Path, content: dict[str, Any], task: Task, net: nn.Module, w
     write(part / "classes.json", task.about[task.names])
     write(part / "preprocessing.json", {key: task.about[key] for key in NEEDED})
     (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["config"]))))
-    for name, source in {"preprocess.py": preprocess, "decode.py": pixels, "load.py": exported}.items():
+    for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
         shutil.copyfile(inspect.getfile(source), part / name)
 
 

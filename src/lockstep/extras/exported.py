@@ -47,7 +47,7 @@ class Model:
 
     net: nn.Module
     preprocess: Any  # uint8 images_BCHW of any size to the input of `net`
-    decode: ModuleType  # decode.py: an opened image to bytes_CHW, and masks back to images
+    pixels: ModuleType  # preprocess.py: an opened image to bytes_CHW, and masks back to images
     classes: list[str]
     channels: int
     image_size: int
@@ -87,9 +87,9 @@ class Model:
                 try:
                     with warnings.catch_warnings(), Image.open(path) as image:
                         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-                        size = self.decode.original_size(image)
-                        pixels = self.decode.to_array(image, channels=self.channels, size=self.image_size)
-                    images.append(torch.tensor(pixels))
+                        size = self.pixels.original_size(image)
+                        image_CHW = self.pixels.to_array(image, channels=self.channels, size=self.image_size)
+                    images.append(torch.tensor(image_CHW))
                     sizes.append(size)
                     errors.append("")
                 except Exception as e:  # Pillow raises nearly anything for a broken file
@@ -97,7 +97,7 @@ class Model:
             found = self.predict(torch.stack(images)) if images else []
             for row, size in zip(found, sizes, strict=True):
                 if "mask" in row:
-                    row["mask"] = self.decode.mask_image(row["mask"].numpy(), size)
+                    row["mask"] = self.pixels.mask_image(row["mask"].numpy(), size)
             rows = iter(found)
             for path, error in zip(group, errors, strict=True):
                 yield {"path": path, **({} if error else next(rows)), "error": error}
@@ -149,11 +149,12 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
         net = network(folder, about["target"], about["arguments"])
     net.load_state_dict(load_file(folder / "model.safetensors"))
     images = json.loads((folder / "preprocessing.json").read_text())
+    pixels = module(folder / "preprocess.py")
     return Model(
         net=net.eval(),
         channels=images.pop("channels"),
-        preprocess=module(folder / "preprocess.py").Preprocess(**images),
-        decode=module(folder / "decode.py"),
+        preprocess=pixels.Preprocess(**images),
+        pixels=pixels,
         classes=json.loads((folder / "classes.json").read_text()),
         image_size=images["image_size"],
         activation=about["activation"],

@@ -27,7 +27,8 @@ from lockstep.extras.adapters import Wrapped
 class Rows:
     """Rows of a table as batches. Images stay encoded in the table until they are read."""
 
-    columns: Mapping[str, Any]  # tables of one column
+    table: Any
+    columns: Mapping[str, str]  # names of its columns: input, target
     places: Indices
     names: Mapping[str, list[str]]
     channels: int
@@ -38,7 +39,8 @@ class Rows:
 
     def __getitem__(self, indices: Indices) -> dict[str, NDArray[Any]]:
         rows = self.places[indices].tolist()
-        values = {key: table[rows][table.column_names[0]] for key, table in self.columns.items()}
+        found = self.table[rows]
+        values = {key: found[column] for key, column in self.columns.items()}
         if "classes" in self.names:
             values["target"] = class_numbers(values["target"], self.names["classes"])
         elif "targets" in self.names:
@@ -47,16 +49,6 @@ class Rows:
             files = [file["path"] if file["bytes"] is None else io.BytesIO(file["bytes"]) for file in values["input"]]
             values["input"] = decoded_all(files, channels=self.channels, size=self.size)
         return values
-
-
-def one_column(table: Any, column: str) -> Any:
-    """A table of one column, as encoded images or as arrays."""
-    import datasets
-
-    alone = table.select_columns([column])
-    if isinstance(table.features[column], datasets.Image):
-        return alone.cast_column(column, datasets.Image(decode=False))
-    return alone.with_format("numpy")
 
 
 def class_numbers(values: NDArray[Any], classes: Sequence[str]) -> NDArray[np.int64]:
@@ -162,13 +154,20 @@ class HuggingFace(Wrapped):
         return whole | {part: (train, np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
 
     def open_part(self, part: str) -> Rows | None:
+        import datasets
+
         if part not in self.rows:
             return None
         table, places = self.rows[part]
         if not len(places):
             raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
-        columns = {key: one_column(table, column) for key, column in self.columns.items()}
-        return Rows(columns, places, self.names, channels=self.channels, size=self.image_size)
+        table = table.select_columns(list(self.columns.values()))
+        images = [column for column, feature in table.features.items() if isinstance(feature, datasets.Image)]
+        for column in images:
+            table = table.cast_column(column, datasets.Image(decode=False))
+        numbers = [column for column in table.column_names if column not in images]
+        table = table.with_format("numpy", columns=numbers, output_all_columns=True)
+        return Rows(table, self.columns, places, self.names, channels=self.channels, size=self.image_size)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial
-from lockstep.data.preprocess import resize_nearest
+from lockstep.data.pixels import resize_nearest
 from lockstep.errors import UserError
 from lockstep.training.steps import steps_done, total_steps
 
@@ -65,19 +65,17 @@ class ProgressiveResize(Callback):
     def dry_run(self, batch: Batch, steps: float) -> Batch:
         """The first batch of a run of so many steps. Raises UserError: the run has no end, or the batch no images."""
         if batch["input"].dim() != 4:
-            raise UserError("it resizes images. Leave it out")
+            raise UserError("it resizes images. Remove it")
         if math.isinf(steps):
             raise UserError("it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>")
         return self.resized(batch, 0.0)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raises UserError: the module is not one of a task."""
+        """Raises UserError: the module is a custom LightningModule."""
         if stage != "fit":
             return
         if not getattr(pl_module, "of_task", False):
-            raise UserError(
-                "callbacks.progressive_resize has no effect on a LightningModule of your own. Leave it out."
-            )
+            raise UserError("callbacks.progressive_resize has no effect on a custom LightningModule. Remove it.")
         vars(pl_module)["flops_per_sample"] = None  # those of a whole image
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

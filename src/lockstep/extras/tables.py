@@ -1,19 +1,52 @@
 """What predictions are made of and written to: image files, and tables as CSV, JSON, JSON lines or Parquet. Free of torch."""
 
 import csv
+import hashlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.images import Images, InputFiles, Listing
+import numpy as np
+
+from lockstep.data.dataset import Indices
+from lockstep.data.images import Files, Images, Listing
+from lockstep.data.pixels import original_size
 from lockstep.errors import UserError
 from lockstep.machine.files import finite
 
 # --- Image files to predict ---
 
 NEEDED = ("image_size", "channels", "mean", "std")  # in the `about` of the training data
+
+
+class InputFiles(Files):
+    """Files to predict. `problem` says why a file could not be read: its image is then black."""
+
+    def __init__(self, inputs: Listing, *, channels: int, size: int) -> None:
+        targets = np.array([os.fsencode(text) for text in inputs.targets]) if inputs.targets else None
+        super().__init__(inputs.base, inputs.paths, targets, channels=channels, size=size)
+
+    def __getitem__(self, indices: Indices) -> dict[str, Any]:
+        problems = [""] * len(indices)
+        return {"input": self.decoded(indices, problems), "problem": problems}
+
+    def original_size(self, index: int) -> tuple[int, int]:
+        """Width and height of a file, from its header."""
+        from PIL import Image
+
+        with Image.open(self.base / self.name(index)) as image:
+            return original_size(image)
+
+    def target(self, index: int) -> str | None:
+        return None if self.target_N is None else os.fsdecode(self.target_N[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the list of files, to see that all processes have the same one."""
+        return hashlib.sha256(self.name_N.tobytes()).hexdigest()
 
 
 class ImageFiles(Images):
