@@ -17,8 +17,8 @@ def predict(cfg: DictConfig, world: launch.World) -> None:
 
     build.process(cfg, world)
     data = prediction.data(cfg)
-    module = build.module(cfg, data, weights=cfg.init_from)
-    found = prediction.predict(cfg, world, data, module)
+    work = build.workload(cfg, data, weights=cfg.init_from)
+    found = prediction.predict(cfg, world, data, work)
     if found is not None:  # rank 0
         asked, path = cfg.predict, evaluation_file(cfg, "predict")
         result = {"input": asked.input, "output": asked.output, "count": found.count, "broken": found.broken}

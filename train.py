@@ -17,15 +17,15 @@ def train(cfg: DictConfig, world: launch.World) -> None:
     cfg = build.with_numbers(cfg)
     with build.recorder(cfg, world) as run:
         data = build.data(cfg)
-        module = build.module(cfg, data, weights=None if cfg.resume else cfg.init_from)
-        trainer = build.trainer(cfg, world, data)
-        build.dry_run(cfg, world, trainer, module, data)  # what does not fit is refused before a file is written
-        run.begin(trainer, data, module)
-        best = build.fit(cfg, trainer, module, data)
+        work = build.workload(cfg, data, weights=None if cfg.resume else cfg.init_from)
+        trainer = build.trainer(cfg, world, work)
+        build.dry_run(cfg, world, trainer, work)  # what does not fit is refused before a file is written
+        run.begin(trainer, work)
+        best = build.fit(cfg, trainer, work)
         run.trained(best)
         if not run.was_validated:
-            run.add(**build.evaluate(cfg, world, data, module, "val"))
-        run.add(**build.evaluate(cfg, world, data, best or module, panels=run.panels))
+            run.add(**build.evaluate(cfg, world, data, work, "val"))
+        run.add(**build.evaluate(cfg, world, data, best or work, panels=run.panels))
 
 
 JOB = train

@@ -44,7 +44,7 @@ from lockstep.config.instantiate import create_data
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
 from lockstep.machine.world import World
-from lockstep.training.steps import completes_step
+from lockstep.training.arithmetic import completes_step
 
 T = TypeVar("T")
 END = -1
@@ -206,11 +206,11 @@ def fit(
     """What train.py does, without the report; with another network if one is given."""
 
     def job(cfg: DictConfig, world: World) -> None:
-        data, task, trainer = ready(cfg, world, net)
-        trainer.callbacks.append(callback(turns, data))  # type: ignore[attr-defined]
+        work, trainer = ready(cfg, world, net)
+        trainer.callbacks.append(callback(turns, work.data))  # type: ignore[attr-defined]
         turns.about["precision"] = str(trainer.precision)
-        build.fit(cfg, trainer, task, data)
-        turns.answer(accuracy=build.evaluate(cfg, world, data, task)["test/acc"])
+        build.fit(cfg, trainer, work)
+        turns.answer(accuracy=build.evaluate(cfg, world, work.data, work)["test/acc"])
 
     start_job(job, overrides)
 

@@ -114,10 +114,10 @@ def all_of_lockstep(steps: int, *more: str) -> float:
     marks = Marks()
 
     def job(cfg: DictConfig, world: World) -> None:
-        data, module, trainer = ready(cfg, world, one_layer())
+        work, trainer = ready(cfg, world, one_layer())
         torch.set_num_threads(1)
         trainer.callbacks.append(marks)  # type: ignore[attr-defined]
-        build.fit(cfg, trainer, module, data)
+        build.fit(cfg, trainer, work)
 
     with tempfile.TemporaryDirectory() as folder, silenced():
         overrides = [
@@ -186,11 +186,11 @@ def timed_run(cfg: DictConfig, world: World) -> None:
     marks = Marks()
     saves: list[Span] = []  # within trainer.save_checkpoint
     writes: list[Span] = []
-    data, task, trainer = ready(cfg, world, mlp(int(os.environ[PARAMETERS])))
+    work, trainer = ready(cfg, world, mlp(int(os.environ[PARAMETERS])))
     trainer.callbacks.insert(0, marks)  # type: ignore[attr-defined]
     trainer.save_checkpoint = timed(trainer.save_checkpoint, saves)  # type: ignore[method-assign]
     checkpoint_io.write_or_explain = timed(checkpoint_io.write_or_explain, writes)
-    build.fit(cfg, trainer, task, data)
+    build.fit(cfg, trainer, work)
     if world.rank == 0:
         times = {"steps": [*marks.began_s, marks.ended_s], "saves": saves, "writes": writes}
         (run_dir(cfg) / "times.json").write_text(json.dumps(times))

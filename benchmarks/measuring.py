@@ -25,8 +25,7 @@ from lockstep.run.report import versions
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lockstep.data.datamodule import DataModule
-    from lockstep.training.module import TaskModule
+    from lockstep.training.workload import TaskWorkload
 
 T = TypeVar("T")
 
@@ -121,11 +120,10 @@ def train(overrides: list[str]) -> dict[str, Any]:
         return lockstep.train(overrides)
 
 
-def ready(cfg: DictConfig, world: World, net: Any = None) -> "tuple[DataModule, TaskModule, Trainer]":
-    """Data, task and trainer of a run, with its folder; `net` takes the place of the config's network."""
+def ready(cfg: DictConfig, world: World, net: Any = None) -> "tuple[TaskWorkload, Trainer]":
+    """Task and trainer of a run, with its folder; `net` takes the place of the config's network."""
     from lockstep import build
-    from lockstep.data.datamodule import DataModule
-    from lockstep.training.module import TaskModule
+    from lockstep.training.workload import TaskWorkload
 
     run_dir(cfg).mkdir(parents=True, exist_ok=True)
     process.owned = True
@@ -133,9 +131,9 @@ def ready(cfg: DictConfig, world: World, net: Any = None) -> "tuple[DataModule, 
     build.seed(cfg)
     data = build.data(build.with_numbers(cfg))
     with patch.object(build, "network", lambda *_, **__: net) if net is not None else contextlib.nullcontext():
-        module = build.module(cfg, data)
-    assert isinstance(data, DataModule) and isinstance(module, TaskModule)
-    return data, module, build.trainer(cfg, world, data)
+        work = build.workload(cfg, data)
+    assert isinstance(work, TaskWorkload)
+    return work, build.trainer(cfg, world, work)
 
 
 def start_job(job: Callable[[DictConfig, World], None], overrides: list[str]) -> None:

@@ -44,8 +44,9 @@ def costs_of(cfg: DictConfig) -> tuple[Any, int]:
             cfg.model[key] = None if key == "checkpoint_path" else False
     data: Any = build.data(cfg)
     with torch.device("meta"):
-        module: Any = build.module(cfg, data)
-    if not hasattr(module, "net"):
+        work = build.workload(cfg, data)
+    module: Any = work.module
+    if work.task is None:
         raise UserError("only tasks can be planned; a LightningModule defines its own steps.")
     for name, node in cfg.callbacks.items():
         kind = locate(node._target_)

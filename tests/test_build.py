@@ -1,6 +1,7 @@
 """Every option that is shipped can be built and takes a step: networks, optimizers, schedules, callbacks, loggers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from conftest import write_cifar10
 from pictures import write_classes
 
 import lockstep
-from lockstep import CONFIGS, build, build_trainer
+from lockstep import CONFIGS, build
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create, create_data, network, to_plain
 from lockstep.config.run_config import decided, identify
@@ -67,8 +68,8 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
         )
         cfg = identify(decided(cfg, world_of(cfg), create_data(cfg)), "disk")
         data = build.data(cfg)
-        trainer = build.trainer(cfg, world_of(cfg), data)
-        module = build.module(cfg, data)
+        work = build.workload(cfg, data)
+        trainer, module = build.trainer(cfg, world_of(cfg), work), work.module
         assert len(trainer.loggers) == (2 if group == "logger" and option != "csv" else 1)
         assert type(trainer.strategy).__name__ == cfg.strategy._target_.split(".")[-1]
         optimizer = module.new_optimizer()
@@ -183,6 +184,11 @@ def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
     for accelerator, expected in (("cuda", True), ("cpu", False)):
         cfg = compose_config("train", ["exact.shards=8", "trainer.limit_val_batches=2"])
         world = replace(world_of(cfg), accelerator=accelerator)
-        made = build_trainer.arithmetic(cfg).trainer_arguments(cfg.trainer, world)
+        made = build.arithmetic(cfg).trainer_arguments(cfg.trainer, world)
         assert bool(made["deterministic"]) == expected
         assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)
+
+
+def test_a_profiler_that_is_asked_for_is_used(train):
+    train("run=a", "trainer.max_steps=1", "trainer.profiler=simple")
+    assert "run_training_batch" in Path("runs/a/fit-profile.txt").read_text()

@@ -11,7 +11,7 @@ import lockstep
 from lockstep.callbacks import step_seed
 from lockstep.extras.comparison import agree, compare, find
 from lockstep.training import arithmetic
-from lockstep.training.tree_reduction import TreeReduction
+from lockstep.training.arithmetic import TreeReduction
 
 pytestmark = pytest.mark.xdist_group("exact")
 # Dropout, clipping, the average and AdamW's default learning rate are on.

@@ -71,12 +71,12 @@ def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> l
     shape += ["data.num_workers=0", "trainer.max_epochs=1", f"runs_dir={folder}", "run=a", "data.image_size=32"]
     cfg = compose_config("train", [*given, *shape])
     with fake_gpu(monkeypatch) as waits:
-        data, module, trainer = ready(cfg, World("cpu", 1, 1, "single"))
+        work, trainer = ready(cfg, World("cpu", 1, 1, "single"))
         # The batch in the report is copied once a run.
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, FirstBatch)]
         trainer.callbacks += [*more, watch := Watch(waits)]
         with pytest.raises(Seen):
-            trainer.fit(module, data)
+            trainer.fit(work.module, work.data)
     assert watch.seen == ["cuda"] * 6 + ["val"]
     return waits.places
 

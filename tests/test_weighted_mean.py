@@ -71,7 +71,7 @@ def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     cfg = decided(cfg, world_of(cfg), create_data(cfg))
     build.seed(cfg)
     data = build.data(cfg)
-    module = build.module(cfg, data)
+    module = build.workload(cfg, data).module
     net, split, losses = module.net, data.train_split, []
     optimizer = module.make_optimizer(net.parameters())
     batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))

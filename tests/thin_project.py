@@ -1,6 +1,11 @@
 """A project that depends on Lockstep, as small as it can be: for tests."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 TRAIN = """from lockstep import launch
 
@@ -34,3 +39,18 @@ def write(root: Path, **more: str) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
+
+
+@contextmanager
+def entered(root: Path, package: str, **files: str) -> Iterator[Path]:
+    """The folder of a project with `package`, which this process works in and imports from."""
+    from lockstep.config.project import make_importable
+
+    write(root, **files)
+    (root / "configs/project.yaml").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.syspath_prepend(str(root / "src"))
+        make_importable()
+        yield root
+    sys.modules.pop(package, None)

@@ -5,6 +5,7 @@ from lockstep.compat import others  # noqa: F401  # before Lightning
 # isort: split
 import inspect
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torchmetrics import Metric
 
 from lockstep import strategies
 from lockstep.augment import Augmentation
-from lockstep.build_trainer import arithmetic, evaluator, trainer
+from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config.checks import monitor_problems, whole_batch_problems
@@ -29,7 +30,6 @@ from lockstep.config.instantiate import (
     create,
     create_custom_module,
     create_data,
-    has_own_loaders,
     network,
     operations,
     to_plain,
@@ -59,15 +59,16 @@ from lockstep.reporting.recorder import Recorder
 from lockstep.run.folder import RunFolder
 from lockstep.tasks import Task
 from lockstep.training import oom, optim
+from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.dry_run import DryRun
 from lockstep.training.metrics import undivided_evaluation
 from lockstep.training.module import TaskModule
-from lockstep.training.workload import Workload, workload
+from lockstep.training.workload import TaskWorkload, Workload
 
-__all__ = ["data", "dry_run", "evaluate", "fit", "module", "process", "recorder", "seed", "trainer", "with_numbers"]
+__all__ = ["data", "dry_run", "evaluate", "fit", "process", "recorder", "seed", "trainer", "with_numbers", "workload"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
 IN_DRY_RUN = (
-    "This is the dry run: tensors have shapes but no numbers. Enter c to continue, or set debug_rank=0 to skip it."
+    "This is the dry run, a step of two samples on copies. Enter c to continue, or set debug_rank=0 to skip it."
 )
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
@@ -100,9 +101,9 @@ def recorder(cfg: DictConfig, world: World) -> Recorder:
 
 
 def data(cfg: DictConfig) -> pl.LightningDataModule:
-    if has_own_loaders(cfg):
-        return create(cfg.data, "data")
     node, dataset = to_plain(cfg.data), create_data(cfg)
+    if dataset is None:
+        return create(cfg.data, "data")
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
     augment = Augmentation(operations(cfg)) if cfg.get("augment") or given.get("repeats", 1) > 1 else None
@@ -110,6 +111,10 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
     made = DataModule(dataset, seed=cfg.seed, augment=augment, **given)
     made.about = plain(made.about, "about")
     return made
+
+
+def arithmetic(cfg: DictConfig) -> StepArithmetic:
+    return LogicalRanks(cfg.exact.shards) if cfg.exact.shards else StepArithmetic()
 
 
 def optimizer(cfg: DictConfig) -> dict[str, Any]:
@@ -131,18 +136,22 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     return made
 
 
-def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = None) -> pl.LightningModule:
-    """The task's LightningModule with a new network, or with the weights of the checkpoint `weights`.
+def workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = None) -> Workload:
+    """What is trained on the data: the task with a new network, or with the weights of the checkpoint `weights`.
 
     Raises:
         UserError: network, task and data do not fit together.
     """
-    if uses_custom_module(cfg):
-        custom = create_custom_module(cfg)
-        raise_problems(Workload(custom, data).problems(title(cfg.data), cfg.checkpoint.monitor))
-        if weights:
-            load_module_weights(custom, Path(weights))
-        return custom
+    if not uses_custom_module(cfg):
+        return task_workload(cfg, data, weights)
+    work = Workload(create_custom_module(cfg), data)
+    raise_problems(work.problems(title(cfg.data), cfg.checkpoint.monitor))
+    if weights:
+        load_module_weights(work.module, Path(weights))
+    return work
+
+
+def task_workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None) -> TaskWorkload:
     goal: Task = create(cfg.task, "task")
     if not isinstance(data, DataModule):
         raise UserError(
@@ -174,12 +183,12 @@ def module(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = 
             channels_last=cfg.channels_last and not cfg.exact.shards,
             compile=cfg.compile,
         ),
-        metrics=metrics(cfg, goal),
+        metrics=metrics(goal, cfg.task.get("metrics") or {}),
         network_arguments=offered,
         arithmetic=arithmetic(cfg),
     )
     raise_problems(monitor_problems(cfg, made.figure_names()))
-    return made
+    return TaskWorkload(made, data)
 
 
 def load_module(path: Path) -> pl.LightningModule:
@@ -189,18 +198,18 @@ def load_module(path: Path) -> pl.LightningModule:
     return made.eval()
 
 
-def metrics(cfg: DictConfig, goal: Task) -> dict[str, Metric]:
-    """The metrics of the task and those of task.metrics."""
+def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
+    """The metrics of the task and those of the nodes of task.metrics."""
     found = goal.metrics()
-    for name, node in (cfg.task.get("metrics") or {}).items():
+    for name, node in nodes.items():
         more = {k: v for k, v in accepted(node._target_, goal.metric_arguments()).items() if k not in node}
         found[str(name)] = create(node, f"task.metrics.{name}", **more)
     return found
 
 
-def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, data: object) -> None:
+def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, work: Workload) -> None:
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
-    if not isinstance(module, TaskModule) or not isinstance(data, DataModule):
+    if not isinstance(work, TaskWorkload):
         return
     if debugging.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
         return
@@ -208,12 +217,11 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, 
     samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
     trial = DryRun(
-        module=module,
-        data=data,
+        work=work,
         device=trainer.strategy.root_device,
         samples=samples,
-        steps=total_steps(cfg, data.train_split.count),
-        make_net=partial(network, to_plain(cfg.model), module.network_arguments, with_weights=False),
+        steps=total_steps(cfg, work.data.train_split.count),
+        make_net=partial(network, to_plain(cfg.model), work.network_arguments, with_weights=False),
         titles={group: title(cfg[group]) for group in ("model", "data", "task")},
         image_size=cfg.data.get("image_size"),
         evaluates=any(cfg.trainer[f"limit_{part}_batches"] != 0 for part in ("val", "test")),
@@ -228,20 +236,18 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, module: object, 
         debugging.notice = None
 
 
-def oom_advice(
-    cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule
-) -> AbstractContextManager[None]:
+def oom_advice(cfg: DictConfig, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
     """Explains errors of memory that ran out."""
     world = trainer.world_size
     return oom.oom_advice(
         trainer,
-        workload(module, data),
+        work,
         accumulations=lambda: accumulations(cfg.data.batch_size, world, unit(cfg)[0]),
         alone=not spec_of(cfg.strategy).is_sharded and not (cfg.trainer.sync_batchnorm and world > 1),
     )
 
 
-def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> str | None:
+def fit(cfg: DictConfig, trainer: pl.Trainer, work: Workload) -> str | None:
     """Trains; returns the checkpoint to test.
 
     Raises:
@@ -249,8 +255,8 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, module: pl.LightningModule, data: 
         OutOfMemory: memory ran out, in training or in validation.
     """
     try:
-        with oom_advice(cfg, trainer, module, data):
-            trainer.fit(module, data, ckpt_path=cfg.resume, weights_only=True)
+        with oom_advice(cfg, trainer, work):
+            trainer.fit(work.module, work.data, ckpt_path=cfg.resume, weights_only=True)
     except REFUSALS as e:
         began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if began or isinstance(e, UserError) or of_users_code(e):
@@ -263,38 +269,37 @@ def evaluate(
     cfg: DictConfig,
     world: World,
     data: pl.LightningDataModule,
-    tested: str | pl.LightningModule,
+    tested: str | Workload,
     stage: str = "test",
     panels: list[Any] | None = None,
 ) -> dict[str, float]:
-    """The test (or `val`) figures of a checkpoint or of a module, for training and eval.py. `panels` gets the task's panels.
+    """The test (or `val`) metrics of a checkpoint or of a workload as it is, for training and eval.py. `panels` gets the task's panels.
 
     Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves.
     """
     step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
     if cfg.trainer[f"limit_{stage}_batches"] == 0:
         return {}
-    subject = module(cfg, data, weights=tested) if isinstance(tested, str) else tested
-    work = workload(subject, data)
+    work = workload(cfg, data, weights=tested) if isinstance(tested, str) else tested
     if not work.evaluates(step, stage):
-        console.say(f"no {run}: {type(subject).__name__} has no {step}_step, or the data has no {stage}_dataloader")
+        console.say(f"no {run}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
     if panels is not None:
         work.collect_panels(panels, compiled=bool(cfg.compile))
 
-    def run_and_collect(subject: pl.LightningModule) -> dict[str, float]:
-        trainer = evaluator(cfg, world)
-        with oom_advice(cfg, trainer, subject, data):
-            by_loader = getattr(trainer, run)(subject, data, verbose=False, weights_only=True)
+    def run_and_collect(work: Workload) -> dict[str, float]:
+        trainer = evaluator(cfg, world, work)
+        with oom_advice(cfg, trainer, work):
+            by_loader = getattr(trainer, run)(work.module, data, verbose=False, weights_only=True)
         figures = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
         return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
 
-    figures = run_and_collect(subject)
+    figures = run_and_collect(work)
     raw = read(Path(tested)).raw_state_dict if isinstance(tested, str) else None
     if raw is not None:  # the run averaged its weights: training goes on with these
-        subject = module(cfg, data, weights=str(tested))
-        load_into(subject.state_dict(), raw, tested)
-        of_raw = run_and_collect(subject)
+        work = workload(cfg, data, weights=str(tested))
+        load_into(work.module.state_dict(), raw, tested)
+        of_raw = run_and_collect(work)
         figures |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
     return figures
 

@@ -21,18 +21,16 @@ from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
-from lockstep.config.instantiate import create, has_own_loaders, to_plain, uses_custom_module
+from lockstep.config.instantiate import create, to_plain
 from lockstep.config.run_config import SPARSEST, log_interval, model_title, run_dir, title
 from lockstep.config.targets import accepted
-from lockstep.data.datamodule import facts
 from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
-from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
-from lockstep.training.workload import TaskWorkload, Workload
+from lockstep.training.workload import Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
     "simple": SimpleProfiler,
@@ -74,18 +72,14 @@ def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
     return values
 
 
-def arithmetic(cfg: DictConfig) -> StepArithmetic:
-    return LogicalRanks(cfg.exact.shards) if cfg.exact.shards else StepArithmetic()
-
-
-def custom_module_callbacks(cfg: DictConfig) -> list[pl.Callback]:
+def custom_module_callbacks(cfg: DictConfig, work: Workload) -> list[pl.Callback]:
     """First in the list, to report first what is wrong."""
-    if not uses_custom_module(cfg):
+    if work.task is not None:
         return []
     return [
         CustomModule(
             seed=cfg.seed,
-            own_loaders=has_own_loaders(cfg),
+            own_loaders=work.engine_data is None,
             synchronise=synchronise if cfg.trainer.sync_batchnorm else None,
             log_interval=log_interval if cfg.trainer.log_every_n_steps == "auto" else None,
         )
@@ -93,7 +87,7 @@ def custom_module_callbacks(cfg: DictConfig) -> list[pl.Callback]:
 
 
 def monitor_guard(
-    callbacks: DictConfig, checkpoint_monitor: str | None, save: Callable[[pl.Trainer], None] | None
+    title: str, callbacks: DictConfig, checkpoint_monitor: str | None, save: Callable[[pl.Trainer], None] | None
 ) -> pl.Callback:
     validated = {"checkpoint.monitor": checkpoint_monitor} if save and checkpoint_monitor else {}
     later: dict[str, str] = {}
@@ -101,20 +95,19 @@ def monitor_guard(
         if node.get("monitor") is not None:
             monitors = validated if node.get("check_on_train_epoch_end") is False else later
             monitors[f"callbacks.{name!s}.monitor"] = node.monitor
-    return stopping.MonitorGuard(validated, later, save)
+    return stopping.MonitorGuard(title, validated, later, save)
 
 
-def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
+def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
     """The Trainer of a training run.
 
     Raises:
         UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
     """
-    custom, own_loaders, steps = uses_custom_module(cfg), has_own_loaders(cfg), arithmetic(cfg)
+    own_loaders = work.engine_data is None
     if cfg.resume:
-        kind = Workload if custom else TaskWorkload
-        outline(Path(cfg.resume)).require_position(*kind.position, *(() if own_loaders else (DATA,)))
-    config, data_info = to_plain(cfg), facts(data)
+        outline(Path(cfg.resume)).require_position(*work.position, *(() if own_loaders else (DATA,)))
+    config, data_info = to_plain(cfg), work.facts
     shared = {
         "is the run": cfg.run,
         "computes in precision": cfg.trainer.precision,
@@ -124,15 +117,15 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
     own: list[pl.Callback] = [
         step_seed.StepSeed(
             cfg.seed,
-            steps,
-            masks_by_row=not steps.same_bits and not cfg.compile and not own_loaders,
+            work.arithmetic,
+            masks_by_row=not work.arithmetic.same_bits and not cfg.compile and not own_loaders,
             own_loaders=own_loaders,
         ),
         stopping.RankAgreement(shared),
-        summary.RunSummary(data, data_info, model_title(cfg), title(cfg.data), config),
+        summary.RunSummary(work, data_info, model_title(cfg), title(cfg.data), config),
         summary.Clock(),
         summary.FirstBatch(),
-        *([] if custom else [stopping.CollectivesGuard()]),
+        *([] if work.task is None else [stopping.CollectivesGuard()]),
         CutAtResume(RunFolder(run_dir(cfg))),
     ]
     if cfg.trainer.enable_progress_bar:
@@ -152,25 +145,24 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(config)  # before those that log when a batch begins
-    guard = monitor_guard(cfg.callbacks, cfg.checkpoint.monitor, save)
-    every = [*custom_module_callbacks(cfg), guard, position, *chosen, *own]
-    return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
+    guard = monitor_guard(work.title, cfg.callbacks, cfg.checkpoint.monitor, save)
+    every = [*custom_module_callbacks(cfg, work), guard, position, *chosen, *own]
+    return lightning_trainer(cfg, world, work, callbacks=every, logger=loggers(cfg))
 
 
-def evaluator(cfg: DictConfig, world: World, *more: pl.Callback) -> pl.Trainer:
+def evaluator(cfg: DictConfig, world: World, work: Workload, *more: pl.Callback) -> pl.Trainer:
     """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
     shown = [summary.Progress()] if cfg.trainer.enable_progress_bar else []
-    own = [*custom_module_callbacks(cfg), stopping.Preemption(None), *shown, *more]
-    return lightning_trainer(cfg, world, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
+    own = [*custom_module_callbacks(cfg, work), stopping.Preemption(None), *shown, *more]
+    return lightning_trainer(cfg, world, work, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
-def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer:
+def lightning_trainer(cfg: DictConfig, world: World, work: Workload, **parts: Any) -> pl.Trainer:
     given = to_plain(cfg.trainer)
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}
-    steps = arithmetic(cfg)
-    given |= steps.trainer_arguments(given, world) | parts
+    given |= work.arithmetic.trainer_arguments(given, world) | parts
     if given["log_every_n_steps"] == "auto":
         given["log_every_n_steps"] = SPARSEST  # callbacks/custom_module.py decides once the loaders are there
     node = cfg.strategy
@@ -189,8 +181,8 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
     offered = {
         "environment": environment,
         "sharded_checkpoints": cfg.checkpoint.sharded,
-        "arithmetic": steps,
-        "trains_task": not uses_custom_module(cfg),
+        "arithmetic": work.arithmetic,
+        "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
     plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
@@ -201,7 +193,7 @@ def lightning_trainer(cfg: DictConfig, world: World, **parts: Any) -> pl.Trainer
             **given,
             strategy=strategy,
             plugins=plugins,
-            use_distributed_sampler=has_own_loaders(cfg),
+            use_distributed_sampler=work.engine_data is None,
             default_root_dir=run_dir(cfg),
         )
     except (ValueError, TypeError, MisconfigurationException) as e:

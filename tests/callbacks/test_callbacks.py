@@ -17,6 +17,7 @@ from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.callbacks.stopping import RankAgreement, Timer
 from lockstep.callbacks.weights import tensors as ema_tensors
 from lockstep.errors import TrainingFailed
+from lockstep.training.workload import Workload
 
 
 @pytest.fixture
@@ -188,7 +189,7 @@ def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monk
     trainer.strategy.root_device.type = device
     info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}
     config = {"run": "a", "strategy": {"name": "single"}, "compile": compiled}
-    summary.RunSummary(None, info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
+    summary.RunSummary(Workload(None, None), info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
     assert any("2.5 images/s" in line for line in lines) is (compiled and device == "cpu")
     assert lines[0] == (
         "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "

@@ -34,7 +34,9 @@ def watching(saved: list | None, **checkpoint: str) -> MonitorGuard:
     validated = {f"checkpoint.{name}": value for name, value in checkpoint.items()} | {
         "callbacks.stop.monitor": "val/x"
     }
-    return MonitorGuard(validated, {"callbacks.mine.monitor": "a/b"}, None if saved is None else saved.append)
+    return MonitorGuard(
+        "Classification", validated, {"callbacks.mine.monitor": "a/b"}, None if saved is None else saved.append
+    )
 
 
 def test_what_is_watched_at_a_validation_is_told_there_after_a_checkpoint():

@@ -28,6 +28,7 @@ from lockstep.compat.lightning import (
 )
 from lockstep.config.compose import compose_config
 from lockstep.machine.world import world_of
+from lockstep.training.workload import Workload
 
 
 def test_lightning_sets_the_name_on_the_module(monkeypatch):
@@ -145,7 +146,8 @@ def test_lightning_still_broadcasts(mnist, cache, monkeypatch):
     monkeypatch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", pytest.fail)
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
     cfg = compose_config("train", [*given, "trainer.precision=32-true"])
-    build.evaluator(cfg, world_of(cfg)).fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    work = Workload(pl.LightningModule(), pl.LightningDataModule())
+    build.evaluator(cfg, world_of(cfg), work).fit_loop.epoch_loop._broadcast_sigterm_tensor()
 
 
 def test_wandb_warns_about_what_lightning_passes(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from lockstep.reporting import page as pages
 from lockstep.run.folder import RunFolder
 from lockstep.tasks import Classification
 from lockstep.tasks.panel import Bars, Gallery, Matrix, Panel, Sample
+from lockstep.training.workload import TaskWorkload, Workload
 
 pytestmark = pytest.mark.xdist_group("page")
 TWO = ("strategy=ddp", "trainer.devices=2")
@@ -70,12 +71,12 @@ def test_the_panels_are_those_of_the_checkpoint_in_any_number_of_processes(run_a
 def test_the_matrix_counts_the_predictions_of_the_checkpoint(run_a, mnist, cache):
     cfg = OmegaConf.load("runs/a/config.yaml")
     data, panels = build.data(cfg), []
-    module = build.module(cfg, data, weights=str(Path("runs/a", run_a["checkpoint"])))
-    build.evaluate(cfg, World("cpu", 1, 1, "single"), data, module, panels=panels)
+    work = build.workload(cfg, data, weights=str(Path("runs/a", run_a["checkpoint"])))
+    build.evaluate(cfg, World("cpu", 1, 1, "single"), data, work, panels=panels)
     matrix = next(panel for panel in panels if isinstance(panel, Matrix))
     batch = data.finished(data.raw("test", range(103)), training=False)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed"):
-        logits = module.net.eval()(batch["input"]).float()
+        logits = work.module.net.eval()(batch["input"]).float()
     assert matrix.values == MulticlassConfusionMatrix(10)(logits, batch["target"]).tolist()
     worst = next(panel for panel in panels if isinstance(panel, Gallery)).samples
     loss = torch.nn.functional.cross_entropy(logits, batch["target"], reduction="none")
@@ -162,7 +163,8 @@ def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[d
     """The charts of these columns of metrics.csv, for a task with these metrics."""
     task = SimpleNamespace(panels=lambda: [(name, "", (f"val/{name}",)) for name in columns])
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
-    return list(pages.drawn_curves(SimpleNamespace(of_task=True, task=task, figures=metrics), series, {}))
+    module = SimpleNamespace(task=task, figures=metrics, arithmetic=None, network_arguments={})
+    return list(pages.drawn_curves(TaskWorkload(module, None), series, {}))
 
 
 def axis(chart: dict) -> list[float]:
@@ -182,9 +184,9 @@ def test_one_value_is_a_number_and_axes_of_fractions_end_at_1():
 
 def test_curves_of_unknown_figures_are_grouped():
     logged = ["train_loss", "val_loss", "val/acc", "val/count", "train/samples_per_s"]
-    names = [names for _, _, names in pages.curves(None, logged, "samples")]
+    names = [names for _, _, names in pages.curves(Workload(None, None), logged, "samples")]
     assert names[:2] == [("train_loss", "val_loss"), ("val/acc",)]
-    assert list(pages.drawn_curves(None, {}, {})) == []  # of a run that failed before its first row
+    assert list(pages.drawn_curves(Workload(None, None), {}, {})) == []  # of a run that failed before its first row
     assert Clock().report_figures() == {}  # and its clock never began
     assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]
     assert pages.labels(["val/rmse", "val/mae"]) == ["rmse", "mae"]

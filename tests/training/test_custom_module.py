@@ -16,7 +16,6 @@ from lockstep.callbacks.step_seed import step_seed
 from lockstep.checkpoints.finding import step_of
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.project import make_importable
 from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
 from lockstep.extras.export import export
 from lockstep.training import dropout
@@ -232,14 +231,8 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(scope="module", autouse=True)
 def project(tmp_path_factory) -> Iterator[Path]:
     """A project with the modules; the tests work in its folder."""
-    root = thin_project.write(tmp_path_factory.mktemp("project"), **FILES)
-    (root / "configs/project.yaml").unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(root)
-        patch.syspath_prepend(str(root / "src"))
-        make_importable()
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "odd", **FILES) as root:
         yield root
-    sys.modules.pop("odd", None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from lockstep.checkpoints.weights import refused
 from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.config.words import plain
 from lockstep.errors import UserError
-from lockstep.training.steps import total_steps
+from lockstep.training.arithmetic import total_steps
 
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
 

@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lockstep.training import dropout
-from lockstep.training.arithmetic import StepArithmetic
-from lockstep.training.steps import micro_batch_index, steps_done
+from lockstep.training.arithmetic import StepArithmetic, micro_batch_index, steps_done
 
 
 def step_seed(seed: int, micro_batch: int, rank: int) -> int:

@@ -22,8 +22,7 @@ from lockstep.compat.torch import CollectiveCounter
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError, did_you_mean
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, external_launcher, objects_of_all
-from lockstep.training.steps import completes_step, has_row, steps_done
-from lockstep.training.workload import workload
+from lockstep.training.arithmetic import completes_step, has_row, steps_done
 
 LOOK_S = 1.0  # seconds between two questions to all processes
 
@@ -222,6 +221,7 @@ class MonitorGuard(Callback):
     that ends before its first validation logs no metric of one, and passes.
     """
 
+    title: str  # of the task or module that logs
     validated: Mapping[str, str]  # what is monitored at a validation, by its config key
     later: Mapping[str, str]
     save: Callable[[Trainer], None] | None
@@ -244,10 +244,9 @@ class MonitorGuard(Callback):
             if self.save:
                 self.save(trainer)
             again = " resume=auto to continue" if self.save else ""
-            name = workload(trainer.lightning_module, trainer.datamodule).title  # type: ignore[attr-defined]
             last = ", or checkpoint.monitor=null to keep only the last" if key == "checkpoint.monitor" else ""
             raise TrainingFailed(
-                f"{key}={monitor} is not logged by {name}, which logs {', '.join(logged) or 'nothing'}{did_you_mean(monitor, logged)}. "
+                f"{key}={monitor} is not logged by {self.title}, which logs {', '.join(logged) or 'nothing'}{did_you_mean(monitor, logged)}. "
                 f"Set {key}=<one of them>{again}{last}."
             )
 

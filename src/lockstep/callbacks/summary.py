@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
@@ -23,9 +23,9 @@ from lockstep.run.report import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import SYNCHRONISED
 from lockstep.tasks.panel import Content, Gallery, Sample
+from lockstep.training.arithmetic import completes_step, has_row, steps_done, total_steps
 from lockstep.training.panels import pictures
-from lockstep.training.steps import completes_step, has_row, steps_done, total_steps
-from lockstep.training.workload import workload
+from lockstep.training.workload import Workload
 
 # --- The first lines of a run ---
 
@@ -39,7 +39,7 @@ COMPILED_ON_A_CPU = (
 class RunSummary(Callback):
     """Prints model, data, strategy, batches, precision and steps before the first step, and what changed since the checkpoint."""
 
-    data: LightningDataModule
+    work: Workload
     data_info: Mapping[str, Any]
     model: str
     data_name: str
@@ -56,12 +56,12 @@ class RunSummary(Callback):
         here = self.state_dict()
         saved = checkpoint["callbacks"].get(self.state_key) or here
         then = comparable(checkpoint["config"], checkpoint.get("network", {}), saved)
-        now = comparable(self.config, getattr(pl_module, "network_arguments", {}), here)
+        now = comparable(self.config, self.work.network_arguments, here)
         different = [key for key in {**then, **now} if then.get(key) != now.get(key)]
         self.changes = [f"{key} was {then.get(key)} and is {now.get(key)}" for key in different]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        work, strategy, world = workload(pl_module, self.data), trainer.strategy, trainer.world_size
+        work, strategy, world = self.work, trainer.strategy, trainer.world_size
         device = strategy.root_device.type
         processes = f"{world} process{'es' if world > 1 else ''} on {device}"
         replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes

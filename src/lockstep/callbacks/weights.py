@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
 from lockstep.run.folder import RunFolder
+from lockstep.training.arithmetic import completes_step, steps_done
 from lockstep.training.optim import head_of
-from lockstep.training.steps import completes_step, steps_done
 
 # --- An exponential moving average, which is validated, tested and saved in their place ---
 

@@ -15,7 +15,7 @@ from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import save_logged_step, set_logged_step
 from lockstep.errors import Damaged, UserError
 from lockstep.machine import files
-from lockstep.training.steps import steps_done
+from lockstep.training.arithmetic import steps_done
 
 # --- The best checkpoints by the monitored metric ---
 

@@ -130,7 +130,9 @@ def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
 
 
 def create_data(cfg: DictConfig) -> Any:
-    """Creates the data set of a config, without its dataloaders."""
+    """Creates the data set of a config, without its dataloaders; None for a LightningDataModule, which has its own."""
+    if has_own_loaders(cfg):
+        return None
     node = to_plain(cfg.data)
     raise_problems(data_set_problems(node))
     return create(data_set_node(node), "data")

@@ -20,6 +20,7 @@ from lockstep.machine.world import StrategySpec, World, available, number, spec_
 # Keys that only torch's DistributedDataParallel and all-reduce read, and their usual values.
 OF_DDP = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": False, "find_unused_parameters": False}
 COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
+TIMM = "lockstep.models.from_timm"
 WANDB = "lockstep.reporting.loggers.wandb"
 WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
 # Each with the module that it imports, which is also the name of the extra, and the package to install.
@@ -139,7 +140,7 @@ def processes(run: Context) -> Iterator[str]:
             f"{exact} cannot be divided among {world.size} processes. Start 1, 2, 4 or another power of two up to {shards}. A run keeps its "
             "exact.shards; an evaluation with exact.shards=null has figures that are equal to rounding."
         )
-    if not is_shipped(cfg.strategy):
+    if not run.spec.adds_in_fixed_order:
         yield f"{exact} needs strategy=single, ddp or fsdp: strategy={title(cfg.strategy)} adds gradients in an order of its own."
     if run.spec.splits_batches:
         yield f"{exact} is not possible with strategy={world.strategy}, which divides batches by the number of GPUs. Type strategy=ddp."
@@ -281,9 +282,9 @@ def optimizer(run: Context) -> Iterator[str]:
     cfg, optim, trainer = run.cfg, run.cfg.optim, run.cfg.trainer
     if optim.get("fused") is True and (why := why_not_fused(cfg)):
         yield f"optim.fused=true {why}. Leave optim.fused out."
-    if optim.get("nesterov") is True and not optim.get("momentum") and is_shipped(optim):
+    if optim.get("nesterov") is True and "momentum" in optim and not optim.momentum:
         yield "optim.nesterov=true needs a momentum above 0. Type optim.momentum=0.9, or optim.nesterov=false."
-    if optim.get("no_decay") is True and is_shipped(optim) and not optim.get("weight_decay"):
+    if optim.get("no_decay") is True and "weight_decay" in optim and not optim.weight_decay:
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Leave it out, or type optim.weight_decay=0.05."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Type trainer.gradient_clip_val=1.0 as well."
@@ -313,7 +314,7 @@ def checkpoints(run: Context) -> Iterator[str]:
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
     if cfg.init_from and (pretrained or path):
         yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Leave one of them out."
-    if is_shipped(cfg.model) and path and not Path(path).expanduser().is_file():
+    if cfg.model.get("_target_") == TIMM and path and not Path(path).expanduser().is_file():
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
 
 

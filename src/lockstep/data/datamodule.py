@@ -73,6 +73,20 @@ class DataModule(pl.LightningDataModule):
         """Whether the module trains a Task. Other LightningModules get batches as tuples, without fillers."""
         return bool(getattr(self.trainer and self.trainer.lightning_module, "of_task", False))
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the report says of the data."""
+        return {
+            "unit": self.unit,
+            "data/source": self.dataset.source,
+            "data/sha256": self.dataset.fingerprint,
+            "data/train": self.train_split.count,
+            "data/val": self.val_split.count,
+            "data/test": self.test_split.count,
+            "data/notice": self.dataset.notice,
+            **{f"data/{name}": value for name, value in self.dataset.facts.items()},
+        }
+
     def home(self, arrays: Arrays) -> torch.device | None:
         """The GPU, if data.on_device asks for it or the arrays are small; None leaves them where they are."""
         device, wanted = self.device, self.on_device
@@ -225,20 +239,3 @@ def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:
         return {}
     train_N = class_N[split.indices(np.arange(split.count))]
     return {"class_counts": np.bincount(train_N[train_N >= 0], minlength=len(classes)).tolist()}
-
-
-def facts(data: pl.LightningDataModule) -> dict[str, Any]:
-    """Metrics of the data for the report. Those of a custom LightningDataModule are unknown."""
-    if not isinstance(data, DataModule):
-        unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
-        return {"unit": "samples", "data/source": "own dataloaders", **unknown}
-    return {
-        "unit": data.unit,
-        "data/source": data.dataset.source,
-        "data/sha256": data.dataset.fingerprint,
-        "data/train": data.train_split.count,
-        "data/val": data.val_split.count,
-        "data/test": data.test_split.count,
-        "data/notice": data.dataset.notice,
-        **{f"data/{name}": value for name, value in data.dataset.facts.items()},
-    }

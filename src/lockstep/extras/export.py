@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.checkpoints.finding import DATA, Checkpoint
 from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
-from lockstep.config.instantiate import WEIGHTS, create, create_data, has_own_loaders, network
+from lockstep.config.instantiate import WEIGHTS, create, create_data, network
 from lockstep.config.run_config import model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.config.words import shown
@@ -206,9 +206,9 @@ def compared_images(
     cfg = OmegaConf.create(content["config"])
     assert isinstance(cfg, DictConfig)
     try:
-        if has_own_loaders(cfg):
-            raise UserError("it has its own dataloaders")
         dataset = create_data(cfg)
+        if dataset is None:
+            raise UserError("it has its own dataloaders")
         dataset.prepare()
         samples = samples_of(dataset.test)
         image_BCHW = torch.as_tensor(np.asarray(samples[np.arange(min(IMAGES, len(samples)))]["input"]))

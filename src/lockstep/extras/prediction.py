@@ -29,7 +29,7 @@ from lockstep.machine.files import remove, replacing, write_text
 from lockstep.machine.world import World
 from lockstep.reporting.panels import data_uri, overlaid, restored, thumbnail
 from lockstep.reporting.render import render
-from lockstep.training.workload import workload
+from lockstep.training.workload import Workload
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
 
@@ -305,21 +305,21 @@ def data(cfg: DictConfig) -> DataModule:
     return DataModule(files, batch_size=1, eval_batch_size=batch, num_workers=workers)
 
 
-def predict(cfg: DictConfig, world: World, data: DataModule, module: pl.LightningModule) -> Counted | None:
+def predict(cfg: DictConfig, world: World, data: DataModule, work: Workload) -> Counted | None:
     """Writes the table; returns what rank 0 counted.
 
     Raises:
         UserError: the module does not predict, or no file can be read.
     """
     asked, output = cfg.predict, Path(cfg.predict.output)
-    columns, names = workload(module, data).columns(asked.top_k)
+    columns, names = work.columns(asked.top_k)
     if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
         raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
     table = Writer(data, asked, columns, names)
-    trainer = evaluator(cfg, world, table)
+    trainer = evaluator(cfg, world, work, table)
     try:
-        with build.oom_advice(cfg, trainer, module, data):
-            trainer.predict(module, data, return_predictions=False)
+        with build.oom_advice(cfg, trainer, work):
+            trainer.predict(work.module, data, return_predictions=False)
         if world.rank:
             return None
         if asked.gallery:

@@ -10,7 +10,7 @@ from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial
 from lockstep.data.pixels import resize_nearest
 from lockstep.errors import UserError
-from lockstep.training.steps import steps_done, total_steps
+from lockstep.training.arithmetic import steps_done, total_steps
 
 
 class ProgressiveResize(Callback):

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
 from lockstep.errors import Pruned
-from lockstep.training.steps import steps_done
+from lockstep.training.arithmetic import steps_done
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.instantiate import has_own_loaders
 from lockstep.config.run_config import accumulations, batches, run_dir, unit
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError
 from lockstep.launch.exits import INTERRUPTED
@@ -261,11 +260,12 @@ def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains:
     fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
     if not trains:
         return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
-    if has_own_loaders(cfg):
+    batch = batches(cfg, world)["batch_size"]
+    if batch is None:  # the data's own dataloaders decide
         return OutOfMemory(
             f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
         )
-    now, batch = cfg.trainer.accumulate_grad_batches, cfg.data.batch_size
+    now = cfg.trainer.accumulate_grad_batches
     more = next((k for k in accumulations(batch, world.size, unit(cfg)[0]) if k > now), None)
     smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
     return OutOfMemory(f"{who} of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)

@@ -43,12 +43,12 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
 
     Returns the data and the number of training samples; None for a LightningDataModule, which prepares its data in training.
     """
-    from lockstep.config.instantiate import create_data, has_own_loaders
+    from lockstep.config.instantiate import create_data
     from lockstep.data.sampler import splits
 
-    if has_own_loaders(cfg):
+    data: DataSet | None = create_data(cfg)
+    if data is None:
         return None, None
-    data: DataSet = create_data(cfg)
     data.prepare()
     train, *_ = splits(data, **{key: cfg.data[key] for key in SPLITTING if key in cfg.data})
     if not evaluating:

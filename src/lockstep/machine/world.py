@@ -95,9 +95,11 @@ class StrategySpec:
     splits_batches: bool = False  # among the GPUs of its process
     is_sharded: bool = False  # parameters, gradients and the optimizer's state
     precisions: tuple[str, ...] | None = None  # None: all
+    adds_in_fixed_order: bool = True  # in the order of a tree, so a step has the same bits on any number of processes
 
 
-SPECS = {  # by the `_target_` of the strategy; any other one has the default
+SPECS = {  # by the `_target_` of the strategy; any other one is unknown, and taken to be like DDP
+    "lockstep.strategies.DDP": StrategySpec(),
     "lockstep.strategies.SingleDevice": StrategySpec(one_process=True),
     "lockstep.strategies.DataParallel": StrategySpec(one_process=True, splits_batches=True),
     "lockstep.strategies.FSDP2": StrategySpec(
@@ -107,7 +109,7 @@ SPECS = {  # by the `_target_` of the strategy; any other one has the default
 
 
 def spec_of(strategy: DictConfig) -> StrategySpec:
-    return SPECS.get(strategy._target_, StrategySpec())
+    return SPECS.get(strategy._target_, StrategySpec(adds_in_fixed_order=False))
 
 
 @dataclass(frozen=True)

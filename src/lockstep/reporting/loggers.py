@@ -31,7 +31,7 @@ from lockstep.config.project import of_users_code
 from lockstep.errors import UserError, chain
 from lockstep.run.folder import RunFolder
 from lockstep.tasks.panel import Content, Matrix, Share, Table
-from lockstep.training.steps import steps_done
+from lockstep.training.arithmetic import steps_done
 
 log = logging.getLogger("lockstep")
 

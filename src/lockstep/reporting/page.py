@@ -1,8 +1,7 @@
 """What a run shows at its end: report.html (0.4 s to write, 80 kB for MNIST on two cores) and a table on the terminal."""
 
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,51 +15,29 @@ from lockstep.reporting.console import metrics_table, say, warnings_in
 from lockstep.reporting.panels import write_panels
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder
-from lockstep.run.report import metric_series, tested
+from lockstep.run.report import metric_series
 from lockstep.tasks.panel import Content, Gallery
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-    from lockstep.tasks import Task
-
-    Module = pl.LightningModule | None
+    from lockstep.training.workload import Curve, Workload
 
 PARTS = {
     "start": "start", "steps": "training steps", "wait": "waiting for data", "validation": "validation", "saving": "saving",
     "test": "test and end",
 }  # fmt: skip
-ROWS, LINES, CURVES = 5, 40, 8  # of a failed run: rows of metrics.csv and lines of train.log; curves of unknown metrics
-STAGE = re.compile(r"(train|val|valid|validation)[/_](.+)")
-Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
+ROWS, LINES = 5, 40  # of a failed run: rows of metrics.csv and lines of train.log
 Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs of step and value
 
 
 # --- The headline ---
 
 
-def task_of(module: "Module") -> "Task | None":
-    return getattr(module, "task", None) if getattr(module, "of_task", False) else None
-
-
-def headline(module: "Module", report: dict[str, Any]) -> tuple[str, str]:
-    """Name and value. Without a task or without a test: the first test metric, else the monitored one."""
-    task = task_of(module)
-    if task is not None and "test/count" in report:
-        return task.headline(report)
-    names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
-    name, value = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
-    return name, value if isinstance(value, str) else f"{value:.4f}"
-
-
-def headline_parts(module: "Module", report: dict[str, Any]) -> dict[str, Any]:
-    """The headline as the page sets it: a number in large digits, its unit, what it is of, and its interval."""
-    name, text = headline(module, report)
+def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str, Any]:
+    """The main metric as the page shows it: a number in large digits, its unit, what it is of, and its interval."""
+    name, text, ends = work.headline(report) if work else ("test", "nothing was logged", None)
     value, _, rest = text.partition(" ")
     if not re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value):
         value, rest = "", ""
-    task = task_of(module)
-    ends = task.interval(report) if task is not None and "test/count" in report else None
     unit, scale, digits = ("%", 100, 2) if value.endswith("%") else ("", 1, 4)
     return {
         "name": "Result" if name == "test" else name[:1].upper() + name[1:],
@@ -75,37 +52,23 @@ def headline_parts(module: "Module", report: dict[str, Any]) -> dict[str, Any]:
 # --- Curves of training ---
 
 
-def curves(module: "Module", logged: Iterable[str], unit: str) -> list[Curve]:
-    """The curves of the task, or those that a LightningModule logged; then learning rate, speed and memory."""
+def curves(work: "Workload", logged: Collection[str], unit: str) -> "list[Curve]":
+    """Those of the workload; then learning rate, speed and memory."""
     rates = [
         ("Learning rate", "", ("train/lr", *(name for name in logged if name.startswith("lr-")))),
         ("Speed", f"{unit}/s", (f"train/{unit}_per_s",)),
         ("Peak memory so far", "GiB, first process", ("train/peak_memory_gib",)),
     ]
-    if (task := task_of(module)) is not None:
-        return [*task.panels(), *rates]
     known = {name for _, _, names in rates for name in names}
-    groups: dict[str, list[str]] = {}
-    for name in logged:
-        if (found := STAGE.fullmatch(name)) and name not in known and not name.endswith("/count"):
-            groups.setdefault(found[2], []).append(name)
-    return [*((name, "", tuple(names)) for name, names in list(groups.items())[:CURVES]), *rates]
+    return [*work.curves(name for name in logged if name not in known), *rates]
 
 
-def highest(module: "Module", names: Sequence[str]) -> float:
-    """The largest value that all these columns can have, as torchmetrics declares it: 1 for fractions."""
-    metrics: Any = getattr(module, "figures", {}) if task_of(module) is not None else {}
-    found = [name.split("/")[1] for name in names if "/" in name]
-    bounds = [float(metrics[name].plot_upper_bound or math.inf) if name in metrics else math.inf for name in found]
-    return max(bounds, default=math.inf)
-
-
-def drawn_curves(module: "Module", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Charts over steps done, and numbers where there is one point only."""
     unit, batch = report.get("unit", "samples"), report.get("batch_size")
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     last_step = max((step for points in columns.values() for step, _ in points), default=1)
-    for title, y_unit, names in curves(module, columns, unit):
+    for title, y_unit, names in curves(work, columns, unit):
         lines = {label: columns[name] for label, name in zip(labels(names), names, strict=True) if name in columns}
         shown = {"title": title, "unit": y_unit, "svg": "", "keys": [], "values": []}
         if lines and all(len(points) == 1 for points in lines.values()):
@@ -117,7 +80,7 @@ def drawn_curves(module: "Module", columns: Columns, report: dict[str, Any]) -> 
             "step",
             lines,
             x_range=(0.0, max(1.0, last_step)),
-            highest=highest(module, names),
+            highest=max(map(work.highest, names)),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             second_x=(f"{unit} seen", batch) if batch else None,
         )
@@ -145,7 +108,7 @@ def in_runs_dir(config: DictConfig) -> str:
 
 
 def write_page(
-    folder: RunFolder, config: DictConfig, report: dict[str, Any], module: "Module", panels: Sequence[Content]
+    folder: RunFolder, config: DictConfig, report: dict[str, Any], work: "Workload | None", panels: Sequence[Content]
 ) -> None:
     """Writes report.html and panels.json of a run that is done or has failed."""
     write_panels(folder.path, panels)
@@ -160,11 +123,11 @@ def write_page(
         "config": OmegaConf.to_yaml(config, resolve=True),
         "report": report,
         "unit": report.get("unit", "samples"),
-        "headline": headline_parts(module, report),
+        "headline": headline_parts(work, report),
         "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
         "last_rows": metrics[-ROWS:] if failed else [],
         "log_lines": log_lines[-LINES:] if failed else [],
-        "curves": list(drawn_curves(module, metric_series(metrics), report)),
+        "curves": list(drawn_curves(work, metric_series(metrics), report)) if work else [],
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": [panel for panel in panels if isinstance(panel, Gallery)],
         "durations": {PARTS[part]: s for part in PARTS if (s := report.get(f"time/{part}_s"))},
@@ -176,7 +139,7 @@ def write_page(
 # --- The end of a run, an evaluation or a prediction on the terminal ---
 
 
-def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], module: "Module") -> None:
+def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work: "Workload") -> None:
     from lockstep.reporting.loggers import wandb_sync_line
 
     unit = report["unit"]
@@ -186,7 +149,7 @@ def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], modu
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
     rows = [
-        headline(module, report),
+        work.headline(report)[:2],
         *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
         ("speed", speed),
         ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),

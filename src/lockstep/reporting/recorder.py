@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from lockstep.reporting.loggers import Background
     from lockstep.tasks.panel import Content
+    from lockstep.training.workload import Workload
 
 
 def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
@@ -56,7 +57,7 @@ class Recorder:
         self.resumed_at = 0  # steps done
         self.tested_before: list[str] = []  # metrics of the test before the run was resumed
         self.trainer: pl.Trainer | None = None
-        self.module: pl.LightningModule | None = None
+        self.work: Workload | None = None
         self.panels: list[Content] = []  # of the test set
         self.was_validated = True
 
@@ -64,11 +65,9 @@ class Recorder:
         process.trains = True
         return self
 
-    def begin(self, trainer: "pl.Trainer", data: "pl.LightningDataModule", module: "pl.LightningModule") -> None:
-        from lockstep.data.datamodule import facts
-
-        self.trainer, self.module = trainer, module
-        self.report |= facts(data)
+    def begin(self, trainer: "pl.Trainer", work: "Workload") -> None:
+        self.trainer, self.work = trainer, work
+        self.report |= work.facts
         if self.rank == 0:
             self.open()
             from lockstep.reporting.loggers import begin_run
@@ -117,10 +116,15 @@ class Recorder:
         """Adds the measurements of training. Call it on every rank."""
         import torch
 
-        from lockstep.training.steps import steps_done
+        from lockstep.training.arithmetic import steps_done
 
-        trainer, monitor, rate = self.trainer, self.report["monitor"], f"train/{self.report['unit']}_per_s"
-        assert trainer is not None
+        trainer, work, monitor, rate = (
+            self.trainer,
+            self.work,
+            self.report["monitor"],
+            f"train/{self.report['unit']}_per_s",
+        )
+        assert trainer is not None and work is not None
         batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
         is_known = 0 < batches < math.inf
         begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
@@ -131,7 +135,7 @@ class Recorder:
             self.report |= measured
         self.trained_s = time.perf_counter()
         known_s = sum(value for name, value in self.report.items() if name.startswith("time/"))
-        flops, device = getattr(self.module, "flops_per_sample", None), trainer.strategy.root_device
+        flops, device = work.flops_per_sample, trainer.strategy.root_device
         peak = peak_bytes(device)
         if peak is not None:  # of the process with the most
             peak = int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))
@@ -179,20 +183,20 @@ class Recorder:
         if keeps:
             self.folder.write_report(self.report)  # first, because a logger's server may take its time
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
-                write_page(self.folder, self.config, self.report, self.module, panels)
+                write_page(self.folder, self.config, self.report, self.work, panels)
         if self.loggers:
             from lockstep.reporting.loggers import end_run
 
             end_run(self.loggers, self.report, panels, self.folder)
-        if error is None:
+        if error is None and self.work is not None:
             if not self.folder.has_config():
                 gone = f"{self.folder.config_file} was removed while the run was going on: eval.py needs it."
                 print(f"WARNING: {gone}", file=sys.stderr)
-            show_run(self.folder, self.config, self.report, self.module)
+            show_run(self.folder, self.config, self.report, self.work)
 
     def is_saved(self) -> bool:
         """Whether this start has trained steps, and a checkpoint is there."""
-        from lockstep.training.steps import steps_done
+        from lockstep.training.arithmetic import steps_done
 
         if self.trainer is None or self.trainer.lightning_module is None:
             return False

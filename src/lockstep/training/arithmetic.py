@@ -2,8 +2,8 @@
 processes (`exact.shards`, docs/exact.md)."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +15,55 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.config.rules import COUNTED
+from lockstep.data.sampler import place_in_step
 from lockstep.errors import UserError
 from lockstep.machine.world import World
-from lockstep.training.steps import micro_batch_index, steps_done
-from lockstep.training.tree_reduction import TreeReduceScatter, TreeReduction, add_over_processes
+from lockstep.training.optim import local_parts, padded_fused
 
 if TYPE_CHECKING:
     from lockstep.training.module import TaskModule
 
 Make = Callable[..., Optimizer]
+dist: Any = torch.distributed
+AT_ONCE = 2**21  # elements: with 2^24, copies and new pages made an exchange of 44 MB three times as long
+
+# --- Steps: how many are done, when one is complete, and when it has a log row ---
+
+
+def steps_done(trainer: pl.Trainer) -> int:
+    """Optimizer steps done; batches under manual optimization, where `trainer.global_step` counts every optimizer's steps."""
+    if trainer.lightning_module.automatic_optimization:
+        return int(trainer.global_step)
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)
+
+
+def completes_step(trainer: pl.Trainer, batch_idx: int) -> bool:
+    """Whether the micro-batch `batch_idx` of an epoch is the last of its optimizer step."""
+    last = batch_idx + 1 == trainer.num_training_batches or trainer.is_last_batch
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or last
+
+
+def micro_batch_index(trainer: pl.Trainer, batch_idx: int) -> int:
+    """Which micro-batch of its global batch the micro-batch `batch_idx` of an epoch is, in this process."""
+    parts = trainer.accumulate_grad_batches
+    contiguous: bool = trainer.strategy.contiguous_micro_batches  # type: ignore[attr-defined]
+    return place_in_step(trainer.global_rank, trainer.world_size, batch_idx % parts, parts, contiguous)
+
+
+def total_steps(trainer: pl.Trainer) -> float:
+    """Optimizer steps of the whole run; infinite where it has no end, or its dataloader no length."""
+    steps = trainer.estimated_stepping_batches
+    return math.inf if steps < 0 else steps
+
+
+def has_row(trainer: pl.Trainer, step: int) -> bool:
+    """Whether the log has a row after `step` optimizer steps."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # the Trainer gets it from its connector
+    return step % every == 0
+
+
+# --- The two ways of a step ---
 
 
 class StepArithmetic:
@@ -91,7 +131,7 @@ class LogicalRanks(StepArithmetic):
     """A step has `count` micro-batches, the logical ranks, whichever process computes them.
 
     Each is forwarded by itself, with its own random numbers and batch statistics, from the same buffers. Their gradients and their
-    statistics are added in one fixed tree (tree_reduction.py), so a step has the same bits on any number of processes.
+    statistics are added in one fixed tree, so a step has the same bits on any number of processes.
     """
 
     same_bits = True
@@ -213,11 +253,6 @@ class LogicalRanks(StepArithmetic):
         return padded_fused(optimizer) if optimizer.defaults.get("fused") and device.type == "cpu" else optimizer
 
 
-def local_parts(grads: list[Tensor]) -> list[Tensor]:
-    """Themselves, or this process's shards of them."""
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-
-
 def all_reduce(x: Tensor, op: Any, grads: list[Tensor]) -> None:
     """Over the processes that `grads` are sharded over, if they are."""
     for group in {grad.device_mesh.get_group() for grad in grads if isinstance(grad, DTensor)}:
@@ -237,82 +272,106 @@ def clip_by_norm(grads: list[Tensor], most: float, arithmetic: StepArithmetic) -
         scale_gradients(grads, (most / (arithmetic.gradient_norm(grads) + 1e-6)).clamp(max=1.0))
 
 
-# --- The padded fused step: fused optimizers on CPUs with the same bits however tensors are divided among processes ---
+# --- Sums in the order of a tree ---
 #
-# torch's fused kernels (2.13) compute whole vectors of elements with other instructions than the elements that are left at the end
-# of a tensor, which round differently. Here the optimizer gets the whole vectors of each tensor, and the rest of it padded to a vector.
-# A step of AdamW on the 11 million parameters of ResNet-18 takes 6 ms fused and 45 ms otherwise, on one thread.
-
-VECTOR = 64  # bytes: of AVX-512, and a multiple of the vectors of AVX2 and NEON
-
-
-class PaddedFusedStep(Optimizer):
-    """The first base of an optimizer's class, whose step gets padded vectors.
-
-    A step before which a parameter has no state is not fused: it makes the states.
-    """
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad(), self.padded():
-            super().step()
-        return loss
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch's mark: the step of the second base calls the hooks
-
-    @contextmanager
-    def padded(self) -> Iterator[None]:
-        """Swaps parameters for their parts, within the block."""
-        whole = [group["params"] for group in self.param_groups]
-        trained = [[p for p in params if p.grad is not None] for params in whole]
-        fused = all(self.state.get(p) for params in trained for p in params)
-        ends: list[tuple[Tensor, Tensor]] = []  # the ends of tensors, and where they are during the step
-        try:
-            for group, params in zip(self.param_groups, trained, strict=True):
-                group["fused"] = fused
-                if fused:
-                    group["params"] = [part for p in params for part in self.parts(p, ends)]
-            yield
-        finally:
-            for end, there in ends:
-                end.copy_(there)
-            for group, params in zip(self.param_groups, whole, strict=True):
-                for part in group["params"] if group["params"] is not params else ():
-                    del self.state[part]
-                group["params"], group["fused"] = params, True
-
-    def parts(self, p: Tensor, ends: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-        """What stands for a parameter during a step, with gradients and states. Its end is noted in `ends`."""
-        state = self.state[p]
-        # a value of each element; the step counter is no such value
-        names = [name for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
-        assert p.grad is not None
-        flat = [value.detach().view(-1) for value in local_parts([p, p.grad, *(state[name] for name in names)])]
-        size = VECTOR // flat[0].element_size()
-        rest = len(flat[0]) % size
-        whole = len(flat[0]) - rest
-        yield self.part([each[:whole] for each in flat], names, state)
-        if rest:
-            padded = [torch.cat([each[whole:], each.new_zeros(size - rest)]) for each in flat]
-            ends += [(each[whole:], there[:rest]) for each, there in zip(flat, padded, strict=True)]
-            counted = {"step": state["step"].clone()} if "step" in state else {}
-            yield self.part(padded, names, {**state, **counted})
-
-    def part(self, flat: list[Tensor], names: list[str], state: dict[str, Any]) -> Tensor:
-        made, made.grad, *values = flat
-        self.state[made] = {**state, **dict(zip(names, values, strict=True))}
-        return made
+# Sums whose bits do not depend on which process computes which part: the addends are leaves of one fixed binary tree.
+#
+# A ring all-reduce adds in an order that depends on the number of processes, and float additions round. Here a leaf is a logical
+# rank. Each process adds up a whole subtree. Then the processes exchange their sums and add those in the order of the tree. Two
+# alternatives cost more: gathering all sums sends as many times more bytes as there are processes, and integers of a common
+# exponent take twice the bytes and an exchange of exponents first.
 
 
-def padded_fused(optimizer: Optimizer) -> Optimizer:
-    """`optimizer`, whose fused steps are padded from now on."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if not p.is_contiguous():  # shards are
-                p.data = p.data.contiguous()
-    kind: Any = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (PaddedFusedStep, kind), {"__module__": kind.__module__})
-    return optimizer
+def tree_sum(parts: Tensor) -> Tensor:
+    """The sum over dimension 0, whose size is a power of two: neighbours in pairs, then neighbouring pairs, and so on."""
+    while len(parts) > 1:
+        parts = parts[::2] + parts[1::2]
+    return parts[0]
+
+
+class TreeReduction:
+    """Adds lists of tensors that come one after the other, in the order of `tree_sum`, in place."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: list[list[Tensor]] = []  # one for each bit of `count`: of so many neighbours
+
+    def add(self, tensors: list[Tensor]) -> None:
+        self.count += 1
+        self.sums.append(tensors)
+        while len(self.sums) > self.count.bit_count():  # the last two are of equally many neighbours
+            right = self.sums.pop()
+            torch._foreach_add_(self.sums[-1], right)
+
+    def total(self) -> list[Tensor]:
+        """The sum of all lists, whose number must be a power of two; the next `add` begins a new sum."""
+        assert len(self.sums) == 1, "the number of lists is no power of two"
+        self.count = 0
+        return self.sums.pop()
+
+
+def reduce_scatter(mine: Tensor, group: Any = None) -> Tensor:
+    """This process's part of the sum of all processes' vectors. Their length is a multiple of the number of processes."""
+    parts = torch.empty_like(mine)
+    dist.all_to_all_single(parts, mine, group=group)
+    return tree_sum(parts.view(dist.get_world_size(group), -1))
+
+
+def gather(mine: Tensor) -> Tensor:
+    """The vectors of all processes, one after the other. For 11 MB of each of four processes gloo's own takes 78 ms, this 27."""
+    repeated = mine.repeat(dist.get_world_size())
+    found = torch.empty_like(repeated)
+    dist.all_to_all_single(found, repeated)
+    return found
+
+
+def add_over_processes(tensors: Sequence[Tensor]) -> None:
+    """Replaces each tensor by the sum over all processes. It sends as many bytes as a ring."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world == 1:
+        return
+    for bucket in buckets(tensors):
+        sizes = [part.numel() for part in bucket]
+        padding = -sum(sizes) % world
+        flat = [part.reshape(-1) for part in bucket]
+        total = flat[0] if len(flat) == 1 and not padding else torch.cat([*flat, flat[0].new_zeros(padding)])
+        if world == 2:  # one addition, which has no order
+            dist.all_reduce(total)
+        else:
+            total = gather(reduce_scatter(total))
+        for part, found in zip(bucket, total.split([*sizes, padding]), strict=False):
+            if found.data_ptr() != part.data_ptr():  # a large tensor was added up in its place
+                part.copy_(found.view(part.shape))
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype that are exchanged at once, or a part of a large one, which needs no copy."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        bucket, room = list[Tensor](), AT_ONCE
+        for tensor in tensors:
+            if tensor.dtype != dtype:
+                continue
+            for part in tensor.view(-1).split(AT_ONCE) if tensor.is_contiguous() else [tensor]:
+                if part.numel() > AT_ONCE // 4:
+                    yield [part]
+                    continue
+                if part.numel() > room:
+                    yield bucket
+                    bucket, room = [], AT_ONCE
+                bucket.append(part)
+                room -= part.numel()
+        if bucket:
+            yield bucket
+
+
+class TreeReduceScatter:
+    """What FSDP2 calls in place of torch's reduce-scatter (`set_custom_reduce_scatter`)."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM
+        output_tensor.copy_(reduce_scatter(input_tensor, group))

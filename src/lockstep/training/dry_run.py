@@ -1,14 +1,14 @@
-"""Tries a training step and an evaluation before the run's directory is made, so parts that do not fit together leave no trace.
+"""Tries a training step and an evaluation on copies before the run's directory is made, so parts that do not fit together leave no trace.
 
-Networks run on the meta device, which has shapes but no numbers: 0.4 s for resnet50d. What fails there fails as well in the run, or
-cannot run on that device; a copy of the network on the run's device decides. Also counts the step's operations.
+Two samples on the run's device. A network too large to be copied runs on the meta device, which has shapes but no numbers. Also counts
+the step's operations, and finds out whether the result depends on the number of processes (invariance.py).
 """
 
 import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,18 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torchmetrics import Metric
 
-from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
-from lockstep.training.metrics import named, one_per_sample
-from lockstep.training.module import TaskModule
+from lockstep.training.metrics import first_rows, float32, named, one_per_sample
 from lockstep.training.oom import ran_out
 from lockstep.training.schedules import scheduler
-from lockstep.training.trees import first_rows, float32
+from lockstep.training.workload import TaskWorkload
 
 SAMPLES = 2
 FEW = 8  # parameters whose update is tried
@@ -44,8 +43,7 @@ Trial = Callable[[nn.Module, Task, Batch], None]
 class DryRun:
     """A callback that changes training batches has `dry_run(batch, steps)`, which returns the changed batch."""
 
-    module: TaskModule
-    data: DataModule
+    work: TaskWorkload
     device: torch.device
     samples: int  # of a micro-batch
     steps: float  # of the run
@@ -72,61 +70,44 @@ class DryRun:
                     self.try_callback(callback)
             if self.evaluates:
                 self.attempt(self.evaluation, training=False)
-            self.module.across_processes = self.across_processes()
+            self.work.module.across_processes = self.across_processes()
 
     def attempt(self, trial: Trial, *, training: bool) -> None:
-        """On the meta device. What fails there is tried on the run's device, unless it is a step with classes of the user's."""
         try:
-            trial(*self.on_meta(training))
+            trial(*self.copies(training=training, samples=min(SAMPLES, self.samples)))
         except Exception as e:
+            cause = e.__cause__ or e
             if is_refusal(e):
                 raise
-            log.info("no %s on the meta device: %s", trial.__name__, e)
-            if training and not self.shipped:
+            log.info("the dry run ended early: %s", e)
+            is_unknown = not isinstance(e, UserError) or not self.is_small  # it cannot be copied, or needs numbers
+            if is_unknown or ran_out(cause) or "process group" in str(cause) or (training and not self.shipped):
                 return
-            try:
-                tried = self.on_device(trial, training)
-            except UserError as failed:
-                if failed.__cause__ and self.is_user_error(failed.__cause__):
-                    raise failed.__cause__ from None
-                raise
-            if not tried and not training and isinstance(e, UserError) and not self.is_user_error(e.__cause__ or e):
-                raise
+            if self.is_user_error(cause):
+                raise cause from None
+            raise
 
     @property
     def is_small(self) -> bool:
-        return sum(p.numel() for p in self.module.net.parameters()) <= LARGEST
+        return sum(p.numel() for p in self.work.module.net.parameters()) <= LARGEST
 
-    def copies(self) -> tuple[nn.Module, Task]:
-        return copy.deepcopy(self.module.net).to(self.device), copy.deepcopy(self.module.task).to(self.device)
-
-    def on_meta(self, training: bool) -> tuple[nn.Module, Task, Batch]:
-        batch = move_data_to_device(self.data.example(min(SAMPLES, self.samples), training=training), META)
-        with META:
-            net = self.make_net()
-        return net.train(training), copy.deepcopy(self.module.task).to("meta"), batch
-
-    def on_device(self, trial: Trial, training: bool) -> bool:
-        """With a copy; False if the network is too large or cannot be copied, if memory runs out, or if it waits for other processes."""
-        if not self.is_small:
-            return False
-        try:
-            net, task = self.copies()
-            batch = self.data.example(min(SAMPLES, self.samples), self.device, training=training)
-        except Exception:
-            return False
-        try:
-            trial(net.train(training), task, batch)
-        except UserError as e:
-            if e.__cause__ and (ran_out(e.__cause__) or "process group" in str(e)):
-                return False
-            raise
-        return True
+    def copies(self, *, training: bool, samples: int) -> tuple[nn.Module, Task, Batch]:
+        """Of the network and the task, and a batch."""
+        module, device, source = self.work.module, self.device, self.device
+        if self.is_small:
+            net = copy.deepcopy(module.net)
+        else:
+            device, source = META, torch.device("cpu")
+            with META:
+                net = self.make_net()
+        batch = self.work.data.example(samples, source, training=training)
+        return net.to(device).train(training), copy.deepcopy(module.task).to(device), move_data_to_device(batch, device)
 
     def step(self, net: nn.Module, task: Task, batch: Batch) -> None:
-        device, module = batch["index"].device, self.module
+        device, module = batch["index"].device, self.work.module
         before = invariance.generators(device)
-        with FlopCounterMode(display=False) as counter, invariance.Draws() as draws:
+        attention = sdpa_kernel(SDPBackend.MATH)  # torch counts no operations of its kernel for CPUs (2.13)
+        with attention, FlopCounterMode(display=False) as counter, invariance.Draws() as draws:
             with refused(self.misfit(batch)):
                 loss_B = task.loss(task.outputs(net, batch), batch)
             loss = one_per_sample(loss_B, task, batch).sum()
@@ -150,7 +131,7 @@ class DryRun:
             f"{type(callback).__name__} does not fit model={self.titles['model']} and data={self.titles['data']}: {{}}."
         )
         with refused(words):
-            net, task, batch = self.on_meta(training=True)
+            net, task, batch = self.copies(training=True, samples=min(SAMPLES, self.samples))
             batch = callback.dry_run(batch, self.steps)
         with refused(f"{words}{getattr(callback, 'needs', '')}"):
             task.outputs(net, batch)
@@ -158,18 +139,22 @@ class DryRun:
     @torch.no_grad()
     def evaluation(self, net: nn.Module, task: Task, batch: Batch) -> None:
         """What an evaluation, the report and a prediction do with a network's outputs, on the CPU. Those of the meta device become ones."""
-        # a network that cannot run without numbers may run with them
-        with nullcontext() if batch["index"].is_meta else refused(self.misfit(batch)):
-            outputs = apply_to_collection(task.outputs(net, batch), Tensor, numbers)
+        module, data = self.work.module, self.work.data
+
+        def on_cpu(tensor: Tensor) -> Tensor:
+            return torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
+
+        with refused(self.misfit(batch)):
+            outputs = apply_to_collection(task.outputs(net, batch), Tensor, on_cpu)
         count, title = len(batch["index"]), f"task={self.titles['task']}"
-        task, batch = copy.deepcopy(self.module.task), self.data.example(count, training=False)
+        task, batch = copy.deepcopy(module.task), data.example(count, training=False)
         with refused(self.misfit(batch)):
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
-        for name, metric in self.module.figures.items():
+        for name, metric in module.figures.items():
             with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
-                try_metric(name, metric, task.metric_inputs(outputs, batch), count, self.data.val_split.count)
+                try_metric(name, metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
         with refused(f"{title}: {{}}."):
             predicted = task.predictions(outputs)
             columns = {"describe": task.describe(outputs, batch), **(task.targets(batch) if "target" in batch else {})}
@@ -180,19 +165,18 @@ class DryRun:
 
     def across_processes(self) -> str:
         """Whether the network and the loss compute the same on any number of processes, and why not."""
-        exact = self.module.arithmetic.same_bits
+        exact, draws = self.work.arithmetic.same_bits, self.work.module.draws
         good = invariance.SAME_BITS if exact else invariance.ROUNDING
-        if self.shipped and (exact or self.module.draws is False):
+        if self.shipped and (exact or draws is False):
             return good
-        if self.compiled and self.module.draws is not False and not exact:
+        if self.compiled and draws is not False and not exact:
             return invariance.DIFFERS.format(
                 "a compiled network draws random numbers of each process's own. Remove compile=true"
             )
         if not self.is_small:
             return invariance.UNKNOWN.format(f"it has more than {LARGEST:,} parameters, and no copy of it was tried")
         try:
-            batch = self.data.example(invariance.COUNT, self.device, training=False)
-            why = invariance.why_not(*self.copies(), batch, exact=exact)
+            why = invariance.why_not(*self.copies(training=False, samples=invariance.COUNT), exact=exact)
         except Exception as e:
             return invariance.UNKNOWN.format(f"its forward could not be tried: {' '.join(str(e).split())}")
         return invariance.DIFFERS.format(why) if why else good
@@ -207,25 +191,19 @@ class DryRun:
         )
 
 
-def numbers(tensor: Tensor) -> Tensor:
-    return torch.ones(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.cpu()
-
-
 def try_metric(name: str, metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> None:
-    """Updates and computes. A metric that needs more samples gets twice as many until it computes, at most those of a validation."""
-    one, updates, most = copy.deepcopy(metric), 0, min(available, MOST) // count
-    while True:
-        for _ in range(max(1, min(updates, most - updates))):
-            one.update(*inputs)
-            updates += 1
-        try:
-            named(name, one.compute(), ())
-            return
-        except UserError:
+    """Updates and computes. A metric that computes nothing of a few samples gets as many as a validation has, at most MOST."""
+    one = copy.deepcopy(metric)
+    one.update(*inputs)
+    try:
+        value = one.compute()
+    except Exception:
+        if (more := min(available, MOST) // count - 1) < 1:
             raise
-        except Exception:
-            if updates >= most:
-                raise
+        for _ in range(more):
+            one.update(*inputs)
+        value = one.compute()
+    named(name, value, ())
 
 
 def is_refusal(error: Exception) -> bool:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.training import dropout
-from lockstep.training.trees import samples_at
+from lockstep.training.metrics import samples_at
 
 COUNT = 4  # samples
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -61,17 +60,16 @@ def generators(device: torch.device) -> list[object]:
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Leaves the generators of Python, NumPy and torch as they were, so what follows draws what it would have drawn."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     of_mps = torch.mps.get_rng_state() if device.type == "mps" else None
-    error: BaseException | None = None
-    with isolate_rng(include_cuda=device.type == "cuda"):  # restores nothing after an error (Lightning 2.6)
-        try:
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
-        except BaseException as e:
-            error = e
-    if of_mps is not None:
-        torch.mps.set_rng_state(of_mps)
-    if error is not None:
-        raise error
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        if of_mps is not None:
+            torch.mps.set_rng_state(of_mps)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,14 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
-from lockstep.training.arithmetic import StepArithmetic, clip_by_norm, scale_gradients
+from lockstep.training.arithmetic import (
+    StepArithmetic,
+    clip_by_norm,
+    completes_step,
+    has_row,
+    scale_gradients,
+    total_steps,
+)
 from lockstep.training.metrics import (
     MeanLoss,
     evaluation_loss,
@@ -30,11 +37,10 @@ from lockstep.training.metrics import (
     one_per_sample,
     weighted_loss,
     whole_batch,
+    without_fillers,
 )
 from lockstep.training.panels import TestPanels
 from lockstep.training.schedules import scheduler
-from lockstep.training.steps import completes_step, has_row, total_steps
-from lockstep.training.trees import without_fillers
 
 
 class TaskModule(QuickHookNames):

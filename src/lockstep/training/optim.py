@@ -1,10 +1,14 @@
-"""The parameters of a network in groups, each with its learning rate and weight decay."""
+"""Optimizers: parameters in groups, each with its learning rate and weight decay; and fused steps with the same bits on any number of processes."""
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 
 def groups(
@@ -63,3 +67,89 @@ def head_of(net: nn.Module) -> nn.Module:
         found = known()
         return nn.ModuleList(found) if isinstance(found, tuple | list) else found
     return [module for module in net.modules() if any(True for _ in module.parameters(recurse=False))][-1]
+
+
+# --- The padded fused step: fused optimizers on CPUs with the same bits however tensors are divided among processes ---
+#
+# torch's fused kernels (2.13) compute whole vectors of elements with other instructions than the elements that are left at the end
+# of a tensor, which round differently. Here the optimizer gets the whole vectors of each tensor, and the rest of it padded to a vector.
+# A step of AdamW on the 11 million parameters of ResNet-18 takes 6 ms fused and 45 ms otherwise, on one thread.
+
+VECTOR = 64  # bytes: of AVX-512, and a multiple of the vectors of AVX2 and NEON
+
+
+def local_parts(grads: list[Tensor]) -> list[Tensor]:
+    """Themselves, or this process's shards of them."""
+    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+class PaddedFusedStep(Optimizer):
+    """The first base of an optimizer's class, whose step gets padded vectors.
+
+    A step before which a parameter has no state is not fused: it makes the states.
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad(), self.padded():
+            super().step()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch's mark: the step of the second base calls the hooks
+
+    @contextmanager
+    def padded(self) -> Iterator[None]:
+        """Swaps parameters for their parts, within the block."""
+        whole = [group["params"] for group in self.param_groups]
+        trained = [[p for p in params if p.grad is not None] for params in whole]
+        fused = all(self.state.get(p) for params in trained for p in params)
+        ends: list[tuple[Tensor, Tensor]] = []  # the ends of tensors, and where they are during the step
+        try:
+            for group, params in zip(self.param_groups, trained, strict=True):
+                group["fused"] = fused
+                if fused:
+                    group["params"] = [part for p in params for part in self.parts(p, ends)]
+            yield
+        finally:
+            for end, there in ends:
+                end.copy_(there)
+            for group, params in zip(self.param_groups, whole, strict=True):
+                for part in group["params"] if group["params"] is not params else ():
+                    del self.state[part]
+                group["params"], group["fused"] = params, True
+
+    def parts(self, p: Tensor, ends: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """What stands for a parameter during a step, with gradients and states. Its end is noted in `ends`."""
+        state = self.state[p]
+        # a value of each element; the step counter is no such value
+        names = [name for name, value in state.items() if isinstance(value, Tensor) and name != "step"]
+        assert p.grad is not None
+        flat = [value.detach().view(-1) for value in local_parts([p, p.grad, *(state[name] for name in names)])]
+        size = VECTOR // flat[0].element_size()
+        rest = len(flat[0]) % size
+        whole = len(flat[0]) - rest
+        yield self.part([each[:whole] for each in flat], names, state)
+        if rest:
+            padded = [torch.cat([each[whole:], each.new_zeros(size - rest)]) for each in flat]
+            ends += [(each[whole:], there[:rest]) for each, there in zip(flat, padded, strict=True)]
+            counted = {"step": state["step"].clone()} if "step" in state else {}
+            yield self.part(padded, names, {**state, **counted})
+
+    def part(self, flat: list[Tensor], names: list[str], state: dict[str, Any]) -> Tensor:
+        made, made.grad, *values = flat
+        self.state[made] = {**state, **dict(zip(names, values, strict=True))}
+        return made
+
+
+def padded_fused(optimizer: Optimizer) -> Optimizer:
+    """`optimizer`, whose fused steps are padded from now on."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if not p.is_contiguous():  # shards are
+                p.data = p.data.contiguous()
+    kind: Any = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (PaddedFusedStep, kind), {"__module__": kind.__module__})
+    return optimizer

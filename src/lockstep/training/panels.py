@@ -17,7 +17,7 @@ from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content, Gallery, Panel, Sample, Worst
-from lockstep.training.trees import samples_at, without_fillers
+from lockstep.training.metrics import samples_at, without_fillers
 
 if TYPE_CHECKING:
     from lockstep.training.module import TaskModule

@@ -1,6 +1,8 @@
-"""What a run trains: a task on Lockstep's batches, or a LightningModule of the user's. Whoever needs to know which asks a Workload."""
+"""What a run trains: a task on Lockstep's batches, or the user's own LightningModule. Everything that depends on which is a method here."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
+from lockstep.run.report import tested
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
 from lockstep.training.arithmetic import StepArithmetic
@@ -18,25 +21,34 @@ from lockstep.training.module import TaskModule
 from lockstep.training.panels import TestPanels
 
 Columns = dict[str, Any]
+Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% interval if there is a simple one
+Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
+CURVES = 8  # of metrics that a module of the user's logs
+STAGE = re.compile(r"(train|val|valid|validation)[/_](.+)")
 
 
 class Workload:
-    """A LightningModule of the user's and its data. `workload` makes this or a TaskWorkload."""
+    """The user's own LightningModule and its data."""
 
-    position: tuple[str, ...] = (
-        "plateau",
-    )  # what a checkpoint holds of the module, besides its weights, to continue from
+    # what a checkpoint holds of the module, besides its weights, to continue from
+    position: tuple[str, ...] = ("plateau",)
     task: Task | None = None
+    flops_per_sample: int | None = None  # of forward and backward
+    network_arguments: Mapping[str, Any] = {}
 
     def __init__(self, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
         self.module, self.data = module, data
-        self.engine_data = data if isinstance(data, DataModule) else None
+        self.title = type(module).__name__  # of the class that decides what is logged
+        self.engine_data = data if isinstance(data, DataModule) else None  # None: the data has its own dataloaders
         self.arithmetic = StepArithmetic()
 
     @property
-    def title(self) -> str:
-        """The class that decides what is logged."""
-        return type(self.task or self.module).__name__
+    def facts(self) -> dict[str, Any]:
+        """What the report says of the data. Nothing is known about a LightningDataModule's."""
+        if self.engine_data is not None:
+            return self.engine_data.facts
+        unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
+        return {"unit": "samples", "data/source": "own dataloaders", **unknown}
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
         """How the result depends on the number of processes. `synchronised`: batch norms with statistics of all processes."""
@@ -70,6 +82,24 @@ class Workload:
             )
         return columns_of_module, ()
 
+    def headline(self, report: Mapping[str, Any]) -> Headline:
+        """Of the report's main metric: the first of the test, or else the monitored one."""
+        names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
+        name, value = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
+        return name, value if isinstance(value, str) else f"{value:.4f}", None
+
+    def curves(self, logged: Iterable[str]) -> list[Curve]:
+        """The report's curves, from the names of what was logged."""
+        groups: dict[str, list[str]] = {}
+        for name in logged:
+            if (found := STAGE.fullmatch(name)) and not name.endswith("/count"):
+                groups.setdefault(found[2], []).append(name)
+        return [(name, "", tuple(names)) for name, names in list(groups.items())[:CURVES]]
+
+    def highest(self, name: str) -> float:
+        """The largest value that a logged metric can have."""
+        return math.inf
+
     def problems(self, data_title: str, monitor: str | None) -> Iterator[str]:
         """What the module and the data define but would be ignored."""
         hooks = ("train_dataloader", "val_dataloader", "test_dataloader")
@@ -82,11 +112,17 @@ class Workload:
 class TaskWorkload(Workload):
     position = ("window", "network")
     module: TaskModule
+    data: DataModule
     task: Task
 
-    def __init__(self, module: TaskModule, data: pl.LightningDataModule) -> None:
+    def __init__(self, module: TaskModule, data: DataModule) -> None:
         super().__init__(module, data)
-        self.task, self.arithmetic = module.task, module.arithmetic
+        self.task, self.title = module.task, type(module.task).__name__
+        self.arithmetic, self.network_arguments = module.arithmetic, module.network_arguments
+
+    @property
+    def flops_per_sample(self) -> int | None:  # type: ignore[override]
+        return self.module.flops_per_sample
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
         norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
@@ -107,9 +143,18 @@ class TaskWorkload(Workload):
             raise UserError(f"top_k={top_k} has no effect: {self.title} does not rank classes. Leave it out.")
         return partial(columns_of_task, self.task, top_k), self.task.value_names
 
+    def headline(self, report: Mapping[str, Any]) -> Headline:
+        if "test/count" not in report:
+            return super().headline(report)
+        return *self.task.headline(report), self.task.interval(report)
 
-def workload(module: pl.LightningModule, data: pl.LightningDataModule) -> Workload:
-    return TaskWorkload(module, data) if isinstance(module, TaskModule) else Workload(module, data)
+    def curves(self, logged: Iterable[str]) -> list[Curve]:
+        return self.task.panels()
+
+    def highest(self, name: str) -> float:
+        """As torchmetrics declares it: 1 for fractions."""
+        metrics, metric = self.module.figures, name.partition("/")[2].partition("/")[0]
+        return float(metrics[metric].plot_upper_bound or math.inf) if metric in metrics else math.inf
 
 
 def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Columns:
