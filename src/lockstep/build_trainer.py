@@ -1,6 +1,5 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -92,18 +91,6 @@ def custom_module_callbacks(cfg: DictConfig) -> list[pl.Callback]:
     ]
 
 
-def monitor_guard(
-    callbacks: DictConfig, checkpoint_monitor: str | None, save: Callable[[pl.Trainer], None] | None
-) -> pl.Callback:
-    validated = {"checkpoint.monitor": checkpoint_monitor} if save and checkpoint_monitor else {}
-    later: dict[str, str] = {}
-    for name, node in callbacks.items():
-        if node.get("monitor") is not None:
-            monitors = validated if node.get("check_on_train_epoch_end") is False else later
-            monitors[f"callbacks.{name!s}.monitor"] = node.monitor
-    return stopping.MonitorGuard(validated, later, save)
-
-
 def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.Trainer:
     """The Trainer of a training run.
 
@@ -152,8 +139,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(config)  # before those that log when a batch begins
-    guard = monitor_guard(cfg.callbacks, cfg.checkpoint.monitor, save)
-    every = [*custom_module_callbacks(cfg), guard, position, *chosen, *own]
+    every = [*custom_module_callbacks(cfg), position, *chosen, *own]
     return lightning_trainer(cfg, world, callbacks=every, logger=loggers(cfg))
 
 

@@ -1,6 +1,5 @@
 """Who is named when no process gets on; tests/test_hangs.py has whole runs."""
 
-import json
 import sys
 import threading
 import time
@@ -37,11 +36,6 @@ def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Heartbeat:
 )
 def test_the_one_that_the_others_wait_for_is_named(signs, silent, found):
     assert hanging(dict(enumerate(signs)), silent, 50.0) == found
-
-
-def test_signs_that_went_through_json_compare_alike():
-    signs = {0: sign(10, 0), 1: Heartbeat(**json.loads(json.dumps(vars(sign(9, 3)))))}
-    assert hanging(signs, [], 50.0) == [1]
 
 
 def test_where_a_thread_is():
@@ -202,22 +196,3 @@ def test_two_processes_exchange_their_signs_and_the_word_of_a_failure(tmp_path, 
     process.report_failure(3)
     assert all_said.wait(60)
     assert set(said.values()) == {"ended, because rank 3 failed"}
-
-
-def test_stacks_go_to_the_log_once_and_only_when_a_batch_takes_long(tmp_path, monkeypatch, ended):
-    now_s, looks = [1000.0], [*range(0, 200, 5)]
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    monitor = Monitor(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
-
-    def wait(_: float) -> bool:
-        now_s[0] += 5
-        monitor.place = (min(3, len(looks)), 0) if len(looks) > 30 else monitor.place
-        monitor.left, monitor.answered_s = {1}, now_s[0]
-        return not looks.pop() if len(looks) > 1 else True
-
-    monkeypatch.setattr(monitor.over, "wait", wait)
-    monitor.decide()
-    log = (tmp_path / "train.log").read_text()
-    assert log.count("[rank 0] no batch finished for 50 s; its threads:") == 1
-    assert "test_hang_detector.py" in log
-    assert not ended

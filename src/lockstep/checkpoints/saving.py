@@ -9,13 +9,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint
 
-from lockstep.checkpoints import io
 from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import save_logged_step, set_logged_step
-from lockstep.errors import Damaged, UserError
+from lockstep.errors import Damaged, TrainingFailed, UserError, did_you_mean
 from lockstep.machine import files
 from lockstep.training.steps import steps_done
+from lockstep.training.workload import workload
+
+LAST = "last.ckpt"
 
 # --- The best checkpoints by the monitored metric ---
 
@@ -56,6 +58,17 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if trainer.state.fn != "fit" or trainer.sanity_checking or not self.save_top_k or step in (0, self.saved_at):
             return
         assert self.monitor
+        if self.monitor not in (
+            logged := sorted(trainer.callback_metrics)
+        ):  # config/checks.py rejects what is known before the run
+            trainer.save_checkpoint(Path(str(self.dirpath)) / LAST, weights_only=False)
+            LastCheckpoint.wait(trainer)
+            name = workload(pl_module, trainer.datamodule).title  # type: ignore[attr-defined]
+            raise TrainingFailed(
+                f"checkpoint.monitor={self.monitor} is not logged by {name}, which logs {', '.join(logged) or 'nothing'}"
+                f"{did_you_mean(self.monitor, logged)}. Set checkpoint.monitor=<one of them>, or checkpoint.monitor=null to keep only the "
+                "last checkpoint; add resume=auto to continue."
+            )
         new, sign = f"best-step-{step}.ckpt", 1 if self.mode == "max" else -1
         score, loss = (float(trainer.callback_metrics.get(name, math.nan)) for name in (self.monitor, "val/loss"))
         score, loss = -sign * math.inf if math.isnan(score) else score, math.inf if math.isnan(loss) else loss
@@ -179,9 +192,6 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
-        # Every process tries the optimizer: the user's own may communicate in its step.
-        if problem := trainer.strategy.broadcast(io.problem(trainer, pl_module, self.path.parent)):
-            raise UserError(problem)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         begins_step = batch_idx % trainer.accumulate_grad_batches == 0
