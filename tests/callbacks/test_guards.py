@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from lockstep.callbacks.stopping import CollectivesGuard, EarlyStopping
+from lockstep.callbacks.stopping import CollectiveCounter, CollectivesGuard, EarlyStopping
 from lockstep.errors import TrainingFailed
 from lockstep.tasks import Classification
 from lockstep.training import schedules
@@ -33,6 +33,26 @@ def test_early_stopping_on_a_metric_that_nothing_logs_ends_without_a_traceback()
 
 
 # --- A task that communicates; tests/test_between_samples.py has what is rejected ---
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_collectives_are_counted_and_nothing_else(one_process):
+    counter, ones = CollectiveCounter(), torch.ones(2, requires_grad=True)
+    with counter:
+        (ones * 2).sum().backward()
+    assert counter.count == 0
+    with counter:
+        distributed.all_reduce(torch.ones(2))
+        distributed.all_gather([torch.empty(2)], torch.ones(2))
+        distributed.all_gather_object([None], "text")
+    assert counter.count >= 3
+
 
 TRAINER = SimpleNamespace(world_size=2, accumulate_grad_batches=2)
 

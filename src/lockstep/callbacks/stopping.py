@@ -7,7 +7,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoints.finding import checkpoints, step_of
-from lockstep.compat.torch import CollectiveCounter
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, external_launcher, objects_of_all
@@ -216,6 +217,20 @@ class FiniteLoss(Callback):
 
 
 # --- A loss that communicates within a divided batch ---
+
+
+class CollectiveCounter(TorchDispatchMode, ContextDecorator):
+    """Can be entered several times, and decorates functions; `count` adds up. Collectives of DTensors are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += "c10d" in getattr(func, "namespace", "")
+        return func(*args, **(kwargs or {}))
 
 
 class CollectivesGuard(Callback):
