@@ -64,27 +64,26 @@ def test_backward_and_collectives_are_where_processes_wait():
 
 
 @pytest.mark.parametrize(
-    ("lines", "expected"),
+    ("lines", "waits", "quiet_s"),
     [
-        (["/torch/autograd/graph.py:9 (run)"] * 5, [False, False, False, True, True]),
-        (["/torch/autograd/graph.py:9 (run)", "/torch/autograd/graph.py:7 (run)"] * 2, [False] * 4),  # it traces
-        (["/mine/data.py:9 (load)"] * 4, [False] * 4),
+        (["/torch/autograd/graph.py:9 (run)"] * 4, True, 7.5),
+        (["/mine/data.py:9 (load)"] * 3 + ["/torch/autograd/graph.py:9 (run)"], True, 0),  # work is no waiting
+        (["/mine/data.py:9 (load)"] * 4, False, 10),
     ],
 )
-def test_one_waits_if_it_stays_at_such_a_line(lines, expected, tmp_path, monkeypatch):
-    now_s, left, waits = [1000.0], [*lines], []
+def test_how_long_a_process_has_been_quiet(lines, waits, quiet_s, tmp_path, monkeypatch):
+    now_s, left = [1000.0], [*lines]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(hang_detector, "where", lambda _: (left.pop(0), ""))
     monitor = Monitor(HashStore(), "watch/1", 0, 2, 60.0, RunFolder(tmp_path))
 
     def wait(_: float) -> bool:
-        waits.append(monitor.heartbeat.waits)
         now_s[0] += 2.5
         return not left
 
     monkeypatch.setattr(monitor.over, "wait", wait)
     monitor.decide()
-    assert waits[1:] == expected
+    assert (monitor.heartbeat.waits, monitor.heartbeat.quiet_s) == (waits, quiet_s)
 
 
 @pytest.fixture

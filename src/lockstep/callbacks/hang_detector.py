@@ -123,10 +123,9 @@ class Monitor:
             innermost, outer = where(sys._current_frames().get(self.thread))
             if innermost != line:
                 line, line_since_s = innermost, now_s
-            inside = any(part in line for part in WAITING)
-            waits = inside and now_s - line_since_s > self.patience_s
+            waits = any(part in line for part in WAITING)
             # work before a collective is no waiting
-            quiet_s = now_s - (max(since_s, line_since_s) if inside else since_s)
+            quiet_s = now_s - (max(since_s, line_since_s) if waits else since_s)
             if quiet_s > self.limit_s >= self.heartbeat.quiet_s:
                 seen = {}
                 with suppress(OSError), self.folder.log_file.open("a", encoding="utf-8") as log:
