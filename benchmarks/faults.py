@@ -66,7 +66,7 @@ DISK, LEFT_BYTES = (
 # setns: the process and what it starts are on that host from now on.
 ENTER = "import ctypes, os\nctypes.CDLL(None).setns(os.open(f\"/run/netns/{os.environ['FAULT_HOST']}\", os.O_RDONLY), 0x40000000)\n"
 NAMES = re.compile(r"^error: .*(rank \d|\d\.\d+\.\d|/|SIG[A-Z]+|signal|timeout_s)", re.MULTILINE)
-PROMISED = re.compile(r"after (\d+) steps; (?:type|everything is saved)")
+PROMISED = re.compile(r"after (\d+) steps; (?:rerun|everything is saved)")
 ports = iter(range(21000, 30000))
 Case = tuple[str, str]  # names of a fault and of a setup
 

@@ -148,7 +148,7 @@ def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
     found = report(forked_command, "sweep/0")
     assert found["status"] == "interrupted"
     ended = re.search(
-        r"ended by SIGINT after \d+ steps; type the command again with resume=auto to continue", found["error"]
+        r"ended by SIGINT after \d+ steps; rerun the command with resume=auto to continue", found["error"]
     )
     assert (sweep / "0/checkpoints/last.ckpt").is_file()
     assert done.err.count("error:") == 1, done

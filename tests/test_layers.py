@@ -70,7 +70,6 @@ PRIVATE = {
     "_foreach_add_": "the same",
     "_foreach_lerp_": "the same",
     "_python_dispatch": "torch's documented module of modes that see every operation",
-    "_version": "torch's count of changes to a tensor in place, which its documentation names",
     "_fields": "documented: the fields of a named tuple, by which it is told from other tuples",
     "_per_s": "how names of rates end",
     "_memory_gib": "how the name of a measured figure ends",
@@ -221,7 +220,7 @@ def test_files_are_short_enough_to_be_read():
 CEILINGS = House(
     engine_lines=12_045,
     engine_modules=113,
-    extras_lines=1_957,
+    extras_lines=1_946,
     extras_modules=16,
     one_statement_functions=457,
     functions_with_cfg=79,

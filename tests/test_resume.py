@@ -10,6 +10,7 @@ from in_process import Crash, logged_steps, options, report, rows, same, state
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
+from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted
 from lockstep.launch import resuming
@@ -57,47 +58,36 @@ def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, whol
     assert_ended_alike("parts", whole)
 
 
-@pytest.mark.parametrize("warning", [signal.SIGTERM, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
-def test_a_run_that_is_warned_saves_at_the_next_step_and_goes_on_from_there(train, whole, warning, monkeypatch):
-    handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)
-    original = FiniteLoss.on_train_batch_end
-
-    def warn(self, trainer, *args):
-        original(self, trainer, *args)
-        if trainer.global_step == 7:
-            os.kill(os.getpid(), warning)
-
-    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", warn)
-    with pytest.raises(Preempted, match=rf"ended by {warning.name} after 7 steps; .* resume=auto"):
-        train("run=parts", *TWO_EPOCHS)
-    monkeypatch.setattr(FiniteLoss, "on_train_batch_end", original)
-    assert report("parts")["status"] == "preempted"
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)) == handlers
-    assert state("parts/checkpoints/last.ckpt")["global_step"] == 7
-    train("run=parts", "resume=auto", *TWO_EPOCHS)
-    assert_ended_alike("parts", whole)
-
-
 @pytest.mark.parametrize(
-    ("warning", "status", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGHUP, "preempted", 1)]
+    ("warning", "status", "code"),
+    [
+        (signal.SIGTERM, "preempted", 1),
+        (signal.SIGINT, "interrupted", 130),
+        pytest.param(signal.SIGUSR2, "preempted", 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "preempted", 1, marks=pytest.mark.slow),
+    ],
 )
-def test_ctrl_c_and_a_closed_terminal_let_the_step_finish_and_are_saved(train, warning, status, code, monkeypatch):
+def test_a_run_that_is_warned_saves_at_the_next_step_and_goes_on_from_there(
+    train, whole, warning, status, code, monkeypatch
+):
     def warn(self, trainer, *_) -> None:
-        if trainer.global_step == 3:
+        if trainer.global_step == 7:
             os.kill(os.getpid(), warning)
 
     default = signal.default_int_handler if warning is signal.SIGINT else signal.SIG_DFL
     before = signal.signal(warning, default)  # the tests may run under nohup
     try:
         with monkeypatch.context() as warned:
-            warned.setattr(FiniteLoss, "on_train_batch_end", warn)
-            with pytest.raises(Preempted, match=rf"ended by {warning.name} after 3 steps; .* resume=auto") as error:
-                train("run=parts")
+            warned.setattr(LastCheckpoint, "on_train_batch_end", warn)
+            with pytest.raises(Preempted, match=rf"ended by {warning.name} after 7 steps; .* resume=auto") as error:
+                train("run=parts", *TWO_EPOCHS)
         assert signal.getsignal(warning) is default
     finally:
         signal.signal(warning, before)
     assert (error.value.exit_code, report("parts")["status"]) == (code, status)
-    assert state("parts/checkpoints/last.ckpt")["global_step"] == 3
+    assert state("parts/checkpoints/last.ckpt")["global_step"] == 7
+    train("run=parts", "resume=auto", *TWO_EPOCHS)
+    assert_ended_alike("parts", whole)
 
 
 @pytest.mark.parametrize("hook", ["setup", pytest.param("on_validation_end", marks=pytest.mark.slow)])

@@ -1,6 +1,5 @@
 """The Lightning Trainer of a config: loggers, callbacks, strategy, plugins. The second half of build.py."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -86,18 +85,6 @@ def custom_module_callbacks(cfg: DictConfig, work: Workload) -> list[pl.Callback
     ]
 
 
-def monitor_guard(
-    title: str, callbacks: DictConfig, checkpoint_monitor: str | None, save: Callable[[pl.Trainer], None] | None
-) -> pl.Callback:
-    validated = {"checkpoint.monitor": checkpoint_monitor} if save and checkpoint_monitor else {}
-    later: dict[str, str] = {}
-    for name, node in callbacks.items():
-        if node.get("monitor") is not None:
-            monitors = validated if node.get("check_on_train_epoch_end") is False else later
-            monitors[f"callbacks.{name!s}.monitor"] = node.monitor
-    return stopping.MonitorGuard(title, validated, later, save)
-
-
 def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
     """The Trainer of a training run.
 
@@ -137,7 +124,7 @@ def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
         folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
-            own.append(saving.ModelCheckpoint(dirpath=folder, **named))
+            own.append(saving.ModelCheckpoint(dirpath=folder, logged_by=work.title, **named))
         own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
         save = last.save_and_wait
     own.append(stopping.Preemption(save))
@@ -145,8 +132,7 @@ def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
         own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(config)  # before those that log when a batch begins
-    guard = monitor_guard(work.title, cfg.callbacks, cfg.checkpoint.monitor, save)
-    every = [*custom_module_callbacks(cfg, work), guard, position, *chosen, *own]
+    every = [*custom_module_callbacks(cfg, work), position, *chosen, *own]
     return lightning_trainer(cfg, world, work, callbacks=every, logger=loggers(cfg))
 
 

@@ -10,13 +10,15 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import lockstep
-from lockstep.callbacks import EMA, Throughput, summary
+from lockstep.callbacks import EMA, Throughput, stopping, summary
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.callbacks.stopping import RankAgreement, Timer
 from lockstep.callbacks.weights import tensors as ema_tensors
 from lockstep.errors import TrainingFailed
+from lockstep.machine import process
 from lockstep.training.workload import Workload
 
 
@@ -100,29 +102,20 @@ def test_the_average_follows_its_definition(warmup):
     assert torch.equal(module.weight, before)
 
 
-def test_a_short_run_does_not_average_its_first_weights():
-    """Without a warm-up, 0.999 would leave 85 % of them after 168 steps."""
-    module, ema = Weights(), EMA()
-    for step in range(1, 169):
-        torch.nn.init.constant_(module.weight, float(step > 1))
-        ema.on_train_batch_end(trainer_at(step), module, None, None, step - 1)
-    assert ema.average[0].min() > 0.999
-
-
 def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(monkeypatch):
     """Rank 1's clock is an hour ahead: rank 0 decides."""
-    now_s, asked, answers = [0.0], [], []
+    now_s, store, asked = [0.0], HashStore(), []
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    noted = SimpleNamespace(set=store.set, delete_key=store.delete_key)
+    noted.get = lambda key: asked.append(trainer.global_step) or store.get(key)
+    monkeypatch.setattr(process, "store", noted)
 
     def run(rank: int) -> list[int]:
-        def broadcast(value: object) -> object:
-            asked.append(trainer.global_step)
-            answers.extend([value] if rank == 0 else [])
-            return value if rank == 0 else answers.pop(0)
-
-        trainer = trainer_at(0, strategy=SimpleNamespace(broadcast=broadcast), should_stop=False)
-        timer = Timer({"minutes": 1})
-        now_s[0] = 0.0
+        nonlocal trainer
+        strategy = SimpleNamespace(broadcast=lambda over: over)
+        trainer = trainer_at(0, strategy=strategy, should_stop=False, world_size=2, global_rank=rank)
+        monkeypatch.setattr(stopping, "looks", itertools.count())
+        timer, now_s[0] = Timer({"minutes": 1}), 0.0
         asked.clear()
         timer.on_train_start(trainer, None)
         while not trainer.should_stop:
@@ -131,8 +124,9 @@ def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step
             timer.on_train_batch_end(trainer, None, None, None, trainer.global_step - 1)
         return [*asked]
 
+    trainer = None
     first = run(0)
-    assert first[-1] in range(600, 605)
+    assert first[-1] in range(600, 615)
     assert len(first) < 70
     assert run(1) == first
 
@@ -180,18 +174,16 @@ def test_processes_that_would_compute_differently_end_and_say_so():
         RankAgreement({"computes in precision": "32-true"}).setup(trainer, None, "fit")
 
 
-@pytest.mark.parametrize(("compiled", "device"), [(True, "cpu"), (True, "cuda"), (False, "cpu")])
-def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monkeypatch):
+def test_the_first_line_of_a_run(monkeypatch):
     lines = []
     monkeypatch.setattr(summary, "say", lines.append)
     counts = {"world_size": 1, "accumulate_grad_batches": 1, "global_step": 0, "estimated_stepping_batches": 1}
     trainer = MagicMock(**counts, precision="32-true")
-    trainer.strategy.root_device.type = device
+    trainer.strategy.root_device.type = "cpu"
     info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}
-    config = {"run": "a", "strategy": {"name": "single"}, "compile": compiled}
+    config = {"run": "a", "strategy": {"name": "single"}}
     summary.RunSummary(Workload(None, None), info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
-    assert any("2.5 images/s" in line for line in lines) is (compiled and device == "cpu")
     assert lines[0] == (
         "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "
-        f"single, 1 process on {device} · each process has its own batches · 32-true · 1 steps"
+        "single, 1 process on cpu · each process has its own batches · 32-true · 1 steps"
     )

@@ -1,24 +1,17 @@
-"""A monitored metric that nothing logs ends the run as soon as that is sure. A task is watched for one micro-batch only."""
+"""Early stopping on a metric that nothing logs; a task is watched for one micro-batch only."""
 
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from lockstep.callbacks.stopping import CollectivesGuard, MonitorGuard
+from lockstep.callbacks.stopping import CollectiveCounter, CollectivesGuard, EarlyStopping
 from lockstep.errors import TrainingFailed
 from lockstep.tasks import Classification
 from lockstep.training import schedules
 from lockstep.training.module import TaskModule
-
-
-def trainer(*logged: str) -> SimpleNamespace:
-    metrics = dict.fromkeys(logged, 1.0)
-    return SimpleNamespace(
-        callback_metrics=metrics, sanity_checking=False, lightning_module=SimpleNamespace(), datamodule=None
-    )
 
 
 def module_of(task: Classification) -> TaskModule:
@@ -30,51 +23,36 @@ def module_of(task: Classification) -> TaskModule:
     return TaskModule(nn.Identity(), task, **options, metrics={}, network_arguments={})
 
 
-def watching(saved: list | None, **checkpoint: str) -> MonitorGuard:
-    validated = {f"checkpoint.{name}": value for name, value in checkpoint.items()} | {
-        "callbacks.stop.monitor": "val/x"
-    }
-    return MonitorGuard(
-        "Classification", validated, {"callbacks.mine.monitor": "a/b"}, None if saved is None else saved.append
+def test_early_stopping_on_a_metric_that_nothing_logs_ends_without_a_traceback():
+    trainer = SimpleNamespace(
+        callback_metrics={"val/ac": 1.0}, fast_dev_run=False, sanity_checking=False, state=SimpleNamespace(fn="fit")
     )
-
-
-def test_what_is_watched_at_a_validation_is_told_there_after_a_checkpoint():
-    saved: list = []
-    callback = watching(saved, monitor="val/acc")
-    callback.on_validation_end(trainer("val/acc", "val/x"), None)
-    assert saved == []
-    with pytest.raises(TrainingFailed, match=r"checkpoint.monitor=val/acc is not logged .* \(did you mean val/ac\?\)"):
-        callback.on_validation_end(trainer("val/ac", "val/x"), None)
-    assert len(saved) == 1
-    with pytest.raises(TrainingFailed, match=r"callbacks.stop.monitor=val/x is not logged .* Set .* resume=auto"):
-        callback.on_validation_end(trainer("val/acc"), None)
-
-
-def test_what_a_callback_may_watch_later_is_told_at_the_end():
-    callback = watching(None)
-    callback.on_validation_end(trainer("val/x"), None)
-    callback.on_train_end(trainer("a/b"), None)
-    with pytest.raises(TrainingFailed, match=r"callbacks.mine.monitor=a/b is not logged .* Set [^ ]*=<one of them>\.$"):
-        callback.on_train_end(trainer("val/x"), None)
-
-
-def test_a_training_that_ends_before_its_first_validation_passes():
-    callback, early = watching(None), trainer("train/loss")
-    early.sanity_checking = True
-    callback.on_validation_end(early, None)
-    callback.on_train_end(early, None)
-
-
-def test_a_task_is_told_by_its_own_name():
-    task, lasting = Classification(), trainer("val/x")
-    task.bind({"classes": "ab"})
-    lasting.lightning_module = module_of(task)
-    with pytest.raises(TrainingFailed, match="is not logged by Classification, which"):
-        watching([], monitor="val/acc").on_validation_end(lasting, None)
+    callback = EarlyStopping(monitor="val/acc", check_on_train_epoch_end=False)
+    with pytest.raises(TrainingFailed, match=r"callbacks\.early_stopping\.monitor=val/acc: .*`val/ac`"):
+        callback.on_validation_end(trainer, None)
 
 
 # --- A task that communicates; tests/test_between_samples.py has what is rejected ---
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_collectives_are_counted_and_nothing_else(one_process):
+    counter, ones = CollectiveCounter(), torch.ones(2, requires_grad=True)
+    with counter:
+        (ones * 2).sum().backward()
+    assert counter.count == 0
+    with counter:
+        distributed.all_reduce(torch.ones(2))
+        distributed.all_gather([torch.empty(2)], torch.ones(2))
+        distributed.all_gather_object([None], "text")
+    assert counter.count >= 3
+
 
 TRAINER = SimpleNamespace(world_size=2, accumulate_grad_batches=2)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lockstep.checkpoints import finding, sharded
-from lockstep.checkpoints import io as checkpoint_io
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.errors import NotSaved
 from lockstep.machine import files
@@ -58,77 +57,20 @@ def gate(monkeypatch):
     gate.open.set()
 
 
-def test_a_snapshot_keeps_tied_weights_one_tensor():
-    tied = torch.nn.Linear(3, 3, bias=False)
-    both = torch.nn.Sequential(tied, torch.nn.ReLU(), torch.nn.Linear(3, 3, bias=False))
-    both[2].weight = tied.weight
-    empty = {"a": torch.zeros(0), "b": torch.zeros(0, 2)}
-    content, memory = checkpoint_io.snapshot({"net": both.state_dict(), **empty}, {}, in_use=False)
-    again, _ = checkpoint_io.snapshot({"net": both.state_dict(), **empty}, memory, in_use=False)
-    for found in (content, again):
-        assert found["net"]["0.weight"].data_ptr() == found["net"]["2.weight"].data_ptr() != tied.weight.data_ptr()
-        assert torch.equal(found["net"]["0.weight"], tied.weight)
-        assert found["b"].shape == (0, 2)
-
-
-@pytest.mark.parametrize("in_use", [False, True])
-def test_what_was_one_tensor_and_is_two_has_two_values(in_use):
-    """As the scores of ModelCheckpoint, which are one tensor after a new best."""
-    score = torch.tensor(1.0)
-    _, memory = checkpoint_io.snapshot({"best": score, "current": score}, {}, in_use=False)
-    content, _ = checkpoint_io.snapshot({"best": score, "current": torch.tensor(2.0)}, memory, in_use=in_use)
-    assert {name: float(value) for name, value in content.items()} == {"best": 1.0, "current": 2.0}
-    content, _ = checkpoint_io.snapshot({"best": torch.tensor(3.0), "current": score}, memory, in_use=in_use)
-    assert {name: float(value) for name, value in content.items()} == {"best": 3.0, "current": 1.0}
-
-
-def test_what_lies_where_it_lay_and_was_not_changed_is_not_copied_again():
-    """How the best and the last checkpoint of a step share a copy of what is on a GPU, without fetching it twice."""
-    weights = torch.ones(3)
-    then = checkpoint_io.origin(weights)
-    assert checkpoint_io.origin(torch.nn.Parameter(weights).detach()) == then
-    assert checkpoint_io.origin(weights[1:]) != then
-    with torch.no_grad():
-        weights.add_(1)
-    assert checkpoint_io.origin(weights) != then
-    others = [checkpoint_io.origin(torch.full((3,), float(i))) for i in range(3)]  # each is freed before the next
-    assert all(a != b for i, a in enumerate(others) for b in others[:i])
-
-
-def test_copies_from_a_gpu_are_pinned_and_the_writer_waits_for_them(tmp_path, monkeypatch):
-    """Training only begins them: one event after all of them, however many tensors there are."""
-    done, begun = [], []
-
-    class Event:
-        def __init__(self, blocking: bool) -> None:
-            assert blocking
-
-        def record(self) -> None:
-            done.append("recorded")
-
-        def synchronize(self) -> None:
-            assert threading.current_thread() is not threading.main_thread()
-            done.append("copied")
-
-    copy, write, empty = torch.Tensor.copy_, sharded.write, torch.empty_like
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda t, *, device, pin_memory: empty(t, device=device) if pin_memory else 0
-    )
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: (begun.append(k["non_blocking"]), copy(*a, **k))[1])
-    monkeypatch.setattr(sharded, "write", lambda what, path: (done.append("written"), write(what, path)))
-    io, weights = AtomicCheckpointIO(background=True), {"a": torch.ones(3), "b": torch.zeros(3)}
-    for name in ("best", "last"):
-        io.save_checkpoint({"global_step": 1, "state_dict": weights}, tmp_path / f"{name}.ckpt")
-    assert begun == [True, True]
-    io.drain()
-    weights["a"].fill_(7)
-    assert [what for what in done if what != "recorded"] == ["copied", "written"] * 2
-    monkeypatch.undo()
-    assert torch.equal(io.load_checkpoint(tmp_path / "last.ckpt")["state_dict"]["a"], torch.ones(3))
+def test_tied_weights_stay_one_tensor_and_a_copy_is_made_in_the_memory_of_the_last_one(tmp_path):
+    tied = torch.nn.Linear(300, 300, bias=False)
+    net, io = torch.nn.Sequential(tied, tied), AtomicCheckpointIO(background=True)
+    for step in (1, 2):
+        torch.nn.init.constant_(tied.weight, float(step))
+        io.save_checkpoint(
+            {"global_step": step, "net": net.state_dict(), "empty": torch.zeros(0, 2)}, tmp_path / f"{step}"
+        )
+    copied = [io.load_checkpoint(tmp_path / f"{step}") for step in (1, 2)]
+    assert [float(each["net"]["0.weight"].unique()) for each in copied] == [1.0, 2.0]
+    assert copied[0]["net"]["0.weight"].data_ptr() == copied[0]["net"]["1.weight"].data_ptr()
+    assert copied[1]["empty"].shape == (0, 2)
+    memory = {io.stager.stage(net.state_dict())["0.weight"].data_ptr() for _ in range(2)}
+    assert len(memory) == 1
 
 
 def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypatch):
@@ -139,10 +81,10 @@ def test_an_older_checkpoint_goes_when_the_newer_one_is_there(tmp_path, monkeypa
     gate = Gate(monkeypatch)
     io.save_checkpoint(content(2, 2.0), new)
     io.remove_checkpoint(old)
-    io.save_checkpoint(content(2, 2.0), last)  # does not wait either
     assert gate.begun.wait(LONG_S)
-    assert (value_of(old), new.exists(), last.exists(), gate.done) == (1.0, False, False, [])
+    assert (value_of(old), new.exists(), gate.done) == (1.0, False, [])
     gate.open.set()
+    io.save_checkpoint(content(2, 2.0), last)
     io.drain()
     assert gate.done == [("take_place", new.name), ("remove", old.name), ("take_place", last.name)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [new.name, last.name]
@@ -153,46 +95,15 @@ def test_what_is_written_is_what_was_there_at_the_call(tmp_path, gate):
     io.save_checkpoint(checkpoint, tmp_path / "best.ckpt")
     checkpoint["best"]["a"].append(5.0)
     checkpoint["state_dict"]["w"][:] = 2.0
+    gate.open.set()
     with torch.inference_mode():  # as the best ones are, within a validation
         io.save_checkpoint(checkpoint, tmp_path / "last.ckpt")  # of the same step, though something has changed
     checkpoint["state_dict"]["w"][:] = 3.0
-    gate.open.set()
     assert io.load_checkpoint(tmp_path / "best.ckpt")["best"] == {"a": [1.0]}
     assert [value_of(tmp_path / f"{name}.ckpt") for name in ("best", "last")] == [1.0, 2.0]
     io.save_checkpoint(checkpoint | {"global_step": 2}, tmp_path / "last.ckpt")  # into the memory of the one before
     io.drain()
     assert [value_of(tmp_path / f"{name}.ckpt") for name in ("best", "last")] == [1.0, 3.0]
-
-
-def test_checkpoints_of_one_step_share_their_memory_and_the_next_step_takes_it_when_they_are_written(
-    tmp_path, monkeypatch
-):
-    snapshots, second, order = [], threading.Event(), []
-    original, write = checkpoint_io.snapshot, sharded.write
-
-    def snapshot(*args, **kwargs):
-        copied = original(*args, **kwargs)
-        snapshots.append(copied[0]["state_dict"]["w"].data_ptr())
-        order.append("snapshot")
-        if len(snapshots) == 3:
-            second.set()
-        return copied
-
-    def slow_write(what, path):
-        if order.count("written") == 0:
-            second.wait(0.5)  # time enough to come too early
-        write(what, path)
-        order.append("written")
-
-    monkeypatch.setattr(checkpoint_io, "snapshot", snapshot)
-    monkeypatch.setattr(sharded, "write", slow_write)
-    io = AtomicCheckpointIO(background=True)
-    for step, name in ((1, "best"), (1, "last"), (2, "last")):
-        io.save_checkpoint(content(step, float(step)), tmp_path / f"{name}.ckpt")
-    io.drain()
-    assert order == ["snapshot", "snapshot", "written", "written", "snapshot", "written"]
-    assert len(set(snapshots)) == 1
-    assert [value_of(tmp_path / f"{name}.ckpt") for name in ("best", "last")] == [1.0, 2.0]
 
 
 @pytest.fixture

@@ -1,60 +1,17 @@
 """torch still lacks what compat/torch.py adds; when a test fails, see whether its section can go."""
 
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 from fake_gpu import DEVICE, fake_gpu
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.nn.modules import _functions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.compat.torch import CollectiveCounter, in_backward, without_masks
-from lockstep.machine import process
-from lockstep.strategies import rendezvous
+from lockstep.compat.torch import in_backward, without_masks
 from lockstep.strategies.batch_norm import synchronise
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-def test_collectives_are_counted_and_nothing_else(one_process):
-    counter, ones = CollectiveCounter(), torch.ones(2, requires_grad=True)
-    with counter:
-        (ones * 2).sum().backward()
-    assert counter.count == 0
-    with counter:
-        distributed.all_reduce(torch.ones(2))
-        distributed.all_gather([torch.empty(2)], torch.ones(2))
-        distributed.all_gather_object([None], "text")
-    assert counter.count >= 3
-
-
-def test_the_class_has_no_public_name_yet():
-    assert not hasattr(torch.utils, "TorchDispatchMode")
-
-
-def test_the_store_of_a_group_that_is_there_already_is_used(monkeypatch):
-    monkeypatch.setattr(process, "store", "of an earlier group")
-    monkeypatch.setattr(rendezvous, "group", None)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        rendezvous.meet(None, timedelta(seconds=1))
-        process.store.set("a", "b")
-        assert process.store.get("a") == b"b"
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_torch_has_no_public_way_to_the_store():
-    """When it has, remove compat/torch.py."""
-    assert not [name for name in dir(torch.distributed) if "default_store" in name and not name.startswith("_")]
 
 
 class Noting(torch.autograd.Function):

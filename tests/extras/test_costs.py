@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.extras.planning import BUCKET_BYTES, DEVICES, Costs, Setting, plan
+from lockstep.extras.planning import BUCKET_BYTES, DEVICES, Costs, Setting, plan, state_bytes
 
 SINGLE = Setting(world=1, nodes=1, shards=False, half=False, micro_batch=32, accumulate=1)
 COSTS = Costs(parameters=1000, trained=1000, weight_bytes=4000, gradient_bytes=4000, optimizer_bytes=8000, largest_block_bytes=400,
@@ -126,3 +126,19 @@ def test_the_precision_is_that_of_the_keys(given, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan.py", *given, "trainer.precision=32-true"])
     script.main()
     assert ", fp32, batch 32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (lambda p: torch.optim.AdamW(p, fused=True), 2),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True), 1),
+        (torch.optim.LBFGS, 0),  # its step takes a closure: unknown
+    ],
+)
+def test_what_an_optimizer_will_hold_is_counted_on_the_meta_device(make, values):
+    net = nn.Linear(100, 100, device="meta")
+    net.bias.requires_grad_(False)
+    assert state_bytes(make(net.parameters())) == pytest.approx(values * 4 * 100 * 100, rel=1e-3)

@@ -35,7 +35,7 @@ def test_how_a_step_is_computed_is_not_taken_from_a_checkpoint(kind, saved, own)
 def test_lightnings_advice_on_unused_parameters_names_our_key():
     error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. ...", 7)
     DDP.on_exception(DDP.__new__(DDP), error)
-    assert "type strategy.find_unused_parameters=true" in error.args[0]
+    assert "set strategy.find_unused_parameters=true" in error.args[0]
     assert error.args[1] == 7
     other = ValueError("mine")
     DDP.on_exception(DDP.__new__(DDP), other)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
-from lockstep.errors import NoRendezvous
+from lockstep.errors import NoRendezvous, UserError
 from lockstep.strategies import rendezvous
 
 LONG = timedelta(seconds=60)
@@ -81,6 +81,15 @@ def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch, port):
     assert str(port) in str(error.value) and "\n" not in str(error.value)
     assert not error.value.alike
     del other
+
+
+def test_a_process_group_of_the_caller_is_refused():
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UserError, match="Remove init_process_group"):
+            rendezvous.meet(None, LONG)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def process(rank: str, port: str, moment: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.strategies.single import DataParallel, Replicas
+from lockstep.strategies.base import DataParallel, Replicas
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from lockstep.run.folder import RunFolder
 QUIET, PATIENCE = 0.75, 0.1  # fractions of strategy.timeout_s: without a batch, and without an answer; together below 1
 LOOK_S = 2.0  # seconds between two looks, at most
 FOR_EVER = timedelta(days=20)  # torch counts milliseconds in 32 bits
-END_S, SAVE_S = 6.0, 60.0  # seconds for a process to end by itself after another failed, and more while it saves
+END_S = 6.0  # seconds for a process to end by itself after another failed
 LIBRARIES = f"lib{os.sep}python"
 WAITING = tuple(f"torch{os.sep}{part}{os.sep}" for part in ("distributed", "autograd"))  # DDP waits in backward
 monitors = itertools.count(1)  # of this process; equal in all processes
@@ -123,10 +123,9 @@ class Monitor:
             innermost, outer = where(sys._current_frames().get(self.thread))
             if innermost != line:
                 line, line_since_s = innermost, now_s
-            inside = any(part in line for part in WAITING)
-            waits = inside and now_s - line_since_s > self.patience_s
+            waits = any(part in line for part in WAITING)
             # work before a collective is no waiting
-            quiet_s = now_s - (max(since_s, line_since_s) if inside else since_s)
+            quiet_s = now_s - (max(since_s, line_since_s) if waits else since_s)
             if quiet_s > self.limit_s >= self.heartbeat.quiet_s:
                 seen = {}
                 with suppress(OSError), self.folder.log_file.open("a", encoding="utf-8") as log:
@@ -137,8 +136,7 @@ class Monitor:
             self.heartbeat = Heartbeat(self.heartbeat.beat + 1, place, waits, quiet_s, outer)
             if self.failed is not None:
                 failed_s = min(failed_s, now_s + END_S)
-                saving = any(self.folder.checkpoints.glob("*.part"))
-                if now_s > failed_s + saving * SAVE_S:
+                if now_s > failed_s:
                     self.end(f"ended, because rank {self.failed} failed", reports=True)
             if quiet_s > self.limit_s:
                 self.look_for_hanging(seen, now_s)

@@ -1,5 +1,5 @@
 """What ends a run before its time: a warning by the system, a time limit, a metric that no longer improves; a loss that is no number,
-a monitored metric that nothing logs, a loss that communicates within a divided batch, processes that differ."""
+a loss that communicates within a divided batch, processes that differ."""
 
 import itertools
 import math
@@ -7,7 +7,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,54 +17,65 @@ from typing import Any, cast
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoints.finding import checkpoints, step_of
-from lockstep.compat.torch import CollectiveCounter
-from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError, did_you_mean
+from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, external_launcher, objects_of_all
 from lockstep.training.arithmetic import completes_step, has_row, steps_done
 
-LOOK_S = 1.0  # seconds between two questions to all processes
+# --- A question to all processes about once a second, at the same step in each ---
+
+LOOK_S = 1.0  # seconds between two questions
+KEPT = 100  # answers in the store; no process is so far behind
+looks = itertools.count()  # of this process; all processes look at the same steps
 
 
-class Pace:
-    """When to ask all processes again: after about LOOK_S seconds, in steps. Rank 0's answer counts."""
+class Poll:
+    """Rank 0 answers for all, and decides at which step to ask again. Other steps only compare numbers.
+
+    The answer goes through the store of the processes: it needs no collective, which GPUs would wait for, and no process group besides
+    nccl's.
+    """
 
     def __init__(self, step: int) -> None:
-        self.step, self.at_s = step, time.monotonic()
+        self.next_look, self.step, self.at_s = step + 1, step, time.monotonic()
 
-    def next_step(self, step: int, within_s: float = LOOK_S) -> int:
-        began_s, self.at_s = self.at_s, time.monotonic()
-        step_s = (self.at_s - began_s) / max(1, step - self.step)
-        self.step = step
-        return step + max(1, round(within_s / max(1e-6, step_s)))
+    def __call__(self, trainer: Trainer, question: Callable[[], bool]) -> bool:
+        if trainer.world_size == 1:
+            return question()
+        step, store = steps_done(trainer), process.store
+        if step < self.next_look:
+            return False
+        look = next(looks)
+        if trainer.global_rank == 0:
+            began_s, self.at_s = self.at_s, time.monotonic()
+            step_s = max(1e-6, (self.at_s - began_s) / max(1, step - self.step))
+            again, self.step = step + max(1, round(LOOK_S / step_s)), step
+            store.set(f"look/{look}", f"{again} {int(question())}")
+            store.delete_key(f"look/{look - KEPT}")
+        self.next_look, answer = map(int, store.get(f"look/{look}").split())
+        return bool(answer)
 
 
 # --- A warning by the system that it will end the run ---
 
-looks = itertools.count()  # of this process; all processes look at the same steps
-KEPT = 100  # answers in the store; no process is so far behind
-WARNED, AGAIN = "preemption/warned", "type the command again with resume=auto"
+WARNED, AGAIN = "preemption/warned", "rerun the command with resume=auto"
 
 
 @dataclass(eq=False)
 class Preemption(Callback):
-    """Saves the last checkpoint at the next step and ends the run, in all processes at the same step.
-
-    Once a second they ask their common store: a warned process leaves a word there, and rank 0 says for all whether to end and at
-    which step to ask again. Other steps only compare numbers. It needs no collective, and no process group besides nccl's.
-    """
+    """Saves the last checkpoint at the next step and ends the run, in all processes at the same step."""
 
     save: Callable[[Trainer], None] | None
-    next_look: int = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning 2.6 broadcasts in its SIGTERM handler, which the other processes do not expect. A process of a launcher gets
         # each Ctrl-C from the terminal and from its parent.
         alone = trainer.world_size == 1 and not process.supervised
         process.install(interrupt=process.on_interrupt if alone else process.on_signal)
-        self.next_look, self.pace = steps_done(trainer) + 1, Pace(steps_done(trainer))
+        self.poll = Poll(steps_done(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx % trainer.accumulate_grad_batches or not self.warned(trainer):
@@ -87,7 +99,7 @@ class Preemption(Callback):
     def on_test_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Everything is saved already, so processes need not agree."""
         if process.received:
-            told = f"test; {AGAIN}" if trainer.testing else "prediction; nothing was written. Run it again"
+            told = f"test; {AGAIN}" if trainer.testing else "prediction; nothing was written. Rerun it"
             raise self.kind()(f"ended by {process.received[0].name} during the {told}.")
 
     on_predict_batch_start = cast(Any, on_test_batch_start)
@@ -99,16 +111,9 @@ class Preemption(Callback):
         """Whether any process was warned; the answer is the same in all of them."""
         if trainer.world_size == 1:
             return bool(process.received)
-        if steps_done(trainer) < self.next_look:
-            return False
-        store, look = process.store, next(looks)
         if process.received:
-            store.set(WARNED, f"{process.received[0].name} to rank {trainer.global_rank}")
-        if trainer.global_rank == 0:
-            store.set(f"preemption/{look}", f"{self.pace.next_step(steps_done(trainer))} {int(store.check([WARNED]))}")
-            store.delete_key(f"preemption/{look - KEPT}")
-        self.next_look, warned = map(int, store.get(f"preemption/{look}").split())
-        return bool(warned)
+            process.store.set(WARNED, f"{process.received[0].name} to rank {trainer.global_rank}")
+        return self.poll(trainer, lambda: process.store.check([WARNED]))
 
 
 # --- trainer.max_time ---
@@ -119,19 +124,13 @@ class Timer(callbacks.Timer):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self.pace, self.next_look = Pace(steps_done(trainer)), 0
+        self.poll = Poll(steps_done(trainer))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = steps_done(trainer)
-        if not completes_step(trainer, batch_idx) or step < self.next_look:
-            return
-        left_s = max(0.0, self.time_remaining() or 0.0)
-        again = self.pace.next_step(step, min(LOOK_S, left_s))
-        over, self.next_look = trainer.strategy.broadcast((left_s == 0, again))
-        if over:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)  # once more, for its message
+        if completes_step(trainer, batch_idx) and self.poll(trainer, lambda: (self.time_remaining() or 0) <= 0):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
 
 # --- A metric that no longer improves ---
@@ -140,7 +139,8 @@ class Timer(callbacks.Timer):
 class EarlyStopping(callbacks.EarlyStopping):
     """Lightning's does not save that it stopped, and restores the patience of the checkpoint over the config's.
 
-    It does save its counters."""
+    It does save its counters. Its error for a metric that nothing logs has no traceback here.
+    """
 
     stopped = False
 
@@ -152,6 +152,12 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        try:
+            super().on_validation_end(trainer, pl_module)
+        except RuntimeError as e:
+            raise TrainingFailed(f"callbacks.early_stopping.monitor={self.monitor}: {e}") from None
 
 
 # --- A loss that is no number ---
@@ -210,48 +216,21 @@ class FiniteLoss(Callback):
         )
 
 
-# --- A monitored metric that nothing logs ---
-
-
-@dataclass(eq=False)
-class MonitorGuard(Callback):
-    """Ends a run that monitors a metric which nothing logs; config/checks.py rejects what is known before the run.
-
-    After the first validation, or at the end of training for callbacks that may look later. It saves a checkpoint first. A training
-    that ends before its first validation logs no metric of one, and passes.
-    """
-
-    title: str  # of the task or module that logs
-    validated: Mapping[str, str]  # what is monitored at a validation, by its config key
-    later: Mapping[str, str]
-    save: Callable[[Trainer], None] | None
-    has_validated: bool = False
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self.has_validated = True
-            self.check(trainer, self.validated)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.has_validated:
-            self.check(trainer, self.later)
-
-    def check(self, trainer: Trainer, monitors: Mapping[str, str]) -> None:
-        logged = sorted(trainer.callback_metrics)
-        for key, monitor in monitors.items():
-            if monitor in logged:
-                continue
-            if self.save:
-                self.save(trainer)
-            again = " resume=auto to continue" if self.save else ""
-            last = ", or checkpoint.monitor=null to keep only the last" if key == "checkpoint.monitor" else ""
-            raise TrainingFailed(
-                f"{key}={monitor} is not logged by {self.title}, which logs {', '.join(logged) or 'nothing'}{did_you_mean(monitor, logged)}. "
-                f"Set {key}=<one of them>{again}{last}."
-            )
-
-
 # --- A loss that communicates within a divided batch ---
+
+
+class CollectiveCounter(TorchDispatchMode, ContextDecorator):
+    """Can be entered several times, and decorates functions; `count` adds up. Collectives of DTensors are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += "c10d" in getattr(func, "namespace", "")
+        return func(*args, **(kwargs or {}))
 
 
 class CollectivesGuard(Callback):
@@ -297,7 +276,7 @@ class CollectivesGuard(Callback):
             raise UserError(
                 f"{type(task).__name__} communicates between processes in its loss or outputs, and {self.division} divides each process's samples: "
                 "the result would depend on how. Set `between_samples = True` in the class, and the loss gets the samples of all processes "
-                f"without communicating; then leave {self.division} out."
+                f"without communicating; then remove {self.division}."
             )
 
 

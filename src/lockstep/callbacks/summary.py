@@ -29,11 +29,6 @@ from lockstep.training.workload import Workload
 
 # --- The first lines of a run ---
 
-COMPILED_ON_A_CPU = (
-    "compile=true may slow a CPU down: resnet50d at 336 px in bf16-mixed ran at 2.5 images/s, and at 5.0 without it, after a first "
-    "step of 104 s (torch 2.13). Compare a few steps without it."
-)
-
 
 @dataclass(eq=False)
 class RunSummary(Callback):
@@ -62,8 +57,7 @@ class RunSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         work, strategy, world = self.work, trainer.strategy, trainer.world_size
-        device = strategy.root_device.type
-        processes = f"{world} process{'es' if world > 1 else ''} on {device}"
+        processes = f"{world} process{'es' if world > 1 else ''} on {strategy.root_device.type}"
         replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes
         parameters = sum(p.numel() for p in pl_module.parameters())
         done = f", {steps_done(trainer)} of them done" if steps_done(trainer) else ""
@@ -74,8 +68,6 @@ class RunSummary(Callback):
         )
         self.across_processes = work.across_processes(SYNCHRONISED)
         say(f"result: {self.across_processes}")
-        if self.config["compile"] and device == "cpu":
-            say(COMPILED_ON_A_CPU)
         for change in self.changes:
             say(f"changed since the checkpoint: {change}")
         for line in work.promises(world):

@@ -9,13 +9,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint
 
-from lockstep.checkpoints import io
 from lockstep.checkpoints.finding import BEST, is_checkpoint
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import save_logged_step, set_logged_step
-from lockstep.errors import Damaged, UserError
+from lockstep.errors import Damaged, TrainingFailed, UserError, did_you_mean
 from lockstep.machine import files
 from lockstep.training.arithmetic import steps_done
+
+LAST = "last.ckpt"
 
 # --- The best checkpoints by the monitored metric ---
 
@@ -27,11 +28,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     the same file again. The state has names instead of paths: a run's folder may be moved, and a name leads to no other file.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, logged_by: str = "the module", **options: Any) -> None:
+        """`logged_by`: who logs the metrics, for an error."""
         # after each validation: max_steps may end an epoch before its own
         super().__init__(**options, save_on_train_epoch_end=False)
         self.kept: dict[str, tuple[float, float]] = {}  # score and loss by file name, the best first
-        self.saved_at = 0
+        self.saved_at, self.logged_by = 0, logged_by
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": self.kept}
@@ -56,6 +58,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if trainer.state.fn != "fit" or trainer.sanity_checking or not self.save_top_k or step in (0, self.saved_at):
             return
         assert self.monitor
+        logged = sorted(trainer.callback_metrics)
+        if self.monitor not in logged:  # config/checks.py rejects what is known before the run
+            trainer.save_checkpoint(Path(str(self.dirpath)) / LAST, weights_only=False)
+            LastCheckpoint.wait(trainer)
+            raise TrainingFailed(
+                f"checkpoint.monitor={self.monitor} is not logged by {self.logged_by}, which logs {', '.join(logged) or 'nothing'}"
+                f"{did_you_mean(self.monitor, logged)}. Set checkpoint.monitor=<one of them>, or checkpoint.monitor=null to keep only the "
+                "last checkpoint; add resume=auto to continue."
+            )
         new, sign = f"best-step-{step}.ckpt", 1 if self.mode == "max" else -1
         score, loss = (float(trainer.callback_metrics.get(name, math.nan)) for name in (self.monitor, "val/loss"))
         score, loss = -sign * math.inf if math.isnan(score) else score, math.inf if math.isnan(loss) else loss
@@ -179,9 +190,6 @@ class LastCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.saved_at = steps_done(trainer)
         self.tidy(trainer)
-        # Every process tries the optimizer: the user's own may communicate in its step.
-        if problem := trainer.strategy.broadcast(io.problem(trainer, pl_module, self.path.parent)):
-            raise UserError(problem)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         begins_step = batch_idx % trainer.accumulate_grad_batches == 0

@@ -1,46 +1,10 @@
 """Private names of torch, each with the reason, and when it can go."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ContextDecorator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.nn.modules import _functions
-from torch.utils._python_dispatch import TorchDispatchMode
-
-# --- Counting collectives ---
-#
-# torch 2.13 shows every operation to a TorchDispatchMode, whose module has a private name; its public user, CommDebugMode, hooks every
-# module of the process as well. Remove this when `torch.utils` exports TorchDispatchMode:
-# tests/compat/test_torch.py::test_the_class_has_no_public_name_yet fails then.
-
-
-class CollectiveCounter(TorchDispatchMode, ContextDecorator):
-    """Can be entered several times, and decorates functions; `count` adds up. Collectives of DTensors are not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.count += getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
-        return func(*args, **(kwargs or {}))
-
-
-# --- The store of a process group that Lockstep did not initialise ---
-#
-# For example in a script that calls `lockstep.train`. torch 2.13 gives it to `init_process_group` only. Remove this when
-# `torch.distributed` has a public function for it: tests/compat/test_torch.py::test_torch_has_no_public_way_to_the_store fails then.
-
-dist: Any = torch.distributed  # its type stubs lack the stores
-
-
-def default_store() -> Any:
-    return dist.PrefixStore("lockstep", dist.distributed_c10d._get_default_store())
-
 
 # --- Whether torch is computing gradients ---
 #

@@ -11,9 +11,10 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.checkpoints.io import state_bytes, tensor_bytes
+from lockstep.checkpoints.finding import leaves
 from lockstep.data.datamodule import DataModule
 from lockstep.strategies.fsdp import repeated_blocks
 from lockstep.training.module import TaskModule
@@ -61,6 +62,25 @@ def costs(module: TaskModule, data: DataModule, net: nn.Module, context: Context
         fixed_bytes=max(0.0, few - FEW * each),
         flops=flops / FEW,
     )
+
+
+def tensor_bytes(tree: Any) -> int:
+    """Of all tensors in `tree`, each counted once; the whole of a sharded tensor."""
+    tensors = {id(leaf): leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """The size of an optimizer's state after a step on the meta device; 0 if it cannot step there."""
+    for group in optimizer.param_groups:
+        group.update(dict.fromkeys(group.keys() & {"fused", "foreach", "capturable"}, False))
+        for p in group["params"]:
+            p.grad = torch.empty_like(p) if p.requires_grad else None
+    try:
+        optimizer.step()
+    except Exception:
+        return 0
+    return tensor_bytes(list(optimizer.state.values()))
 
 
 def kept(module: TaskModule, data: DataModule, net: nn.Module, samples: int, context: Context) -> tuple[int, int]:

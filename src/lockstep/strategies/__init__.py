@@ -1,8 +1,7 @@
 """How replicas of the network work together. Networks and tasks do not know about strategies."""
 
-from lockstep.strategies.base import parallelize
+from lockstep.strategies.base import DataParallel, SingleDevice, parallelize
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP2
-from lockstep.strategies.single import DataParallel, SingleDevice
 
 __all__ = ["DDP", "FSDP2", "DataParallel", "SingleDevice", "parallelize"]

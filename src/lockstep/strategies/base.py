@@ -1,19 +1,20 @@
-"""What strategies share: the changes to a network before training, and one form for the state of networks and optimizers."""
+"""What strategies share: the changes to a network before training, and one form for the state of networks and optimizers. And the
+strategies of one process."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lockstep.checkpoints.finding import mapped
 from lockstep.checkpoints.weights import load_into, sharded_like
-from lockstep.errors import UserError, raise_problems
+from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import synchronise
 
 # --- The changes to a network before training. Their order matters ---
@@ -130,7 +131,7 @@ class PortableCheckpoint(Strategy):
             groups = self.named_groups(optimizer)
             if [sorted(group["params"]) for group in saved["param_groups"]] != [sorted(named) for named in groups]:
                 raise UserError(
-                    "the checkpoint's optimizer has other parameters than this network. Type init_from=<checkpoint> to start a new run from its weights."
+                    "the checkpoint's optimizer has different parameters than this network. Pass init_from=<checkpoint> to start a new run from its weights."
                 )
             optimizer.load_state_dict(by_index(optimizer, groups, saved))
 
@@ -138,12 +139,22 @@ class PortableCheckpoint(Strategy):
 def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state by name as torch wants it: by index, each value in the form of its parameter."""
     parameters = {name: p for named in groups for name, p in named.items()}
-    if "fused" in optimizer.defaults:
-        raise_problems(shape_problems(parameters, saved["state"]))
+
+    def own_value(name: str, key: str, value: Any) -> Any:
+        p = parameters[name]
+        value, expected = sharded_like(value, p), () if key == "step" else p.shape
+        # An optimizer with a fused kernel computes element by element, and would read and write past the end of such a value.
+        if "fused" in optimizer.defaults and isinstance(value, Tensor) and value.shape != expected:
+            raise UserError(
+                f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(expected)}. "
+                "Pass init_from=<checkpoint> to start a new run from its weights."
+            )
+        return own_copy(value, p)
+
     index = {name: i for i, name in enumerate(parameters)}
     state = {
-        index[name]: {key: own_copy(sharded_like(value, p), p) for key, value in saved["state"][name].items()}
-        for name, p in parameters.items()
+        index[name]: {key: own_value(name, key, value) for key, value in saved["state"][name].items()}
+        for name in parameters
         if name in saved["state"]  # plain SGD has no state
     }
     param_groups = [
@@ -153,16 +164,63 @@ def by_index(optimizer: Optimizer, groups: list[dict[str, nn.Parameter]], saved:
     return {"state": state, "param_groups": param_groups}
 
 
-def shape_problems(parameters: Mapping[str, Tensor], state: Mapping[str, Any]) -> Iterator[str]:
-    """Values of another shape than their parameter's, except the step, of an optimizer that computes element by element.
+# --- One process: on one device, or on several GPUs with torch.nn.DataParallel, which Lightning 2 removed ---
 
-    Those optimizers are the ones with fused kernels, which would read and write past the end of such a value.
+
+class SingleDevice(PortableCheckpoint, SingleDeviceStrategy):
+    """Lightning's, on the device that the Trainer chose."""
+
+    strategy_name = "single"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parallel_devices: list[torch.device] | None = None  # set by the Trainer
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.parallel_devices[0] if self.parallel_devices else super().root_device
+
+
+class Replicas(nn.DataParallel):
+    """torch's, with the caller's precision in the threads of the replicas.
+
+    The dtype of autocast belongs to a thread. torch 2.13 opens autocast in each replica's thread without a dtype, so bf16-mixed
+    computed in float16, without loss scaling.
     """
-    for name, p in parameters.items():
-        for key, value in state.get(name, {}).items():
-            right = () if key == "step" else p.shape
-            if isinstance(value, Tensor) and value.shape != right:
-                yield (
-                    f"the checkpoint's optimizer has a {key} of {tuple(value.shape)} for {name} instead of {tuple(right)}. "
-                    "Type init_from=<checkpoint> to start a new run from its weights."
-                )
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        device = self.src_device_obj.type
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        # an instance for each, because it notes its thread's state
+        in_precision = [torch.autocast(device, dtype=dtype, enabled=enabled)(replica) for replica in replicas]
+        return super().parallel_apply(in_precision, inputs, kwargs)
+
+
+class DataParallel(SingleDevice):
+    """Splits each batch over the GPUs for the network's forward only; loss, metrics and logging stay on the first GPU.
+
+    Wrapping the whole LightningModule fails silently: Lightning patches `forward` on the instance, the replicas copy that patch
+    bound to the original, and all of them compute on the first GPU.
+    """
+
+    strategy_name = "dp"
+
+    @property
+    def gpus(self) -> list[torch.device]:
+        return [device for device in self.parallel_devices or [] if device.type == "cuda"]
+
+    def device_rows(self, rows: range) -> dict[torch.device, range]:
+        """As torch's DataParallel divides a batch: equal parts, the last one smaller."""
+        part = -(-len(rows) // max(1, len(self.gpus)))
+        parts = {gpu: rows[i * part : (i + 1) * part] for i, gpu in enumerate(self.gpus)}
+        return {gpu: own for gpu, own in parts.items() if own} or super().device_rows(rows)
+
+    def replicas(self) -> str:
+        """For the first lines of a run."""
+        if len(self.gpus) > 1:
+            return f"1 process on {len(self.gpus)} GPUs"
+        return f"ONE device ({self.root_device.type}): there are no two GPUs to split batches over"
+
+    def parallelize(self, net: nn.Module) -> nn.Module:
+        devices: list[Any] = self.gpus
+        return Replicas(net, device_ids=devices) if len(devices) > 1 else net

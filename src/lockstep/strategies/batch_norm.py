@@ -85,7 +85,7 @@ def synchronise(net: nn.Module, device_type: str) -> None:
     norms = [module for module in net.modules() if isinstance(module, NORMS)]
     if not norms:
         raise UserError(
-            "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation. Leave it out."
+            "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation. Remove it."
         )
     if device_type == "cuda":
         # torch's converter drops the activation of timm's BatchNormAct2d; timm's own keeps it.

@@ -16,7 +16,7 @@ from lockstep.training import dropout
 from lockstep.training.arithmetic import StepArithmetic
 
 UNUSED = (
-    "Some parameters had no part in the loss of the last step, and DDP waits for the gradients of all. If that is intended, type "
+    "Some parameters had no part in the loss of the last step, and DDP waits for the gradients of all. If that is intended, set "
     "strategy.find_unused_parameters=true."
 )
 

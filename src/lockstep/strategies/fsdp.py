@@ -167,7 +167,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
         rest, own = sharded.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
-        self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards, checkpoint["global_step"])
+        self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards)
 
     def write_shards(self, content: dict[str, Any], path: Path) -> None:
         """Runs in the writing thread while training continues, with a process group of its own."""

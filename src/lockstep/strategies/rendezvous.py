@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
-from lockstep.compat.torch import default_store
 from lockstep.config.words import readable
-from lockstep.errors import NoRendezvous
+from lockstep.errors import NoRendezvous, UserError
 from lockstep.machine import process
 
 ASKING, LOOK_S = "lockstep/asking", 0.02
 GRACE = 1.5  # times the timeout, after which this process would have ended by itself
 dist: Any = torch.distributed  # its type stubs lack the stores
-group: Any = None  # to which the store of the running attempt belongs
+group: Any = None  # that an earlier fit of this process initialised
 
 
 def meet(strategy: Any, timeout: timedelta) -> None:
@@ -34,11 +33,12 @@ def meet(strategy: Any, timeout: timedelta) -> None:
 
     Raises:
         NoRendezvous: the processes did not find each other within `timeout`.
+        UserError: the caller has initialised it.
     """
     global group
-    if dist.is_initialized():  # by an earlier fit of this process, or by the caller
-        if group is not dist.group.WORLD:
-            process.store, group = default_store(), dist.group.WORLD
+    if dist.is_initialized():
+        if group is not dist.group.WORLD:  # not by an earlier fit of this process
+            raise UserError("torch.distributed is initialised already. Remove init_process_group: Lockstep calls it.")
         return
     device = strategy.root_device
     strategy.accelerator.setup_device(device)
