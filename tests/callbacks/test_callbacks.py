@@ -192,5 +192,5 @@ def test_a_compiled_run_on_a_cpu_is_told_what_it_may_cost(compiled, device, monk
     assert any("2.5 images/s" in line for line in lines) is (compiled and device == "cpu")
     assert lines[0] == (
         "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "
-        f"single, 1 process on {device} · each process has its own batches · 32-true · 1 steps"
+        f"single, 1 process on {device} · each process has its own batches · 32-true · 1 step"
     )

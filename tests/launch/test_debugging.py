@@ -102,6 +102,7 @@ def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal
     assert "(42, False)" in command.until(PROMPT)
     command.enter("q")
     assert command.process.wait(100) == 130
+    assert '"status": "interrupted"' in (command.folder / "runs/a/report.json").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -190,13 +191,17 @@ def test_a_locale_without_utf8_changes_nothing(command):
     assert "\u00b7" in done.out
 
 
-def test_no_line_is_lost_while_a_log_moves_to_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "FOLDER_S", 0.0001)
-    # Long, so that lines are written while the log moves.
-    lines = [f"line {number} {'x' * 2000}" for number in range(20_000)]
+def test_what_was_printed_before_a_run_had_its_folder_is_in_its_log_once(tmp_path):
+    """A worker, which is forked with a copy of the earlier lines, adds its own only."""
     with process.RankLog(tmp_path / "a", 0):
-        for line in lines:
-            process.log.copy(f"{line}\n")
-            if line.startswith("line 9000 "):
-                (tmp_path / "a/checkpoints").mkdir(parents=True)
-    assert (tmp_path / "a/logs/rank-0.log").read_text().splitlines() == lines
+        process.log.write("early\n")
+        (tmp_path / "a/checkpoints").mkdir(parents=True)
+        if (worker := os.fork()) == 0:
+            process.log.write("of a worker\n")
+            os._exit(0)
+        os.waitpid(worker, 0)
+        process.log.write("late\n")
+    assert (tmp_path / "a/logs/rank-0.log").read_text().splitlines() == ["of a worker", "early", "late"]
+    with process.RankLog(tmp_path / "refused", 0):
+        process.log.write("error\n")
+    assert not (tmp_path / "refused").exists()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoints, step_of
 from lockstep.compat.torch import CollectiveCounter
+from lockstep.config.words import counted
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError, did_you_mean
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, external_launcher, objects_of_all
@@ -72,7 +73,7 @@ class Preemption(Callback):
         if self.save:
             self.save(trainer)
         by = process.received[0].name if process.received else process.store.get(WARNED).decode()
-        ended = f"ended by {by} after {steps_done(trainer)} steps"
+        ended = f"ended by {by} after {counted(steps_done(trainer), 'step')}"
         if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
             raise Preempted(
                 f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "

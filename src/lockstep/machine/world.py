@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,7 +22,7 @@ NEEDED = {  # besides
 OTHERS = ("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_NNODES", "SLURM_JOB_NUM_NODES",
           "SLURM_STEP_NUM_TASKS", "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")  # fmt: skip
 NUMBERS = [name for name in (*NEEDED[TORCHRUN], *NEEDED[SLURM], *OTHERS) if name != "MASTER_ADDR"]
-# In the order of (a place, how many there are). The first count is a multiple of the second.
+# In the order of (a place, how many there are). Each node has the same number of processes.
 PLACES = {
     TORCHRUN: (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")),
     SLURM: (("SLURM_PROCID", "SLURM_NTASKS"), ("SLURM_NODEID", "SLURM_NNODES")),
@@ -47,15 +47,6 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     return SLURM if tasks > 1 and STARTED_BY[SLURM] in env else None
 
 
-def contradictions(env: Mapping[str, str], launcher: str) -> Iterator[tuple[str, str]]:
-    for place, count in PLACES[launcher]:
-        if place in env and count in env and int(env[place]) >= int(env[count]):
-            yield place, count
-    (_, whole), (_, part), *_ = PLACES[launcher]
-    if part in env and (int(env[part]) == 0 or int(env[whole]) % int(env[part])):
-        yield whole, part
-
-
 def launcher_problems(env: Mapping[str, str]) -> list[str]:
     """Why this process cannot know its place: variables that are garbage, or not of one launcher."""
     launcher = external_launcher(env)
@@ -74,8 +65,9 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
         wrong = [name for name in needed if env.get(name)]
         what = f": {launcher} also sets {', '.join(missing)}, which is missing"
     else:
-        wrong = list(dict.fromkeys(name for pair in contradictions(env, launcher) for name in pair))
-        what = " contradict each other"
+        (_, processes), (_, part), *_ = PLACES[launcher]
+        wrong = [processes, part] if int(env[processes]) % int(env.get(part, 1)) else []
+        what = ": the first cannot be divided by the second"
     # A launcher's variables go together: without one of them the others are refused.
     families = [{STARTED_BY[who], *NEEDED[who], *chain.from_iterable(PLACES[who])} for who in NEEDED]
     together = set(wrong).union(*(family for family in families if family & {*wrong, *missing}))
