@@ -217,7 +217,7 @@ def test_stacks_go_to_the_log_once_and_only_when_a_batch_takes_long(tmp_path, mo
 
     monkeypatch.setattr(monitor.over, "wait", wait)
     monitor.decide()
-    log = (tmp_path / "train.log").read_text()
-    assert log.count("[rank 0] no batch finished for 50 s; its threads:") == 1
+    log = (tmp_path / "logs/rank-0.log").read_text()
+    assert log.count("no batch finished for 50 s; the threads:") == 1
     assert "test_hang_detector.py" in log
     assert not ended
