@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 import lockstep
 from lockstep.config.checks import check
@@ -145,3 +146,20 @@ def test_all_ranks_of_a_cluster_job_find_the_same_name():
     assert {name_of_job(config(), env) for env in ranks} == {"basic_net-mnist-job7"}
     tasks = [{**SLURM, "SLURM_PROCID": str(rank)} for rank in range(4)]
     assert {name_of_job(config(), env) for env in tasks} == {"basic_net-mnist-99.0"}
+
+
+# --- What is read from torch's files is what torch itself says ---
+
+
+def test_torch_was_built_for_what_its_files_say():
+    """When this fails, machine/world.py looks in the wrong place."""
+    assert world.cuda_of_torch() == (torch.version.cuda or "")
+    assert world.architectures_of_torch() == (torch.cuda.get_arch_list() or None)
+
+
+def test_a_build_without_cuda_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(world, "torch_folder", lambda: tmp_path)
+    for text, expected in (("", None), ("cuda: Optional[str] = None\n", ""), ("cuda = '12.6'\n", "12.6")):
+        (tmp_path / "version.py").write_text(text)
+        assert world.cuda_of_torch.__wrapped__() == expected
+    assert world.architectures_of_torch.__wrapped__() is None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.config.words import counted
 from lockstep.data.datamodule import DataModule
-from lockstep.machine.hardware import peak_bytes
+from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.panels import restored
 from lockstep.run.report import versions

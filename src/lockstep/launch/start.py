@@ -24,8 +24,7 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
-from lockstep.machine.hardware import why_no_gpu
-from lockstep.machine.world import World, rank_of, world_of
+from lockstep.machine.world import World, rank_of, why_no_gpu, world_of
 from lockstep.reporting.console import warn
 from lockstep.reporting.recorder import Recorder
 from lockstep.reporting.runs_page import Report

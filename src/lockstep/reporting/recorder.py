@@ -16,7 +16,7 @@ from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.files import write_text
-from lockstep.machine.hardware import peak_bytes
+from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import logged, warn
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import SEPARATOR, best_row, tested
