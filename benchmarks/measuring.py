@@ -138,7 +138,7 @@ def ready(cfg: DictConfig, world: World, net: Any = None) -> "tuple[TaskWorkload
 
 def start_job(job: Callable[[DictConfig, World], None], overrides: list[str]) -> None:
     """Runs `job` where train.py would train: the config is checked, and the run has a name."""
-    from lockstep.launch import jobs
+    from lockstep.launch import local
     from lockstep.launch.start import start
 
-    start(jobs.Job("train", jobs.script("train"), job), compose_config("train", overrides), overrides)
+    start(local.Job("train", local.script("train"), job), compose_config("train", overrides), overrides)

@@ -81,7 +81,7 @@ def verdict(case: Case, code: int | None, message: str, stage: str, left: list[s
 
 def note_stages(stages: int) -> None:
     """Makes this process write how far it has come; and run the processes of a run in this one."""
-    from lockstep.launch import jobs, local, start
+    from lockstep.launch import local, start
     from lockstep.reporting.recorder import Recorder
 
     def note(letter: bytes, call: Any) -> Any:
@@ -91,10 +91,10 @@ def note_stages(stages: int) -> None:
 
         return noting
 
-    def alone(script: Path, cfg: Any, world: World) -> None:
+    def alone(script: Path, cfg: Any, world: World, **_: bool) -> None:
         with local.held_port() as port:
             os.environ.update(local.environment(world, port))
-        jobs.load(script)(cfg, world)
+        local.load(script)(cfg, world)
 
     stage: Any = start
     recorder: Any = Recorder
@@ -102,7 +102,8 @@ def note_stages(stages: int) -> None:
     stage.check = lambda cfg, **given: (check_imported if given.get("imported") else check)(cfg, **given)
     stage.identify = note(b"t", stage.identify)
     recorder.open = note(b"r", recorder.open)
-    local.run_processes = alone
+    launch: Any = local
+    launch.run_processes = alone
 
 
 def become(case: Case, folder: Path, stages: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import thin_project
 
 from lockstep import CONFIGS, ROOT
-from lockstep.launch.jobs import scripts
+from lockstep.launch.local import scripts
 
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("templates/**/*.md")])
 HEADERS = sorted((CONFIGS / "experiment").glob("*.yaml"))  # a recipe's header has its command

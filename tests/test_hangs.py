@@ -56,10 +56,10 @@ def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_com
     said = [line for line in done.err.splitlines() if line.startswith("error:")]
     assert re.match(words, said[0]), done
     assert not [line for line in said[1:] if "the connection to another process is lost" not in line], done
-    log = (forked_command.folder / "runs/a/train.log").read_text()
-    stacks = {int(of) for of in re.findall(r"\[rank (\d)\] no batch finished for", log)}
+    logs = [path.read_text() for path in sorted((forked_command.folder / "runs/a/logs").iterdir())]
+    stacks = {each for each, log in enumerate(logs) if "no batch finished for" in log}
     assert stacks == ({0, 1} if body != STOPPED else {1 - rank})
-    assert ("hook.py" in log) is (body != STOPPED)
+    assert any("hook.py" in log for log in logs) is (body != STOPPED)
     found = report(forked_command.folder / "runs/a")
     assert (found["status"], f"rank {rank} of 2" in found["error"]) == ("failed", True)
     assert working_in(forked_command.folder) == []
@@ -147,7 +147,7 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
     assert process.returncode == 1  # torchrun's own
     found = report(command.folder / "runs/a")
     assert found["status"] == "interrupted"
-    assert re.search(r"error: ended by SIGINT after \d+ steps; rerun the command with resume=auto", err), err
+    assert re.search(r"error: ended by SIGINT after \d+ steps?; rerun the command with resume=auto", err), err
     assert (command.folder / "runs/a/checkpoints/last.ckpt").is_file()
 
 

@@ -339,4 +339,4 @@ def test_a_number_is_a_name_of_a_run(train, capsys):
     options = ["run=0", "resume=auto", "debug=one_batch"]
     train(*options)
     train(*options)
-    assert "0 is already finished: 1 of 1 steps" in capsys.readouterr().out
+    assert "0 is already finished: 1 of 1 step" in capsys.readouterr().out

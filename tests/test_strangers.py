@@ -15,6 +15,7 @@ from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.errors import UserError
 from lockstep.extras import study_files
 from lockstep.extras.export import export
+from lockstep.launch import sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.reporting import console
 from lockstep.strategies.base import by_index
@@ -159,8 +160,8 @@ NAMES = ["[/b]x", "a[red]b", "\x1b[31mred\x1b]0;title\x07", ":smile:", "\u202eri
 def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
     monkeypatch.setattr(console.out, "width", 200)
     console.say(name)
-    console.metrics_table(name, [("report", name)])
-    console.sweep_table([{"run": name, "test/acc": 0.5}], [], ["test/acc"], Path("sweep.csv"))
+    console.metrics_table([("report", name), (name, "")])
+    sweeps.print_table([{"run": name, "test/acc": 0.5}], [], Path("sweep.csv"))
 
     def refuse() -> None:
         raise UserError(f"model.name={name} is unknown")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lockstep.config import project
 from lockstep.launch.exits import exit_code
-from lockstep.launch.jobs import script, scripts
+from lockstep.launch.local import script, scripts
 
 
 def usage() -> str:

@@ -52,8 +52,7 @@ from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as debugging
-from lockstep.machine.hardware import keep_freed_memory
-from lockstep.machine.world import World, gpu_count, spec_of, threads, world_of
+from lockstep.machine.world import World, gpu_count, keep_freed_memory, spec_of, threads, world_of
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
 from lockstep.run.folder import RunFolder

@@ -49,9 +49,9 @@ class NoProfiler(PassThroughProfiler):
 
 def loggers(cfg: DictConfig) -> list[Logger]:
     """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
-    own = {"run_dir": run_dir(cfg), "run": cfg.run}
-    offered = {**own, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
-    made: list[Logger] = [MetricsCsv(**own)]
+    folder = run_dir(cfg)
+    offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
+    made: list[Logger] = [MetricsCsv(folder)]
     for name, node in cfg.logger.items():
         if name != "csv":
             given = accepted(node["_target_"], offered) | labels(cfg, node)

@@ -1,6 +1,7 @@
 """Lockstep's exceptions, and how each ends a run. UserError is for what a user can correct: exit code 2, no traceback."""
 
 import difflib
+from bdb import BdbQuit
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, UserError | TrainingFailed | RunFailed):
         return Outcome(error.status, error.exit_code, message)
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and not isinstance(error, BdbQuit):  # `quit` in the debugger is an interrupt
         return Outcome("failed", 1, message, is_explained=False)
     return Outcome("interrupted", 130, message, is_explained=False)
 

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 import lockstep
-from lockstep.launch import jobs
+from lockstep.launch import local
 
 STEPS = 8
 QUICK = [
@@ -75,7 +75,7 @@ def assert_survives_a_kill(project: Project) -> None:
 
     report = project.single
     killed = project.command("killed", "resume=auto", "+callbacks.kill._target_=lockstep.testing.KillAt")
-    command = [sys.executable, str(jobs.script("train")), *killed, f"+callbacks.kill.step={STEPS - 3}"]
+    command = [sys.executable, str(local.script("train")), *killed, f"+callbacks.kill.step={STEPS - 3}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     assert lockstep.train([*killed, "+callbacks.kill.step=null"])["resumed_from"]

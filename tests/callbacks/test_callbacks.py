@@ -185,5 +185,5 @@ def test_the_first_line_of_a_run(monkeypatch):
     summary.RunSummary(Workload(None, None), info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
     assert lines[0] == (
         "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "
-        "single, 1 process on cpu · each process has its own batches · 32-true · 1 steps"
+        "single, 1 process on cpu · each process has its own batches · 32-true · 1 step"
     )

@@ -11,7 +11,7 @@ from lockstep.config import run_config
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.launch import start
-from lockstep.machine import hardware
+from lockstep.machine import world
 from lockstep.machine.world import World, threads, world_of
 
 WORLD = World("cpu", 1, 1, "single", one_process=True)
@@ -47,8 +47,8 @@ def test_bf16_is_used_where_there_are_units_for_it(bf16, has, expected):
 )
 def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
-    monkeypatch.setattr(hardware, "CPUINFO", tmp_path / "cpuinfo")
-    assert hardware.multiplies_bf16("cpu") is expected
+    monkeypatch.setattr(world, "CPUINFO", tmp_path / "cpuinfo")
+    assert world.multiplies_bf16("cpu") is expected
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def gpus(monkeypatch):
         kernels: str = "sm_75 sm_80 sm_90 compute_120",
     ) -> None:
         answers = {"cuDeviceGetCount": lambda: len(capabilities), "cuDriverGetVersion": lambda: driver}
-        digits = {hardware.CUDA_MAJOR: 0, hardware.CUDA_MINOR: 1}
+        digits = {world.CUDA_MAJOR: 0, world.CUDA_MINOR: 1}
         answers["cuDeviceGetAttribute"] = lambda attribute, gpu: divmod(capabilities[gpu], 10)[digits[attribute]]
-        monkeypatch.setattr(hardware, "asked", lambda name, *given: answers[name](*given))
-        monkeypatch.setattr(hardware, "cuda_of_torch", lambda: built)
-        monkeypatch.setattr(hardware, "architectures_of_torch", lambda: kernels.split() or None)
-        hardware.capabilities.cache_clear()
-        hardware.why_no_gpu.cache_clear()
+        monkeypatch.setattr(world, "asked", lambda name, *given: answers[name](*given))
+        monkeypatch.setattr(world, "cuda_of_torch", lambda: built)
+        monkeypatch.setattr(world, "architectures_of_torch", lambda: kernels.split() or None)
+        world.capabilities.cache_clear()
+        world.why_no_gpu.cache_clear()
 
     yield show
-    hardware.capabilities.cache_clear()
-    hardware.why_no_gpu.cache_clear()
+    world.capabilities.cache_clear()
+    world.why_no_gpu.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus, shown, why):
     if why:
         assert re.search(f"trainer.accelerator=gpu needs a GPU, but the installed torch .*{why}", told[0])
     else:
-        assert (told, hardware.why_no_gpu()) == ([], None)
+        assert (told, world.why_no_gpu()) == ([], None)
 
 
 def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypatch):
@@ -161,10 +161,10 @@ def test_what_is_kept_on_a_gpu_needs_no_workers(monkeypatch, on_device, expected
 @pytest.mark.parametrize(("limit", "expected"), [("max", None), ("1048576", 1048576), ("9223372036854771712", None)])
 def test_a_container_has_less_memory_than_its_machine(monkeypatch, tmp_path, limit, expected):
     (tmp_path / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", [])
-    machine = hardware.memory_bytes()
-    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", [tmp_path / "memory.max", tmp_path / "absent"])
-    assert hardware.memory_bytes() == (expected or machine)
+    monkeypatch.setattr(world, "CONTAINER_LIMITS", [])
+    machine = world.memory_bytes()
+    monkeypatch.setattr(world, "CONTAINER_LIMITS", [tmp_path / "memory.max", tmp_path / "absent"])
+    assert world.memory_bytes() == (expected or machine)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lockstep import CONFIGS, ROOT
 from lockstep.config import compose, project
 from lockstep.config.run_config import model_title
 from lockstep.errors import UserError
-from lockstep.launch import jobs
+from lockstep.launch import local
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_packages_are_those_in_src_and_those_that_are_listed(bouquet):
 def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert (project.trusted(), project.config_folders()) == ([], [CONFIGS])
-    assert (jobs.script("train"), jobs.script("runs")) == (ROOT / "train.py", ROOT / "scripts/runs.py")
+    assert (local.script("train"), local.script("runs")) == (ROOT / "train.py", ROOT / "scripts/runs.py")
     assert model_title(compose.compose_config("train", [])) == "basic_net"
 
 

@@ -68,7 +68,6 @@ def test_the_monitored_figure_and_what_is_a_cost_or_a_speed_say_which_way_is_bet
     assert list(found) == given
     assert list(found.values()) == ["maximize", "minimize", "maximize", "maximize", "minimize"]
     assert study.directions("val_loss", "val_loss", "min") == {"val_loss": "minimize"}  # of a LightningModule
-    assert [study.is_cost(name) for name in ("val_loss", *given)] == [False, False, False, True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,15 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import forked
 import pytest
 import thin_project
 from in_process import SMALL
 
+from lockstep.errors import UserError
+from lockstep.launch import local
 from lockstep.machine import process
 
 TASK = """import os, sys
@@ -102,6 +105,7 @@ def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal
     assert "(42, False)" in command.until(PROMPT)
     command.enter("q")
     assert command.process.wait(100) == 130
+    assert '"status": "interrupted"' in (command.folder / "runs/a/report.json").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -122,7 +126,11 @@ def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "status"), [(signal.SIGTERM, 1, "preempted"), (signal.SIGINT, 130, "interrupted")]
+    ("how", "code", "status"),
+    [
+        pytest.param(signal.SIGTERM, 1, "preempted", marks=pytest.mark.slow),
+        (signal.SIGINT, 130, "interrupted"),
+    ],
 )
 def test_a_signal_ends_all_processes_at_the_prompt(how, code, status, terminal):
     command = terminal(*TWO, "debug_rank=1", stop=1)
@@ -135,23 +143,15 @@ def test_a_signal_ends_all_processes_at_the_prompt(how, code, status, terminal):
     assert f'"status": "{status}"' in (command.folder / "runs/a/report.json").read_text()
 
 
-@pytest.mark.parametrize("rank", [None, 0])
-def test_each_rank_has_a_log_and_the_terminal_shows_rank_0(rank, terminal):
-    command = terminal(*TWO, *([] if rank is None else [f"debug_rank={rank}"]))
+def test_each_rank_has_a_log_and_the_terminal_shows_rank_0(terminal):
+    command = terminal(*TWO)
     assert command.process.wait(200) == 0, command.seen
     for each in (0, 1):
         assert {f"loss of rank {each}", f"error of rank {each}"} <= set(command.log(each).splitlines())
         assert f"loss of rank {1 - each}" not in command.log(each)
-    assert not re.search(r"\x1b|\u2501", command.log(0))  # the progress bar
+    assert not re.search(r"\x1b|\u2501", command.log(0))  # the progress bar and the report's link
     assert "loss of rank 0" in command.seen
     assert "loss of rank 1" not in command.seen
-
-
-def test_a_run_that_is_refused_leaves_no_log(terminal):
-    metric = "{_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 3}"
-    command = terminal(*TWO, f"+task.metrics.f1={metric}")
-    assert command.process.wait(200) == 2
-    assert not (command.folder / "runs").exists(), command.seen
 
 
 @pytest.mark.parametrize(
@@ -160,26 +160,22 @@ def test_a_run_that_is_refused_leaves_no_log(terminal):
         (["debug_rank=2", *TWO], "Set a rank of at most 1"),
         (["debug_rank=1"], "Set a rank of at most 0"),
         (["debug_rank=-1"], "debug_rank=-1"),
+        (["run=\u00fcber"], "needs quotes"),
     ],
 )
-def test_a_rank_that_there_is_not_is_rejected(options, said, forked_command):
-    done = forked_command("train.py", *options)
-    assert (done.code, forked_command.files()) == (2, [])
-    assert said in done.err
+def test_a_rank_that_does_not_exist_and_a_name_that_hydra_cannot_read_are_rejected(options, said, train, monkeypatch):
+    monkeypatch.setattr(process, "debug_rank", None)
+    with pytest.raises(UserError, match=said):
+        train(*options)
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("value", ["garbage", "", "3", "{}", '{"config": "a: [", "world": null}'])
-def test_a_stale_variable_is_rejected(value, forked_command):
-    done = forked_command("train.py", env={"LOCKSTEP_JOB": value})
-    assert (done.code, done.err.count("\n")) == (2, 1), done
-    assert "Run unset LOCKSTEP_JOB" in done.err
-
-
-def test_a_value_that_hydra_cannot_read_says_how_to_quote_it(forked_command):
-    done = forked_command("train.py", "run=\u00fcber")
-    assert done.code == 2
-    assert "needs quotes" in done.err
-    assert forked_command.files() == []
+def test_a_stale_variable_is_rejected(value, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_JOB", value)
+    with pytest.raises(UserError, match="Run unset LOCKSTEP_JOB") as error:
+        local.received()
+    assert len(error.value.problems) == 1
 
 
 @pytest.mark.slow  # Python starts anew
@@ -190,13 +186,17 @@ def test_a_locale_without_utf8_changes_nothing(command):
     assert "\u00b7" in done.out
 
 
-def test_no_line_is_lost_while_a_log_moves_to_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "FOLDER_S", 0.0001)
-    # Long, so that lines are written while the log moves.
-    lines = [f"line {number} {'x' * 2000}" for number in range(20_000)]
+def test_what_was_printed_before_a_run_had_its_folder_is_in_its_log_once(tmp_path):
+    """A worker, which is forked with a copy of the earlier lines, adds its own only."""
     with process.RankLog(tmp_path / "a", 0):
-        for line in lines:
-            process.log.copy(f"{line}\n")
-            if line.startswith("line 9000 "):
-                (tmp_path / "a/checkpoints").mkdir(parents=True)
-    assert (tmp_path / "a/logs/rank-0.log").read_text().splitlines() == lines
+        process.log.write("early\n")
+        (tmp_path / "a/checkpoints").mkdir(parents=True)
+        if (worker := os.fork()) == 0:
+            process.log.write("of a worker\n")
+            os._exit(0)
+        os.waitpid(worker, 0)
+        process.log.write("late\n")
+    assert (tmp_path / "a/logs/rank-0.log").read_text().splitlines() == ["of a worker", "early", "late"]
+    with process.RankLog(tmp_path / "refused", 0):
+        process.log.write("error\n")
+    assert not (tmp_path / "refused").exists()

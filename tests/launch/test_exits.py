@@ -39,7 +39,7 @@ def test_a_lost_process_is_named_by_its_address_without_a_traceback(error, said,
 
 
 def row(folder: Path) -> None:
-    logger = MetricsCsv(run_dir=folder, run="a")
+    logger = MetricsCsv(folder)
     logger.log.columns = ["step", "loss"]
     logger.log.path.symlink_to("/dev/full")
     logger.log_metrics({"loss": 1.0}, 1)
@@ -67,27 +67,6 @@ def test_a_log_on_a_full_disk_is_silent(capsys):
     fine.handle(logging.makeLogRecord({"msg": "%d", "args": ("a user's mistake",)}))
     fine.close()
     assert "a user's mistake" in capsys.readouterr().err
-
-
-def refused_at_import(text: str, file: str) -> None:
-    exec(compile(f"raise ValueError({text!r})", file, "exec"), {})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("TORCH_LOGS", "nosuch", 'Invalid log settings: nosuch\nFor more info, try TORCH_LOGS="help"'),
-        ("TORCH_DISTRIBUTED_DEBUG", "abc", "The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL."),
-    ],
-)
-def test_a_variable_that_torch_refuses_is_one_message(name, value, text, monkeypatch, capsys):
-    monkeypatch.setenv(name, value)
-    assert exit_code(lambda: refused_at_import(text, "/x/site-packages/torch/__init__.py")) == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"error: {name}={value} in the environment is refused by torch: ")
-    assert line.count("\n") == 1
-    assert exit_code(lambda: refused_at_import(text, "/x/mine.py")) == 1  # a bug of the user's
-    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rank", "environment", "waits"), [(0, "job", False), (1, "job", True), (1, "", False)])

@@ -16,14 +16,14 @@ from lockstep import ROOT
 from lockstep.config import compose
 from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.errors import UserError
-from lockstep.launch import help, jobs
+from lockstep.launch import help, local
 
 LIMIT_S = 25.0
 
 
 def shown(*argv: str, command: str = "train") -> str:
-    script = jobs.script(command)
-    return help.text(jobs.Job(command, script, jobs.load(script)), [*argv, "--help"])
+    script = local.script(command)
+    return help.text(local.Job(command, script, local.load(script)), [*argv, "--help"])
 
 
 def test_help_of_train_shows_every_key_with_its_default_comment_and_example() -> None:

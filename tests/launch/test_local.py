@@ -29,11 +29,13 @@ import json, os, sys, time
 from pathlib import Path
 from lockstep.errors import OutOfMemory
 from lockstep.launch import local
+from lockstep.machine import process
 job = local.received()
 cfg, world = job.config, job.world
 local_rank = os.environ["LOCAL_RANK"]
 folder = Path(__file__).parent
-(folder / f"rank{local_rank}.part").write_text(json.dumps({"pid": os.getpid(), "run": cfg.run, "rank": world.rank}))
+(folder / f"rank{local_rank}.part").write_text(json.dumps({"pid": os.getpid(), "run": cfg.run, "rank": world.rank,
+                                                                  "notebook": process.in_notebook()}))
 (folder / f"rank{local_rank}.part").rename(folder / f"rank{local_rank}")
 while not all((folder / f"rank{other}").exists() for other in range(world.size)):
     time.sleep(0.01)
@@ -122,10 +124,11 @@ def gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_each_process_gets_the_resolved_job_and_its_rank(worker, capfd):
+def test_each_process_gets_the_resolved_job_and_its_rank(worker, capfd, monkeypatch):
+    monkeypatch.setattr(process, "in_notebook", lambda: True)
     run_both(worker)
     jobs = [json.loads((worker.parent / f"rank{i}").read_text()) for i in range(2)]
-    assert [(job["run"], job["rank"]) for job in jobs] == [("r", 0), ("r", 1)]
+    assert [(job["run"], job["rank"], job["notebook"]) for job in jobs] == [("r", 0, True), ("r", 1, True)]
     assert capfd.readouterr().out == "hello from 0\n"  # only rank 0 talks
 
 

@@ -2,7 +2,7 @@
 
 import json
 from contextlib import contextmanager
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_the_error_of_a_job_is_recorded_by_its_run_alone(job, report, after, tmp
     folder.report_file.write_text(report)
     world = World("cpu", devices=1, nodes=1, strategy="single", one_process=True)
     with pytest.raises(RuntimeError, match="the real error"):
-        start.execute(SimpleNamespace(name=job, script=None, run=None), cfg, world)
+        start.execute(local.Job(job, Path(), None), cfg, world)
     assert (json.loads(folder.report_file.read_text())["status"] if after else None) == after
 
 

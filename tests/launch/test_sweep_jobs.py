@@ -10,7 +10,6 @@ from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 from lockstep.machine import world
-from lockstep.reporting.console import differences, sweep_table
 
 TYPED = [
     "seed=0",
@@ -32,10 +31,10 @@ def test_values_with_spaces_and_brackets_are_told_apart(tmp_path, capsys):
         {"run": "a", **record(tmp_path / "a", *TYPED)},
         {"run": "b", **record(tmp_path / "b", *TYPED[:2], "seed=1")},
     ]
-    own, other = differences(rows)
+    own, other = sweeps.differences(rows)
     assert own == "'data.mean=[0.1, 0.2]' 'callbacks=[default,ema]' '+model.x={a: '\"'\"':smile:'\"'\"'}'"
     assert other == "seed=1"
-    sweep_table(rows, [], ["status"], tmp_path / "results.csv")
+    sweeps.print_table(rows, [], tmp_path / "results.csv")
     lines = capsys.readouterr().out.splitlines()
     assert any(own in line for line in lines)
 
@@ -76,7 +75,7 @@ def test_jobs_that_differ_by_seed_or_fold_have_a_mean_and_a_spread(tmp_path, cap
         ("mean of 2", "optim=sgd", 0.6), ("deviation of 2", "optim=sgd", 0.141421),
         ("mean of 2", "data.folds=2", 0.2), ("deviation of 2", "data.folds=2", 0.141421),
     ]  # fmt: skip
-    sweep_table(rows, found, sweeps.columns(rows), tmp_path / "results.csv")
+    sweeps.print_table(rows, found, tmp_path / "results.csv")
     assert re.search(r"mean of 2 +│ optim=sgd ", capsys.readouterr().out)
 
 

@@ -61,7 +61,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def test_permissions_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
-        files.write_bytes(tmp_path / "data", b"")
+        files.write_text(tmp_path / "data", "")
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o640

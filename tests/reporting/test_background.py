@@ -15,6 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import Background
+from lockstep.run.folder import RunFolder
 
 ANSWERED = 3  # requests with figures, before the server goes away
 
@@ -131,6 +132,29 @@ def test_an_error_of_the_users_own_is_raised(tmp_path):
     with pytest.raises(KeyError, match="my bug"):
         logger.log_metrics({})
     worker.finish(10)
+
+
+def test_a_bug_in_one_logger_keeps_no_other_from_its_end(tmp_path, caplog):
+    class Buggy(ToServer):
+        def on_run_end(self, end) -> None:
+            raise KeyError("my bug")
+
+    class Fine(ToServer):
+        ends = []  # noqa: RUF012
+
+        def on_run_end(self, end) -> None:
+            self.ends.append(end.status)
+
+    begun = [Background(Buggy(), "buggy"), Background(Fine(), "fine")]
+    begun[0].bug = KeyError("my bug")  # of an earlier call
+    folder = RunFolder(tmp_path)
+    with pytest.raises(KeyError, match="my bug"):
+        loggers.end_run(begun, {"status": "done"}, [], folder)
+    begun = [Background(Buggy(), "buggy"), Background(Fine(), "fine")]
+    begun[0].bug = KeyError("my bug")
+    loggers.end_run(begun, {"status": "failed"}, [], folder)  # what ended the run is reported instead
+    assert Fine.ends == ["done", "failed"]
+    assert "logger.buggy failed" in caplog.text
 
 
 def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):

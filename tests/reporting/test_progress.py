@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +14,8 @@ from lightning.fabric.accelerators import cuda
 from rich.console import Console
 
 import lockstep
-from lockstep.launch import local
-from lockstep.machine.process import in_notebook
-from lockstep.machine.world import World
+from lockstep.launch import sweeps
+from lockstep.machine import process
 from lockstep.reporting import console
 from lockstep.reporting.console import Line
 
@@ -62,7 +60,7 @@ def test_the_time_left_counts_from_where_a_resumed_run_began(now_s, all_lines, c
 
 
 def test_a_notebook_gets_one_line_that_is_written_again(now_s, capsys, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_NOTEBOOK", "1")
+    monkeypatch.setattr(process, "from_notebook", True)
     line = Line("step", 3600)
     for step in range(1, 3601):
         now_s[0] += 1
@@ -79,31 +77,59 @@ def test_a_notebook_gets_one_line_that_is_written_again(now_s, capsys, monkeypat
         assert len(text) >= len(before.rstrip())
 
 
-def test_the_processes_of_a_run_know_that_a_notebook_started_them(monkeypatch):
-    kernels_stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
-    assert "LOCKSTEP_NOTEBOOK" not in local.environment(World("cpu", 2, 1, "ddp"), 1)
-    monkeypatch.setattr(sys, "stdout", kernels_stream)
-    assert in_notebook()
-    assert local.environment(World("cpu", 2, 1, "ddp"), 1)["LOCKSTEP_NOTEBOOK"] == "1"
+@pytest.fixture
+def terminal(monkeypatch):
+    made = io.StringIO()
+    made.isatty = lambda: True
+    monkeypatch.setattr(console, "out", Console(file=made, force_terminal=True, width=80, color_system="standard"))
+    return made
+
+
+LINK = re.compile(r"\x1b\]8;[^;]*;([^\x1b]*)\x1b\\")
+
+
+def on_screen(terminal: io.StringIO) -> list[str]:
+    """All lines that a terminal shows, one after the other, without colours and links."""
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", LINK.sub("", terminal.getvalue())))
 
 
 @pytest.mark.parametrize("total", [1000, None])
-def test_a_terminal_of_80_columns_shows_everything(total, now_s, monkeypatch):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(console, "out", Console(file=terminal, force_terminal=True, width=80, color_system=None))
+def test_a_bar_on_a_terminal_is_one_line_with_what_fits(total, now_s, terminal):
     line = Line("step", total)
     assert not line.due(500) and line.due(1000) == (total is not None)  # the last step is always shown
     now_s[0] += 60
     assert line.due(500)
     line.show("epoch 1", 500, "loss 0.1234 · 4,100 images/s · 3% waiting for data", "saved 0:12 ago")
     line.end()
-    frames = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", terminal.getvalue()).split("\r")
-    last = " ".join(frames[-1].split())
-    assert re.match("epoch 1 ━+", last)
+    last = [line for line in on_screen(terminal) if line][-1]
     shown = "500/1,000 · 1:00 left" if total else "500/?"
-    assert f"{shown} · loss 0.1234 · 4,100 images/s · 3% waiting for data · saved 0:12 ago" in last.replace(" ━", "")
+    # without what does not fit: waiting for data, and the last checkpoint
+    assert re.fullmatch(rf"epoch 1 [━╸╺]{{16}} {re.escape(shown)} · loss 0.1234 · 4,100 images/s", last)
+
+
+def test_a_run_fits_into_80_columns_and_its_paths_can_be_copied(train, terminal):
+    name = "basic_net-mnist-20261125-033520-ab12"
+    report = train(f"run={name}", "debug=one_batch")
+    lines = on_screen(terminal)
+    assert [line for line in lines if len(line) > 80 and not line.startswith("evaluate it: ")] == []
+    assert lines[0] == f"{name}: basic_net (151,306 parameters) ·"
+    assert any(line.endswith(" · 1 step") for line in lines)
+    done, checkpoint, page, again = (line for line in lines[-5:] if line)
+    assert re.fullmatch(r"done: 1 step in \d+\.\d s; checkpoint and report:", done)
+    assert (checkpoint, page) == (f"runs/{name}/{report['checkpoint']}", f"runs/{name}/report.html")
+    assert LINK.findall(terminal.getvalue())[0] == Path(page).resolve().as_uri()
+    assert re.fullmatch(rf"evaluate it: \S.* run={name}", again)
+    assert sum(name in line for line in lines) == 4  # the first line, two paths and the command
+
+
+def test_a_narrow_terminal_gets_a_sweeps_first_columns(terminal, tmp_path):
+    figures = {f"test/{i}": 0.5 for i in range(9)}
+    row = {"run": "s/0", "overrides": "", "status": "done", "evaluated": " | ".join(figures), **figures}
+    sweeps.print_table([row], [], tmp_path / "results.csv")
+    lines = on_screen(terminal)
+    assert max(map(len, lines[:-3])) <= 80
+    assert "test/3" in lines[1] and "test/8" not in lines[1]
+    assert lines[-3:] == ["done: 1 run; all columns are in", str(tmp_path / "results.csv"), ""]
 
 
 def test_a_run_tells_loss_speed_waiting_and_the_last_checkpoint(train, all_lines, capsys):

@@ -68,6 +68,7 @@ class Monitor:
 
     def __init__(self, store: Any, name: str, rank: int, size: int, timeout_s: float, folder: RunFolder) -> None:
         self.store, self.name, self.rank, self.size, self.folder = store, name, rank, size, folder
+        self.stacks = folder.path / "logs" / f"rank-{rank}.log"  # not train.log, which an evaluation must not change
         self.timeout_s, self.limit_s, self.patience_s = timeout_s, QUIET * timeout_s, PATIENCE * timeout_s
         self.look_s = min(LOOK_S, self.patience_s / 5)
         self.place, self.thread = (0, 0), threading.get_ident()
@@ -128,11 +129,11 @@ class Monitor:
             quiet_s = now_s - (max(since_s, line_since_s) if waits else since_s)
             if quiet_s > self.limit_s >= self.heartbeat.quiet_s:
                 seen = {}
-                with suppress(OSError), self.folder.log_file.open("a", encoding="utf-8") as log:
-                    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-                    said = f"no batch finished for {quiet_s:.0f} s; its threads:"
-                    print(f"{stamp} WARNING [rank {self.rank}] {said}", file=log, flush=True)
-                    faulthandler.dump_traceback(file=log, all_threads=True)
+                with suppress(OSError):
+                    self.stacks.parent.mkdir(exist_ok=True)
+                    with self.stacks.open("a", encoding="utf-8") as log:
+                        print(f"no batch finished for {quiet_s:.0f} s; the threads:", file=log, flush=True)
+                        faulthandler.dump_traceback(file=log, all_threads=True)
             self.heartbeat = Heartbeat(self.heartbeat.beat + 1, place, waits, quiet_s, outer)
             if self.failed is not None:
                 failed_s = min(failed_s, now_s + END_S)
@@ -159,7 +160,7 @@ class Monitor:
         how = "no answer, as from a stopped process" if silent else f"in {beats[ranks[0]].where}"
         self.end(
             f"{who} hung ({how}) and the others waited for it: no batch was finished for {self.heartbeat.quiet_s:.0f} s, at "
-            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.folder.log_file}.",
+            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.stacks.parent}.",
             reports=not self.store_ended and (lost or self.rank == min(set(range(self.size)) - set(silent))),
         )
 

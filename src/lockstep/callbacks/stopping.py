@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.checkpoints.finding import checkpoints, step_of
+from lockstep.config.words import counted
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, external_launcher, objects_of_all
@@ -83,7 +84,7 @@ class Preemption(Callback):
         if self.save:
             self.save(trainer)
         by = process.received[0].name if process.received else process.store.get(WARNED).decode()
-        ended = f"ended by {by} after {steps_done(trainer)} steps"
+        ended = f"ended by {by} after {counted(steps_done(trainer), 'step')}"
         if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
             raise Preempted(
                 f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "

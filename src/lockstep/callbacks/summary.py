@@ -15,8 +15,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 
+from lockstep.config.words import counted
 from lockstep.data.datamodule import DataModule
-from lockstep.machine.hardware import peak_bytes
+from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.panels import restored
 from lockstep.run.report import versions
@@ -61,10 +62,11 @@ class RunSummary(Callback):
         replicas = strategy.replicas() if isinstance(strategy, DataParallel) else processes
         parameters = sum(p.numel() for p in pl_module.parameters())
         done = f", {steps_done(trainer)} of them done" if steps_done(trainer) else ""
-        steps = f"{total_steps(trainer):g} steps".replace("inf steps", "no fixed number of steps")
+        steps = total_steps(trainer)
+        length = "no fixed number of steps" if math.isinf(steps) else counted(steps, "step")
         say(
             f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name} from {self.samples()} · "
-            f"{self.config['strategy']['name']}, {replicas} · {self.batches(trainer, work.engine_data)} · {trainer.precision} · {steps}{done}"
+            f"{self.config['strategy']['name']}, {replicas} · {self.batches(trainer, work.engine_data)} · {trainer.precision} · {length}{done}"
         )
         self.across_processes = work.across_processes(SYNCHRONISED)
         say(f"result: {self.across_processes}")

@@ -14,8 +14,7 @@ from lockstep.config.run_config import accumulated, epochs_of, title, unit, why_
 from lockstep.config.schema import is_devices, is_shipped
 from lockstep.config.words import plain, shown
 from lockstep.errors import did_you_mean
-from lockstep.machine.hardware import why_no_gpu
-from lockstep.machine.world import StrategySpec, World, available, number, spec_of
+from lockstep.machine.world import StrategySpec, World, available, number, spec_of, why_no_gpu
 
 # Keys that only torch's DistributedDataParallel and all-reduce read, and their usual values.
 OF_DDP = {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "static_graph": False, "find_unused_parameters": False}

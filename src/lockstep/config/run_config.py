@@ -19,8 +19,16 @@ from lockstep import ROOT, WHEEL
 from lockstep.config import project
 from lockstep.config.instantiate import has_own_loaders, operations, to_plain
 from lockstep.errors import UserError
-from lockstep.machine.hardware import VOLTA, capabilities, memory_bytes, multiplies_bf16
-from lockstep.machine.world import World, accelerator_of, cores, spec_of
+from lockstep.machine.world import (
+    VOLTA,
+    World,
+    accelerator_of,
+    capabilities,
+    cores,
+    memory_bytes,
+    multiplies_bf16,
+    spec_of,
+)
 from lockstep.run.report import provenance
 
 if TYPE_CHECKING:

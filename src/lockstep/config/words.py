@@ -20,6 +20,11 @@ def number(value: Any) -> str:
     return f"{value:,}" if type(value) is int else "" if value is None else str(value)
 
 
+def counted(count: float, noun: str) -> str:
+    """`1 step`, `2,000 steps`."""
+    return f"{count:,.0f} {noun}" + ("" if count == 1 else "s")
+
+
 def percent(share: float) -> str:
     return f"{share:.2%}" if 0.995 <= share < 1 or 0 < share < 0.005 else f"{share:.1%}"
 

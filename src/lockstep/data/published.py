@@ -18,7 +18,7 @@ from lockstep.data.cache import Cached, Parts, cache_folder, decoded, hash_of, k
 from lockstep.data.dataset import Arrays
 from lockstep.data.images import Images, reading
 from lockstep.errors import UserError
-from lockstep.machine.files import write_bytes
+from lockstep.machine.files import replacing
 
 # --- Downloads files from mirrors and keeps them only with the right checksum ---
 
@@ -46,7 +46,9 @@ def download(urls: list[str], path: Path, checksum: str) -> None:
             continue
         if hashlib.md5(content).hexdigest() == checksum:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return write_bytes(path, content)
+            with replacing(path) as part:
+                part.write_bytes(content)
+            return
         reasons.append(f"{url}: wrong checksum")
     raise ConnectionError("; ".join(reasons))
 

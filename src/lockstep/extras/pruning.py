@@ -1,4 +1,4 @@
-""""""
+"""Lets an Optuna study end a trial early."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
 
+from lockstep.config.words import counted
 from lockstep.errors import Pruned
 from lockstep.training.arithmetic import steps_done
 
@@ -13,17 +14,12 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 
-# --- Names shared by a sweep and the pruning callback of its trials ---
-
 STORAGE = "LOCKSTEP_STORAGE"  # an environment variable: a URL may hold a password, which must not be in config.yaml
 
 
 def trial_id(storage: "BaseStorage", study_name: str, number: int) -> int:
     """The storage's id of a trial, from its number in the study."""
     return storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(study_name), number)
-
-
-# --- Lets an Optuna study end a trial early ---
 
 
 class Pruning(Callback):
@@ -58,4 +54,4 @@ class Pruning(Callback):
                 self.trial.report(float(trainer.callback_metrics[self.monitor]), steps_done(trainer))
             prune = self.trial.should_prune()
         if trainer.strategy.broadcast(prune):
-            raise Pruned(f"pruned after {steps_done(trainer)} steps: other trials were better by then.")
+            raise Pruned(f"pruned after {counted(steps_done(trainer), 'step')}: other trials were better by then.")

@@ -53,11 +53,6 @@ def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]
     return {name: {"min": "minimize", "max": "maximize"}[known[name]] for name in names}
 
 
-def is_cost(figure: str) -> bool:
-    """Whether a figure is known only when its run has ended."""
-    return figure in COSTS or figure.endswith("_per_s")
-
-
 def open_storage(url: str) -> RDBStorage:
     """The storage at `url`. Creating its tables fails when two machines do it at once: try again."""
     for _ in range(ATTEMPTS - 1):
@@ -93,7 +88,8 @@ class StudySweeper(SweeperSteps):
         better = directions(objective, monitor, mode)
         self.objectives = list(better)
         self.pruner = {str(key): pruner[key] for key in pruner} if pruner else {}
-        if self.pruner and (len(self.objectives) > 1 or is_cost(self.objectives[0])):
+        first = self.objectives[0]
+        if self.pruner and (len(better) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation "
                 "figure. Type hydra/sweeper/pruner=none."

@@ -19,9 +19,9 @@ from lockstep.config import compose, project
 from lockstep.config.run_config import run_dir
 from lockstep.config.schema import wrong_values
 from lockstep.errors import RunFailed, UserError, raise_problems
-from lockstep.launch import help, jobs, local, sweeps
+from lockstep.launch import help, local, sweeps
 from lockstep.launch.exits import INTERRUPTED, exit_code
-from lockstep.launch.jobs import EVALUATIONS, Job, Run
+from lockstep.launch.local import Job, Run
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
 from lockstep.machine.world import TORCHRUN, World, external_launcher, launcher_problems, rank_of
@@ -86,7 +86,7 @@ def command(job: Job, argv: list[str]) -> None:
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = compose.search_path(argv)
     if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
-        if job.name in EVALUATIONS:
+        if not job.trains:
             raise UserError(f"{job.name}.py takes one run at a time. Leave -m out.")
         raise_problems(compose.tried_alone(job.name, overrides, always)[0])
         names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
@@ -178,8 +178,8 @@ def sweep(overrides: list[str]) -> list[dict[str, Any]]:
 
 def guarded_job(name: str) -> Job:
     """A job of a caller's process: it restores the state of the libraries."""
-    script = jobs.script(name)
-    run = jobs.load(script)
+    script = local.script(name)
+    run = local.load(script)
 
     def run_and_restore(cfg: DictConfig, world: World) -> Any:
         import lockstep.build  # noqa: F401  # first, so that what an import sets up stays

@@ -45,17 +45,6 @@ def lost_process(error: Exception) -> str:
     return f"the connection to another process{whose} is lost: the first error is that one's" if lost else ""
 
 
-def refused_variable(error: Exception) -> str:
-    """What torch says about a variable of the environment that it refuses while it is imported; empty otherwise."""
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    imported = any(code.co_name == "<module>" and "/site-packages/torch/" in code.co_filename for code in frames)
-    named = [name for name in re.findall(r"\b[A-Z]+_[A-Z_]+\b", str(error)) if imported and name in os.environ]
-    if not named:
-        return ""
-    why = str(error).strip().partition("\n")[0]
-    return f"{named[0]}={os.environ[named[0]]} in the environment is refused by torch: {why}. Type unset {named[0]}, then the command again."
-
-
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
     prefix, lines = f"[rank {rank}] " if rank else "", list[str]()
@@ -83,9 +72,8 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     except RunFailed as e:  # the failed process printed the reason
         code = e.exit_code
     except Exception as e:
-        refused = refused_variable(e)
-        code = 2 if refused else 1
-        if why := refused or disk_error(e) or lost_process(e):
+        code = 1
+        if why := disk_error(e) or lost_process(e):
             lines = [f"error: {prefix}{why}"]
         else:
             lines = [prefix + line for line in readable(traceback.format_exc()).splitlines()]

@@ -15,7 +15,7 @@ from lockstep.config import compose as configs
 from lockstep.config.schema import GROUPS, KEYS, PREDICT, SEVERAL
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
-from lockstep.launch.jobs import EVALUATIONS, Job
+from lockstep.launch.local import Job
 from lockstep.run.report import LOADER
 
 EXAMPLES = {
@@ -129,7 +129,7 @@ class Shown:
 def overview(job: Job, config: Shown) -> Iterator[str]:
     about = ast.get_docstring(ast.parse(job.script.read_text())) or f"{job.name}.py"
     yield about.split("\n")[0] + "\n" + EXAMPLES.get(job.name, "")
-    if job.name in EVALUATIONS:
+    if not job.trains:
         yield "Keys. Set with <key>=<value>:"
         for key in OWN[job.name]:
             yield from config.key(key)

@@ -1,4 +1,4 @@
-"""The processes of a run on this machine, one per device. All end when one fails or when their parent dies. Restarts them with smaller micro-batches."""
+"""The jobs that commands run, and the processes of a run on this machine, one per device. All end when one fails or when their parent dies."""
 
 import json
 import os
@@ -12,21 +12,77 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
 from lockstep.config.run_config import accumulations, batches, run_dir, unit
-from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError
+from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError, did_you_mean
 from lockstep.launch.exits import INTERRUPTED
-from lockstep.launch.jobs import EVALUATIONS, Run
 from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.world import World, cores
 from lockstep.run.folder import RunFolder
+
+# --- The scripts that commands run, the project's own or Lockstep's, and the jobs that they define ---
+
+SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
+Run = Callable[[DictConfig, World], Any]  # the part of one process
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command does, such as `train` of train.py."""
+
+    name: str  # also the name of its config
+    script: Path  # the script that the run's other processes execute
+    run: Run
+
+    @property
+    def trains(self) -> bool:
+        """Otherwise it evaluates a run that exists."""
+        return self.name not in ("eval", "predict")
+
+
+def scripts() -> dict[str, Path]:
+    """All scripts by name (train, eval, runs, ...): the project's own if it has one, else Lockstep's."""
+    root = project.current().root
+    shipped = {path.stem: path for folder in SCRIPTS for path in sorted(folder.glob("*.py"))}
+    own = {name: root / f"{name}.py" for name in shipped} if root else {}
+    return {name: own[name] if name in own and own[name].is_file() else path for name, path in shipped.items()}
+
+
+def script(name: str) -> Path:
+    """Raises UserError: there is no script of that name."""
+    found = scripts()
+    if name not in found:
+        hint = did_you_mean(name, found)
+        raise UserError(f"lockstep {name}: there is no such command{hint}; use one of {', '.join(found)}.")
+    return found[name]
+
+
+def load(path: Path) -> Run:
+    """The JOB of a script. Raises UserError: it has none."""
+    # Not by runpy, which does not promise that functions outlive it.
+    spec = util.spec_from_file_location(f"lockstep_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run: Run | None = getattr(module, "JOB", None)
+    if run is None:
+        raise UserError(f'{path} has no JOB. Add JOB = launch.job("{path.stem}") to it, or JOB = <your own function>.')
+    return run
+
+
+def job(name: str) -> Run:
+    """Lockstep's own job, `train`, `eval` or `predict`, for a project's script that does not define its own."""
+    return load(SCRIPTS[0] / f"{name}.py")
+
 
 # --- What a process that Lockstep starts gets from its parent ---
 #
@@ -44,6 +100,7 @@ class Handover:
     overrides: Sequence[str] = ()  # of a job of a multirun
     world: World | None = None
     debug_rank: int | None = None
+    from_notebook: bool = False
     end_file: str = ""  # where a rank reports that its part is done (empty), or that memory ran out
 
 
@@ -69,6 +126,7 @@ def received() -> Handover | None:
             f"{VARIABLE}={text[:40]} in the environment is none of Lockstep's. Run unset {VARIABLE}."
         ) from None
     process.supervised, process.debug_rank = world is not None, handover.debug_rank
+    process.from_notebook = handover.from_notebook
     process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)
     return handover
 
@@ -103,9 +161,8 @@ def environment(world: World, port: int) -> dict[str, str]:
     # A thread per core in each process would slow all of them down. A single process keeps torch's default.
     several = {"OMP_NUM_THREADS": str(max(1, cores() // count))} if count > 1 else {}
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if world.nodes == 1 else {}
-    notebook = {process.NOTEBOOK: "1"} if process.in_notebook() else {}
     place = {"RANK": str(world.rank), "LOCAL_RANK": str(local_rank), "NODE_RANK": str(node)}
-    return {**several, **os.environ, **here, **notebook, **place}
+    return {**several, **os.environ, **here, **place}
 
 
 def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
@@ -136,7 +193,7 @@ def report_end(run: Run, handover: Handover) -> None:
         raise
 
 
-def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
+def run_processes(script: Path, cfg: DictConfig, world: World, *, trains: bool = True) -> None:
     """Runs `script` once for each process of this node and waits. None is left afterwards.
 
     Raises:
@@ -145,10 +202,11 @@ def run_processes(script: Path, cfg: DictConfig, world: World) -> None:
         LostProcess: a signal ended one of them.
         KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
     """
-    trains, debug_rank, kills = script.stem not in EVALUATIONS, process.debug_rank, kernel_kills()
+    debug_rank, kills = process.debug_rank, kernel_kills()
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
-    job = Handover(OmegaConf.to_container(cfg, resolve=True), debug_rank=debug_rank)
+    config = OmegaConf.to_container(cfg, resolve=True)
+    job = Handover(config, debug_rank=debug_rank, from_notebook=process.in_notebook())
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, held_port() as port:
         end_files = [Path(folder) / str(local_rank) for local_rank in range(world.size // world.nodes)]

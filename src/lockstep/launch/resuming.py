@@ -1,6 +1,5 @@
 """The config of a run that starts from an earlier one: resume=, init_from=, and run= or checkpoint= of eval.py and predict.py. Free of torch."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from lockstep.config.project import command
 from lockstep.config.rules import Context, without_effect
 from lockstep.config.run_config import accumulated, batches_of, epochs_of, name_of_job, restarted, run_dir
 from lockstep.config.schema import PREDICT, RECIPES
-from lockstep.config.words import plain, shown
+from lockstep.config.words import counted, plain, shown
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
+from lockstep.reporting.console import warn
 from lockstep.run.folder import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
@@ -152,8 +152,7 @@ def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
     for key in (key for key in without_effect(Context(cfg, world)) if key not in passed):
         value = OmegaConf.select(cfg, key)
         if world.rank == 0:
-            told = f"{key}={shown(value)} of the resumed run has no effect here and is set aside"
-            print(f"WARNING: {told}", file=sys.stderr)
+            warn(f"{key}={shown(value)} of the resumed run has no effect here and is set aside")
         OmegaConf.update(cfg, key, False if value is True else None, force_add=True)
 
 
@@ -236,6 +235,6 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
     early += [f"callbacks.{name}.patience=<more>" for name, node in cfg.callbacks.items() if "patience" in node]
     keys = " ".join(longer if reached else early or longer)
     return (
-        f"{report['run']} is already finished: {steps:,}{f' of {steps:,}' if reached else ''} steps"
+        f"{report['run']} is already finished: {f'{steps:,} of ' if reached else ''}{counted(steps, 'step')}"
         f"{f'; set {keys} to continue' if keys else ''}. Nothing was changed."
     )

@@ -22,10 +22,10 @@ from lockstep.data.images import find_inputs
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
-from lockstep.launch.jobs import EVALUATIONS, Job
+from lockstep.launch.local import Job
 from lockstep.machine import files, process
-from lockstep.machine.hardware import why_no_gpu
-from lockstep.machine.world import World, rank_of, world_of
+from lockstep.machine.world import World, rank_of, why_no_gpu, world_of
+from lockstep.reporting.console import warn
 from lockstep.reporting.recorder import Recorder
 from lockstep.reporting.runs_page import Report
 from lockstep.run.folder import PATIENCE_S, RunFolder
@@ -54,7 +54,7 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
     if not evaluating:
         raise_problems([*about_problems(cfg, data.about), *step_problems(cfg, train.count)])
     if data.notice and rank_of() == 0:
-        print(readable(f"WARNING: {data.notice}"), file=sys.stderr)
+        warn(data.notice)
     return data, train.count
 
 
@@ -93,7 +93,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         cfg[key] = cfg[key]
     cfg.run = None if cfg.run is None else str(cfg.run)  # `run=0` is a name
     process.debug_rank, cfg.debug_rank = cfg.debug_rank, None  # of this command, not of the run
-    return (start_evaluation if job.name in EVALUATIONS else start_training)(job, cfg, overrides)
+    return (start_training if job.trains else start_evaluation)(job, cfg, overrides)
 
 
 def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> Report:
@@ -164,13 +164,13 @@ def debug_problems(world: World) -> Iterator[str]:
 def execute(job: Job, cfg: DictConfig, world: World) -> None:
     """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
-        print(f"WARNING: running on the CPU: {why}.", file=sys.stderr)
+        warn(f"running on the CPU: {why}.")
     if process.debug_rank is not None and "num_workers" in cfg.data:
         cfg.data.num_workers = 0  # workers have no terminal
     if process.debug_rank is not None and world.size > 1:
         logs = run_dir(cfg) / "logs"
         print(f"rank {process.debug_rank} has the terminal; each rank also prints to {logs}", file=sys.stderr)
-    in_processes = partial(local.run_processes, job.script)
+    in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.noted():
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":
@@ -180,7 +180,7 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
             else:
                 in_processes(cfg, world)
         except BaseException as e:
-            if world.rank == 0 and job.name not in EVALUATIONS:
+            if world.rank == 0 and job.trains:
                 with suppress(UserError, OSError):  # of a damaged report or a full disk; `e` is what counts
                     RunFolder(run_dir(cfg)).record_end(e)
             process.requeue(world.rank)

@@ -10,13 +10,16 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from rich.table import Table
 
 from lockstep.config.run_config import run_dir
+from lockstep.config.words import counted, number, readable
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
 from lockstep.machine.files import write_csv
 from lockstep.machine.world import cores, visible_gpus, world_of
+from lockstep.reporting import console
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import tested
 
@@ -75,6 +78,31 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For each job, the overrides that not all jobs share, as one string."""
+    each = [shlex.split(str(row.get("overrides", ""))) for row in rows]
+    return [shlex.join(o for o in own if not all(o in other for other in each)) for own in each]
+
+
+def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any]], path: Path) -> None:
+    """Prints a multirun's jobs, one per line, and below them mean and spread of repeated ones. A narrow terminal gets fewer columns."""
+    own, names = differences([*rows, *repeated]), columns(rows)
+
+    def table() -> Table:
+        made = Table("run", "with", *names)
+        for place, row in enumerate([*rows, *repeated]):
+            if place == len(rows):
+                made.add_section()
+            made.add_row(*map(readable, [str(row["run"]), own[place], *(number(row.get(name)) for name in names)]))
+        return made
+
+    out, any_width = console.out, console.out.options.update(max_width=1000)
+    while out.file.isatty() and len(names) > 2 and out.measure(table(), options=any_width).maximum > out.width:
+        names.pop()
+    console.print_wide(table(), f"done: {counted(len(rows), 'run')}; all columns are in")
+    out.print(readable(str(path)), soft_wrap=True)
+
+
 class SweepTable(Callback):
     """Prints and saves a multirun's table at the end, with mean and spread over seeds and folds."""
 
@@ -89,9 +117,7 @@ class SweepTable(Callback):
         write_csv(sweep_dir / "results.csv", ["run", "overrides", *names], rows)
         if repeated:
             write_csv(sweep_dir / "spread.csv", ["run", "overrides", *names[1:]], repeated)
-        from lockstep.reporting.console import sweep_table
-
-        sweep_table(rows, repeated, names, sweep_dir / "results.csv")
+        print_table(rows, repeated, sweep_dir / "results.csv")
 
 
 # --- Runs jobs of a multirun side by side on one machine: assigns devices and starts a process per job ---

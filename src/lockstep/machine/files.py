@@ -104,11 +104,6 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    with replacing(path) as part:
-        part.write_bytes(content)
-
-
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     """A table with a heading. What a row lacks is empty, and what has no column is left out."""
     with replacing(path) as part, part.open("w", newline="") as file:

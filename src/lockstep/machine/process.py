@@ -13,14 +13,13 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from lockstep.errors import Interrupted, Preempted
 
@@ -36,29 +35,20 @@ WARNINGS = (signal.SIGTERM, *REQUEUE) if WINDOWS else (signal.SIGTERM, signal.SI
 SYSTEM = (signal.SIGTERM, *REQUEUE)  # SLURM ends a job that got one of these
 
 END_S = 120.0  # wait so long for SLURM: it ends a requeued job at once, a warned one after KillWait or GraceTime
-PATIENCE_S = 10.0  # within it, a second SIGTERM may be the same one, sent by SLURM and by the parent process
 
 Handler = Callable[[int, FrameType | None], None]
 received: list[signal.Signals] = []
 supervised = False  # whether Lockstep's launcher started this process, and passes on its own signals
 debug_rank: int | None = None  # the rank that has the terminal, for a debugger: no time limits, no dry run, no bar
-first_s = 0.0  # time of the first signal
 before: dict[signal.Signals, Any] = {}  # the handlers of REQUEUE that a run found, such as submitit's
 
 
 def on_signal(number: int, _: FrameType | None) -> None:
-    global first_s
-    warning, now_s = signal.Signals(number), time.monotonic()
+    warning = signal.Signals(number)
+    received.append(warning)
     if debug_rank is not None:  # the debugger's prompt would wait forever; pdb catches KeyboardInterrupt
-        received.append(warning)
         kind = Interrupted if warning is signal.SIGINT else Preempted
         raise kind(f"ended by {warning.name} during debugging; nothing was saved.")
-    insists = warning is signal.SIGTERM and warning in received and now_s - first_s > PATIENCE_S
-    if insists:  # a later second SIGTERM means that this process hangs
-        signal.signal(warning, signal.SIG_DFL)
-        os.kill(os.getpid(), warning)
-    first_s = first_s if received else now_s
-    received.append(warning)
 
 
 def on_interrupt(number: int, frame: FrameType | None) -> None:
@@ -171,9 +161,8 @@ def end_with_parent(*, has_pipe: bool, message: str = "") -> None:
 # A stream may be closed (`>&-`), full (`>/dev/full`), without a reader (`| head -1`), on a terminal that is gone, or ASCII only. What
 # it cannot take is dropped, and training continues: the logs have the same lines.
 
-NOTEBOOK = "LOCKSTEP_NOTEBOOK"  # tells processes of a run that their output goes to a notebook
-FOLDER_S = 0.2  # between two checks whether a run has its folder
-ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\r")
+from_notebook = False  # whether a notebook's kernel started this process
+ESCAPES = re.compile(r"\x1b\[[\d;?]*[A-Za-z]|\x1b\]8;[^\x1b]*\x1b\\|\r")  # and rich's links
 BAR = re.compile(r"(?<![^ \n])[\u2501\u2578\u257a]{8,}[ \n]")  # rich's progress bar, the last that it draws
 
 
@@ -181,8 +170,8 @@ class Stream(io.TextIOWrapper):
     """Standard output or error that never raises, and writes a copy to the rank's log."""
 
     def write(self, text: str) -> int:
-        if log is not None and not (log.alone and self.fileno() == 1):
-            log.copy(text)
+        if log is not None:
+            log.write(text)
         try:
             super().write(text)
         except OSError:
@@ -198,7 +187,7 @@ class Stream(io.TextIOWrapper):
 
 def in_notebook() -> bool:
     """Whether standard output is that of a notebook's kernel, or of a process that a kernel started."""
-    return NOTEBOOK in os.environ or type(sys.stdout).__module__.startswith("ipykernel.")
+    return from_notebook or type(sys.stdout).__module__.startswith("ipykernel.")
 
 
 def discard(descriptor: int) -> None:
@@ -222,58 +211,39 @@ def secure() -> None:
 
 
 class RankLog:
-    """What this process prints, in `logs/rank-<n>.log` of its run.
-
-    A run has a folder only after its dry run, so a temporary file holds what is printed before. If the terminal belongs to
-    another rank, standard output goes to the log alone. Standard error also goes to the terminal, because errors do.
-    """
+    """What this process prints, in `logs/rank-<n>.log` of its run. Kept in memory until the run has its folder, after the dry run."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.path = folder, folder / "logs" / f"rank-{rank}.log"
-        self.alone = supervised and rank != (debug_rank or 0)
-        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        self.over, self.keeper = threading.Event(), threading.Thread(target=self.keep, daemon=True)
-        self.moving = threading.Lock()  # held while the log moves: a line that is written then would be lost
+        self.early, self.owner = list[str](), os.getpid()
+        self.file: io.FileIO | None = None
+        self.lock = threading.Lock()
 
     def __enter__(self) -> None:
         global log
         log = self
-        if self.alone:
-            sys.stdout.flush()
-            os.dup2(self.file.fileno(), 1)
-            cast(Stream, sys.stdout).reconfigure(line_buffering=True)
-        self.keeper.start()
 
-    def copy(self, text: str) -> None:
+    def write(self, text: str) -> None:
         plain = ESCAPES.sub("", text)
         if bar := BAR.search(plain):
             plain = plain[: plain.rfind("\n", 0, bar.start()) + 1]
-        with self.moving, contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
-            self.file.write(plain.encode(errors="replace"))
-
-    def keep(self) -> None:
-        """Moves the log to the run's folder as soon as the run has begun; until then the folder holds at most the lock."""
-        while not (self.folder / "checkpoints").is_dir():
-            if self.over.is_set():
-                return
-            self.over.wait(FOLDER_S)
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(exist_ok=True)
-            with self.path.open("ab", buffering=0) as file, self.moving:
-                # By position: native code writes through the same offset, as long as standard output is the temporary file.
-                printed = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0)
-                file.write(printed)
-                if self.alone:
-                    os.dup2(file.fileno(), 1)
-                file.write(os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, len(printed)))
-                os.dup2(file.fileno(), self.file.fileno())
+        with self.lock, contextlib.suppress(OSError):  # the disk is full
+            if self.file is None and (self.folder / "checkpoints").is_dir():
+                self.path.parent.mkdir(exist_ok=True)
+                self.file = self.path.open("ab", buffering=0)
+                if os.getpid() == self.owner:  # not in a worker, which was forked with a copy of them
+                    self.file.write("".join(self.early).encode(errors="replace"))
+            if self.file is None:
+                self.early.append(plain)
+            else:
+                self.file.write(plain.encode(errors="replace"))
 
     def __exit__(self, *_: object) -> None:
         global log
-        self.over.set()
-        self.keeper.join()
+        self.write("")
         log = None
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 log: RankLog | None = None  # of the job that this process runs now

@@ -3,8 +3,8 @@
 import logging
 import math
 import re
-import shlex
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column, Table
+from rich.style import Style
+from rich.table import Table
 
-from lockstep.config.words import number, readable
+from lockstep.config.words import readable
 from lockstep.machine import process
 from lockstep.machine.process import in_notebook
 
@@ -25,6 +26,7 @@ from lockstep.machine.process import in_notebook
 # Seconds between two lines: at least so many, and a hundredth of the time so far; a notebook is read while it runs.
 LINES_S, NOTEBOOK_S = (10.0, math.inf), (1.0, 10.0)
 BAR_S = 0.1  # between two changes of a bar
+BAR_WIDTH = 16
 
 
 def clock(seconds: float) -> str:
@@ -41,9 +43,9 @@ class Line:
         self.began_s = self.shown_s = time.monotonic()
         self.notebook, self.width = in_notebook(), 0
         self.bar: Progress | None = None
-        if sys.stdout.isatty() and not out.is_dumb_terminal:
-            rest = TextColumn("{task.fields[rest]}", markup=False, table_column=Column(no_wrap=False))
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=16), rest)
+        if out.file.isatty() and not out.is_dumb_terminal:
+            rest = TextColumn("{task.fields[rest]}", markup=False)
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=BAR_WIDTH), rest)
             self.bar = Progress(*columns, console=out, refresh_per_second=4)
             self.bar.add_task("", total=self.total, completed=first, rest=f"first {what}")  # it may compile
             self.bar.start()
@@ -64,6 +66,10 @@ class Line:
             parts.append(f"{clock((now_s - self.began_s) * (self.total - done) / (done - self.first))} left")
         text = " · ".join([*parts, *filter(None, figures)])
         if self.bar is not None:
+            while (
+                BAR_WIDTH + len(title) + len(text) + 2 > out.width and " · " in text
+            ):  # one line: drop what is least important
+                text = text.rpartition(" · ")[0]
             self.bar.update(self.bar.task_ids[0], completed=done, description=title, rest=text)
             return
         text = f"{title} · {self.what} {text}"
@@ -125,43 +131,41 @@ def quiet(rank: int) -> None:
             target.addFilter(lambda record: not record.getMessage().lstrip("\n").startswith(CHATTER))
 
 
-def say(text: str) -> None:
-    """Prints a line and writes it to train.log. Call it on rank 0 only, or where other ranks have no output."""
+def say(text: str, *, copied: bool = False, link: Path | None = None) -> None:
+    """Prints a line and writes it to train.log. Call it on rank 0 only, or where other ranks have no output.
+
+    A terminal gets it broken between words, unless it is a path or a command that people copy. It opens `link` at a click.
+    """
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
     if getattr(rank_zero_only, "rank", 0) == 0:
-        out.print(readable(text), soft_wrap=True)
-        log.info(readable(text))
+        text = readable(text)
+        style = Style(link=link.resolve().as_uri()) if link else None
+        out.print(broken(text) if out.file.isatty() and not copied else text, style=style, soft_wrap=True)
+        log.info(text)
 
 
-def metrics_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
+def warn(text: str) -> None:
+    """On standard error, for what comes before a run has its log."""
+    text = readable(f"WARNING: {text}")
+    print(broken(text) if sys.stderr.isatty() else text, file=sys.stderr)
+
+
+def broken(text: str) -> str:
+    """`text` in lines that the terminal can show; a list's parts, between dots, stay whole."""
+    parts = text.split(" · ")
+    glued = "\xa0· ".join(part.replace(" ", "\xa0") for part in parts) if len(parts) > 1 else text
+    lines = textwrap.wrap(glued, out.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\xa0", " ")
+
+
+def metrics_table(rows: Sequence[tuple[str, str]]) -> None:
     """A table of names and values, also written to train.log."""
     table = Table(show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")  # do not wrap paths: people copy them
     for row in rows:
         table.add_row(*map(readable, row))
         log.info("%s: %s", *map(readable, row))
-    out.print(readable(title), soft_wrap=True)
     out.print(table)
-
-
-def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """For each job, the overrides that not all jobs share, as one string."""
-    each = [shlex.split(str(row.get("overrides", ""))) for row in rows]
-    return [shlex.join(o for o in own if not all(o in other for other in each)) for own in each]
-
-
-def sweep_table(
-    rows: Sequence[dict[str, Any]], spread: Sequence[dict[str, Any]], columns: Sequence[str], path: Path
-) -> None:
-    """Prints a multirun's jobs, one per line, and below them mean and spread of repeated ones."""
-    table = Table("run", "with", *columns)
-    for place, (row, own) in enumerate(zip([*rows, *spread], differences([*rows, *spread]), strict=True)):
-        if place == len(rows):
-            table.add_section()
-        table.add_row(*map(readable, [str(row["run"]), own, *(number(row.get(column)) for column in columns)]))
-    print_wide(f"{len(rows)} runs, also in {path}", table)
 
 
 def print_wide(*what: Any, columns: int = 160) -> None:

@@ -150,21 +150,27 @@ def begin_run(name: str, logger: Logger, config: Mapping[str, Any], report: Mapp
 def end_run(
     begun: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
 ) -> None:
-    """Tells the loggers how the run ended, and waits for them."""
+    """Tells all loggers how the run ended, and waits for them; then raises the first bug in a custom one."""
     status, path, step = report["status"], report.get("checkpoint"), int(report.get("train/steps", 0))
-    done = status == "done"
+    done, bugs = status == "done", list[Exception]()
     page, checkpoint = folder.page_file if done else None, folder.path / path if done and path else None
     end = RunEnd(status, report.get("error"), step, page, panels if done else (), checkpoint)
     for background in begun:
         logger = background.logger
-        if hasattr(logger, "on_run_end"):
-            logger.on_run_end(end)
-        logger.finalize("success" if done else "failed")  # again, for the test's metrics
         uploads = checkpoint is not None and getattr(logger, "log_model", False)
+        try:
+            if hasattr(logger, "on_run_end"):
+                logger.on_run_end(end)
+            logger.finalize("success" if done else "failed")  # again, for the test's metrics
+        except Exception as e:
+            log.warning("logger.%s failed", background.name, exc_info=e)
+            bugs.append(e)
         background.finish(UPLOAD_S if uploads else LATE_S if done else SHORT_S)
         if isinstance(logger, WandbLogger):
             # in this thread; otherwise the next job of a multirun would continue the run
             logger.experiment.finish(exit_code=EXIT_CODES.get(status, 1))
+    if bugs and done:  # otherwise the error that ended the run is what counts
+        raise bugs[0]
 
 
 def flat(config: dict[Any, Any]) -> dict[str, Any]:
@@ -194,7 +200,7 @@ class MetricsCsv(Logger):
 
     name, version = "csv", ""  # type: ignore[assignment]
 
-    def __init__(self, *, run_dir: Path, run: str) -> None:
+    def __init__(self, run_dir: Path) -> None:
         super().__init__()
         self.log = RunFolder(run_dir).metrics_log
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config.compose import as_overrides, typed
 from lockstep.config.project import command
-from lockstep.config.words import number, size
+from lockstep.config.words import counted, number, seconds, size
 from lockstep.machine.files import write_json, write_text
 from lockstep.reporting.console import metrics_table, say, warnings_in
 from lockstep.reporting.panels import write_panels
@@ -145,36 +145,43 @@ def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work
     unit = report["unit"]
     rate, wait, flops = (report[f"train/{name}"] for name in (f"{unit}_per_s", "data_wait_share", "flops_per_s"))
     speed = "not measured" if rate is None else f"{rate:,.0f} {unit}/s"
-    speed += "" if rate is None or wait is None else f", {wait:.1%} of the time waiting for data"
+    speed += "" if rate is None or wait is None else f", {wait:.1%} waiting for data"
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
     rows = [
         work.headline(report)[:2],
         *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
         ("speed", speed),
-        ("time", f"{report['wall_s']:.1f} s, {report['train/steps']:,} steps" + compiling),
         ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
-        ("checkpoint", str(folder.path / report["checkpoint"]) if report["checkpoint"] else "none"),
-        ("report", str(folder.page_file)),
     ]
-    metrics_table(str(config.run), rows)
-    if report["checkpoint"]:
-        say(f"evaluate it: {command('eval')} run={config.run}{in_runs_dir(config)}")
+    metrics_table(rows)
+    checkpoint = report["checkpoint"]
+    written = "checkpoint and report" if checkpoint else "report, without a checkpoint"
+    say(f"done: {counted(report['train/steps'], 'step')} in {seconds(report['wall_s'])}{compiling}; {written}:")
+    if checkpoint:
+        say(str(folder.path / checkpoint), copied=True)
+    say(str(folder.page_file), copied=True, link=folder.page_file)
     if sync := wandb_sync_line(folder.path):
-        say(f"upload it to W&B: {sync}")
+        say(f"upload it to W&B: {sync}", copied=True)
+    if checkpoint:
+        say(f"evaluate it: {command('eval')} run={config.run}{in_runs_dir(config)}", copied=True)
 
 
 def show_evaluation(path: Path, about: Mapping[str, Any], metrics: dict[str, Any]) -> None:
     """Prints the metrics, and writes them to `path` with what they are about: run, checkpoint, strategy, world size."""
     write_json(path, {**about, **metrics})
     rows = [(name, f"{v:.8f}" if isinstance(v, float) else number(v)) for name, v in metrics.items()]
-    metrics_table(str(about["checkpoint"]), rows)
+    say(str(about["checkpoint"]), copied=True)
+    metrics_table(rows)
 
 
 def show_predictions(path: Path, about: Mapping[str, Any], result: Mapping[str, Any], gallery: bool) -> None:
     """Says where the table is, and writes `path`. `result`: input, output, count of rows, broken files."""
     write_json(path, {**about, **result})
-    rows = [("predictions", str(result["output"])), ("rows", number(result["count"]))]
-    rows += [("broken files", number(result["broken"]))] if result["broken"] else []
-    rows += [("gallery", f"{result['output']}.html")] if gallery else []
-    metrics_table(str(about["checkpoint"]), rows)
+    output, broken = Path(result["output"]), result["broken"]
+    rows = f"done: {counted(result['count'], 'row')}" + (f", {counted(broken, 'broken file')}" if broken else "")
+    say(f"{rows}; predictions by {about['checkpoint']}:")
+    say(str(output), copied=True)
+    if gallery:
+        page = output.with_name(f"{output.name}.html")
+        say(str(page), copied=True, link=page)

@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import shutil
-import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -17,8 +16,8 @@ from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.files import write_text
-from lockstep.machine.hardware import peak_bytes
-from lockstep.reporting.console import logged
+from lockstep.machine.world import peak_bytes
+from lockstep.reporting.console import logged, warn
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import SEPARATOR, best_row, tested
 
@@ -190,8 +189,7 @@ class Recorder:
             end_run(self.loggers, self.report, panels, self.folder)
         if error is None and self.work is not None:
             if not self.folder.has_config():
-                gone = f"{self.folder.config_file} was removed while the run was going on: eval.py needs it."
-                print(f"WARNING: {gone}", file=sys.stderr)
+                warn(f"{self.folder.config_file} was removed while the run was going on: eval.py needs it.")
             show_run(self.folder, self.config, self.report, self.work)
 
     def is_saved(self) -> bool:
