@@ -26,7 +26,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("exact", "batch norm", "attention")  # the default is in tests/test_strategies_agree.py
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_the_line_of_a_run(name, train, capsys):
     more, line = CASES[name]
     report = train("run=a", *SHORT, *more)
@@ -90,7 +95,13 @@ OWN_CASES = {
 }
 
 
-@pytest.mark.parametrize("typed", OWN_CASES)
+QUICK_OWN = ("Coupled", "Skips", "Announced")
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [pytest.param(typed, marks=() if typed.endswith(QUICK_OWN) else pytest.mark.slow) for typed in OWN_CASES],
+)
 def test_the_line_of_networks_and_losses_of_ones_own(typed, tmp_path, forked_command):
     """None of them draws from torch's generators, whose numbers logical ranks share."""
     files = {

@@ -79,7 +79,8 @@ def test_a_run_that_is_warned_saves_at_the_next_step_and_goes_on_from_there(trai
 
 
 @pytest.mark.parametrize(
-    ("warning", "status", "code"), [(signal.SIGINT, "interrupted", 130), (signal.SIGHUP, "preempted", 1)]
+    ("warning", "status", "code"),
+    [(signal.SIGINT, "interrupted", 130), pytest.param(signal.SIGHUP, "preempted", 1, marks=pytest.mark.slow)],
 )
 def test_ctrl_c_and_a_closed_terminal_let_the_step_finish_and_are_saved(train, warning, status, code, monkeypatch):
     def warn(self, trainer, *_) -> None:
@@ -181,6 +182,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at
     assert logged_steps("a") == list(range(1, 13))
 
 
+@pytest.mark.slow  # tests/test_interchange.py goes on from max_steps
 def test_more_steps_go_on_where_max_steps_ended_a_run(train):
     common = ["trainer.log_every_n_steps=1"]
     train("run=whole", "trainer.max_steps=17", *common)
@@ -192,6 +194,7 @@ def test_more_steps_go_on_where_max_steps_ended_a_run(train):
     assert same(state("whole/checkpoints/last.ckpt")["state_dict"], state("parts/checkpoints/last.ckpt")["state_dict"])
 
 
+@pytest.mark.slow
 def test_a_recipe_can_be_typed_again_and_its_seed_is_drawn_once(train):
     common = ["run=a", "experiment=mnist_basic_net", "seed=null", "resume=auto"]
     first = train(*common, "trainer.max_epochs=1")
