@@ -11,8 +11,7 @@ every other round. Machines are shared: read the ratios, which are medians over 
 and what they leave out, are in contenders.py. Packages of --group peers that are missing leave their contender out.
 
 Memory is that of one process, and + that of its GPU. `equal precision` is 32-true, with TF32 on GPUs as all peers. An upper bound is
-Lockstep's network, optimizer and precision in a bare loop over one batch that is on the device already; the rate of products is the
-best of five of torch.mm in its first turn, which convolutions of another library may go beyond.
+Lockstep's network, optimizer and precision in a bare loop over one batch that is on the device already.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import math
 import os
 import platform
 import select
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -66,7 +64,7 @@ class Turn:
 
 @dataclass
 class Figures:
-    """All of one contender. `about` is what it said last: its precision and peaks; of an upper bound, FLOP and FLOP/s."""
+    """All of one contender. `about` is what it reported last: its precision and peaks."""
 
     turns: list[Turn] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
@@ -98,17 +96,6 @@ def waiting(turns: list[Turn]) -> float | None:
     return sum(known) / sum(turn.seconds for turn in turns) if len(known) == len(turns) else None
 
 
-def flops_share(contenders: Contenders, name: str) -> float | None:
-    """FLOP/s over the machine's own in products of large matrices, both in the contender's precision."""
-    figures = contenders[name]
-    bounds = [contenders[bound] for bound in UPPER_BOUNDS.values() if bound in contenders]
-    measured = next((bound.about for bound in bounds if bound.precision == figures.precision), None)
-    if measured is None:
-        return None
-    speed = statistics.median(turn.images_per_s for turn in figures.turns)
-    return float(speed * measured["flops_per_image"] / measured["matmul_flops_per_s"])
-
-
 def shown(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -120,7 +107,7 @@ def memory(about: Mapping[str, Any]) -> str:
 
 COLUMNS = (
     "contender", "precision", "images/s: median (least to most, n)", "to plain", "to its upper bound", "waiting for data",
-    "peak memory, MiB", "share of matmul FLOP/s", "accuracy",
+    "peak memory, MiB", "accuracy",
 )  # fmt: skip
 
 
@@ -136,7 +123,6 @@ def row(contenders: Contenders, name: str) -> list[str]:
         shown(ratio(contenders, name, UPPER_BOUNDS.get(name)), ".2f"),
         shown(waiting(figures.turns), ".1%"),
         memory(figures.about),
-        shown(flops_share(contenders, name), ".1%"),
         shown(figures.accuracy, ".2%"),
     ]
 

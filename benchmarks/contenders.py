@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision import transforms
 
 from lockstep import build, models
@@ -132,9 +131,6 @@ def peaks() -> dict[str, int | None]:
     }
 
 
-DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
-
-
 class ByTurns(pl.Callback):
     """The last callback: what the others do belongs to the step."""
 
@@ -166,38 +162,15 @@ class UpperBound(pl.Callback):
         net, (optimizer,) = pl_module.net, trainer.optimizers
         assert isinstance(net, torch.nn.Module) and net.training
 
-        def forward_backward() -> None:
+        self.turns.waited_s = None
+        self.turns.begin()
+        while True:  # until the process is told to end
             with trainer.precision_plugin.train_step_context():
                 loss = F.cross_entropy(net(image_BCHW), label_B)
             loss.backward()
-
-        with FlopCounterMode(display=False) as counter:
-            forward_backward()
-        optimizer.zero_grad()
-        self.turns.about["flops_per_image"] = counter.get_total_flops() / len(label_B)
-        self.turns.waited_s = None
-        self.turns.begin()
-        # In the turn that warms up: no one else is at work now.
-        self.turns.about["matmul_flops_per_s"] = matmul_rate(image_BCHW.device, str(trainer.precision))
-        while True:  # until the process is told to end
-            forward_backward()
             optimizer.step()
             optimizer.zero_grad()
             self.turns.stepped(len(label_B))
-
-
-def matmul_rate(device: torch.device, precision: str, repeat: int = 5) -> float:
-    """FLOP/s of the best of several products of large square matrices, with the settings of this process."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[precision.split("-")[0]]) for _ in range(2))
-    seconds = []
-    for _ in range(repeat + 1):
-        synchronise()
-        began_s = time.perf_counter()
-        torch.mm(a, b)
-        synchronise()
-        seconds.append(time.perf_counter() - began_s)
-    return 2 * size**3 / min(seconds[1:])
 
 
 def fit(
