@@ -63,7 +63,7 @@ LEFT_BYTES = 300_000  # at most, on that disk: less than a checkpoint
 # setns: the process and what it starts are on that host from now on.
 ENTER = "import ctypes, os\nctypes.CDLL(None).setns(os.open(f\"/run/netns/{os.environ['FAULT_HOST']}\", os.O_RDONLY), 0x40000000)\n"
 NAMES = re.compile(r"^error: .*(rank \d|\d\.\d+\.\d|/|SIG[A-Z]+|signal|timeout_s)", re.MULTILINE)
-PROMISED = re.compile(r"after (\d+) steps; (?:type|run|set|everything is saved)")
+PROMISED = re.compile(r"after (\d+) steps; \w")
 ports = iter(range(21000, 30000))
 Case = tuple[str, str]  # names of a fault and of a setup
 
