@@ -2,9 +2,9 @@
 
 python benchmarks/contenders.py <plain | plain_our_net | accelerate | transformers | lockstep | lockstep_plain_net | upper_bound> [key=value ...]
 
-Each is a process that trains when it is told to, and waits otherwise. The options are those of train.py, for all contenders. A line on
-standard input grants so many optimizer steps; the answer is a line of JSON with what they took. 0 grants the rest of the training
-and an evaluation; the end of the input, nothing more.
+Each is a process that trains when asked to, and waits otherwise. All contenders take the options of train.py. A line on standard input
+is a number of optimizer steps; the answer is a line of JSON with what they took. 0 is the rest of the training and an evaluation;
+the end of the input ends the process.
 
 The upper bound is Lockstep's network, optimizer and precision in a bare loop over one batch. The peers read images one by one, as
 torchvision's data sets give them, in fp32, and do nothing that Lockstep does besides: no logging, no saving, no clipping. Under several
@@ -62,7 +62,7 @@ class Turns:
         self.began_s = self.waited_before_s = 0.0
 
     def begin(self) -> None:
-        """Called before the first step, when everything stands."""
+        """Called before the first step, when everything is ready."""
         self.answer()
         self.wait()
 
@@ -176,7 +176,7 @@ class UpperBound(pl.Callback):
 def fit(
     turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound], net: torch.nn.Module | None = None
 ) -> None:
-    """What train.py does, without the report; with another network if one is given."""
+    """What train.py does, without the report; `net` replaces the config's network."""
 
     def job(cfg: DictConfig, world: World) -> None:
         data, task, trainer = ready(cfg, world, net)
@@ -243,7 +243,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 class Work:
-    """The same for all peers: data, network, loss and figures from Lockstep's options; no code of Lockstep's trains."""
+    """The same for all peers: data, network, loss and metrics from Lockstep's options; no code of Lockstep's trains."""
 
     def __init__(self, overrides: list[str], net: nn.Module | None = None) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown and, with --plots, pictures.
+"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown and, with --plots, figures.
 
 python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>] [--plots docs/measurements]
 
@@ -461,7 +461,7 @@ def main() -> None:
     parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
     parser.add_argument("--files", type=numbers, default="10000,100000,200000,1000000", help="of the section predict")
     parser.add_argument("--data-root", type=Path, help="has MNIST and CIFAR-10; without it, the embedded images")
-    parser.add_argument("--plots", type=Path, help="a folder for pictures: growth-<section>.png")
+    parser.add_argument("--plots", type=Path, help="a folder for growth-<section>.png")
     args = parser.parse_args()
     print(made_by())
     with tempfile.TemporaryDirectory() as folder:

@@ -112,11 +112,13 @@ def start_command(
         )
 
 
-def differences(reference: Path, run: Path, *, tolerance: float = 0.0) -> list[str]:
-    """Between the folders of two runs: their data, logs, metrics and checkpoints; without a tolerance, bit by bit."""
+def differences(
+    reference: Path, run: Path, sections: Sequence[str] = ("data", "log", "figures", "weights"), tolerance: float = 0.0
+) -> list[str]:
+    """Between the folders of two runs, in sections of compare_runs.py; without a tolerance, bit by bit."""
     runs = (comparison.find(folder.name, folder.parent) for folder in (reference, run))
-    sections = comparison.compare(*runs, exact=not tolerance, tolerance=tolerance)
-    return [line for name in ("data", "log", "figures", "weights") for line in sections[name]]
+    found = comparison.compare(*runs, exact=not tolerance, tolerance=tolerance)
+    return [line for name in sections for line in found[name]]
 
 
 @contextlib.contextmanager

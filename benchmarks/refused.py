@@ -1,8 +1,8 @@
-"""Tries command lines and files that cannot work, and counts how they are refused.
+"""Tries command lines and files that cannot work, and counts how they are rejected.
 
 python benchmarks/refused.py [--only <text>] [--every 3] [--jobs 2] [--save <file>]
 
-A case is refused well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run's
+A case is rejected well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run's
 directory is made, and leaves no file. Some of these need torch: whether a network takes the images is known once it is made. Each case is
 a process forked from one that has imported torch, because imports would take most of the time; the table adds the time of the imports
 to the cases that need them. The cases are in refused_cases.py. `--save` keeps the verdicts. Needs Linux.
@@ -35,8 +35,8 @@ import forked  # processes from a server that has imported torch
 LIMIT_S = 20.0  # a case that trains longer than this was accepted
 HOOK = str(Path(__file__).with_name("refused_hook.py").resolve())
 OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-WELL, LATE, DIM, TRACEBACK, SILENT = "refused well", "late", "unclear", "traceback", "accepted in silence"
-LEFT, WORKS, WRONGLY = "left files", "works", "refused wrongly"
+WELL, LATE, DIM, TRACEBACK, SILENT = "rejected well", "late", "unclear", "traceback", "accepted in silence"
+LEFT, WORKS, WRONGLY = "left files", "works", "rejected wrongly"
 WITH_TORCH = "of these with torch"
 COLUMNS = (WELL, WITH_TORCH, LATE, DIM, LEFT, TRACEBACK, SILENT)
 STAGES = ("run", "torch", "classes")  # that refused_hook.py notes, the last one first
@@ -47,7 +47,7 @@ MADE = ("a wrong value", "a key is", "a name is misspelt")  # families made from
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. `stage`: config (nothing but the config was read), classes, torch (everything was made), or run."""
+    """The result of a case. `stage`: config (nothing but the config was read), classes, torch (everything was built), or run."""
 
     family: str
     name: str
@@ -164,7 +164,7 @@ def page(outcomes: list[Outcome]) -> str:
     bad = sorted((o for o in outcomes if o.verdict not in (WELL, WORKS)), key=lambda o: (o.verdict, o.family))
     rest = "\n".join(f"- {o.verdict}: `{o.name}`" for o in bad)
     must = f"Of {works[WORKS] + works[WRONGLY]} command lines that must work, {works[WORKS]} did."
-    return f"{table(outcomes)}\n\n{must}\n\nNot refused well:\n\n{rest or 'none'}\n"
+    return f"{table(outcomes)}\n\n{must}\n\nNot rejected well:\n\n{rest or 'none'}\n"
 
 
 def thinned(every: list[Case], step: int) -> list[Case]:
@@ -184,7 +184,7 @@ def main() -> int:
     outcomes = []
     for outcome in outcomes_of(chosen, args.jobs):
         outcomes.append(outcome)
-        if args.save:  # a call that is cut off keeps what it has
+        if args.save:  # so an interrupted call keeps its outcomes
             args.save.write_text(json.dumps([asdict(each) for each in outcomes], indent=0))
         if args.only or outcome.verdict not in (WELL, WORKS):
             print(f"{outcome.verdict:20} {outcome.elapsed_s:5.1f} s  {outcome.name}", file=sys.stderr, flush=True)

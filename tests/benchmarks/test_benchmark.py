@@ -65,11 +65,11 @@ def test_the_table_has_an_empty_cell_for_what_is_not_known():
     assert lines[3] == "| lockstep | bf16-mixed | 1.5 (1.5 to 1.5, 3) | 0.01 |  |  | 1,024 + 1 |  |"
 
 
-def test_a_peer_that_is_not_installed_is_left_out_and_says_how_to_install_it(monkeypatch, capsys):
+def test_a_peer_that_is_not_installed_is_skipped_with_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None if name == "accelerate" else object())
     found = benchmark.chosen(benchmark.PEERS, world=1)
     assert list(found) == ["plain", "transformers", *benchmark.OURS]
-    assert "accelerate is left out" in (said := capsys.readouterr().err) and "uv run --group peers" in said
+    assert "accelerate is skipped" in (said := capsys.readouterr().err) and "uv run --group peers" in said
     assert not any("upper bound" in name for name in benchmark.chosen(["plain"], world=2))
     assert benchmark.chosen(["plain"], 1, ["compile=true tf32=true"])["lockstep compile=true tf32=true"] == (
         "lockstep",
