@@ -1,4 +1,4 @@
-"""Lockstep beside the same training by other means, by turns on one machine: a plain loop, Accelerate, transformers.
+"""Compares Lockstep with the same training in a plain loop, Accelerate and transformers, in turns on one machine.
 
 python benchmarks/benchmark.py [--data-root <folder>] [--rounds 12]
 python benchmarks/benchmark.py --world 2                    # two processes (ddp) each
@@ -8,11 +8,10 @@ python benchmarks/benchmark.py --quick --check              # exit code 1 if Loc
 
 Each contender is a process that is started once; then they train in turns of --segment optimizer steps, in the opposite order in
 every other round. Machines are shared: read the ratios, which are medians over the rounds of the ratio within a round. The contenders,
-and what they leave out, are in contenders.py. Packages of --group peers that are missing leave their contender out.
+and what they omit, are in contenders.py. Contenders of --group peers whose package is missing are skipped.
 
 Memory is that of one process, and + that of its GPU. `equal precision` is 32-true, with TF32 on GPUs as all peers. An upper bound is
-Lockstep's network, optimizer and precision in a bare loop over one batch that is on the device already; the rate of products is the
-best of five of torch.mm in its first turn, which convolutions of another library may go beyond.
+Lockstep's network, optimizer and precision in a bare loop over one batch that is on the device already.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import math
 import os
 import platform
 import select
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -66,7 +64,7 @@ class Turn:
 
 @dataclass
 class Figures:
-    """All of one contender. `about` is what it said last: its precision and peaks; of an upper bound, FLOP and FLOP/s."""
+    """All of one contender. `about` is what it reported last: its precision and peaks."""
 
     turns: list[Turn] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
@@ -93,20 +91,9 @@ def ratio(contenders: Contenders, name: str, other: str | None) -> float | None:
 
 
 def waiting(turns: list[Turn]) -> float | None:
-    """The share of the time in which there was no data yet."""
+    """The fraction of the time spent waiting for data."""
     known = [turn.waited_s for turn in turns if turn.waited_s is not None]
     return sum(known) / sum(turn.seconds for turn in turns) if len(known) == len(turns) else None
-
-
-def flops_share(contenders: Contenders, name: str) -> float | None:
-    """FLOP/s over the machine's own in products of large matrices, both in the contender's precision."""
-    figures = contenders[name]
-    bounds = [contenders[bound] for bound in UPPER_BOUNDS.values() if bound in contenders]
-    measured = next((bound.about for bound in bounds if bound.precision == figures.precision), None)
-    if measured is None:
-        return None
-    speed = statistics.median(turn.images_per_s for turn in figures.turns)
-    return float(speed * measured["flops_per_image"] / measured["matmul_flops_per_s"])
 
 
 def shown(value: float | None, form: str) -> str:
@@ -120,7 +107,7 @@ def memory(about: Mapping[str, Any]) -> str:
 
 COLUMNS = (
     "contender", "precision", "images/s: median (least to most, n)", "to plain", "to its upper bound", "waiting for data",
-    "peak memory, MiB", "share of matmul FLOP/s", "accuracy",
+    "peak memory, MiB", "accuracy",
 )  # fmt: skip
 
 
@@ -136,7 +123,6 @@ def row(contenders: Contenders, name: str) -> list[str]:
         shown(ratio(contenders, name, UPPER_BOUNDS.get(name)), ".2f"),
         shown(waiting(figures.turns), ".1%"),
         memory(figures.about),
-        shown(flops_share(contenders, name), ".1%"),
         shown(figures.accuracy, ".2%"),
     ]
 
@@ -146,7 +132,7 @@ def table(contenders: Contenders) -> str:
 
 
 def accuracy_problems(contenders: Contenders) -> Iterator[str]:
-    """Contenders that did not learn what the plain loop did: their speed would be of other work."""
+    """Contenders that did not learn what the plain loop did: their speed would be that of different work."""
     expected = contenders[PLAIN].accuracy if PLAIN in contenders else None
     if expected is None:
         return
@@ -156,7 +142,7 @@ def accuracy_problems(contenders: Contenders) -> Iterator[str]:
 
 
 def too_slow(contenders: Contenders, limits: Mapping[tuple[str, str], float]) -> Iterator[str]:
-    """Ratios below their limits; those of contenders that did not run are left out."""
+    """Ratios below their limits, of contenders that ran."""
     for (name, other), limit in limits.items():
         found = ratio(contenders, name, other)
         if found is not None and found < limit:
@@ -164,7 +150,7 @@ def too_slow(contenders: Contenders, limits: Mapping[tuple[str, str], float]) ->
 
 
 def waits_long(contenders: Contenders, most: float) -> Iterator[str]:
-    """Contenders of ours that wait for data for more than a share of their time."""
+    """Lockstep contenders that wait for data for more than a fraction of their time."""
     for name in contenders:
         share = waiting(contenders[name].turns) if name.startswith("lockstep") else None
         if share is not None and share > most:
@@ -204,19 +190,19 @@ AMOUNTS = {  # batch, optimizer steps of a turn, rounds
 
 
 def chosen(peers: Sequence[str], world: int, also: Sequence[str] = ()) -> Kinds:
-    """Contenders by name. Peers whose package is not installed are left out, with a line that says so."""
+    """Contenders by name. Peers whose package is not installed are skipped, with a line about each."""
     found: Kinds = {}
     for name in peers:
         if name == "plain" or importlib.util.find_spec(name):
             found[name] = (name, [])
         else:
-            say(f"{name} is left out: it is not installed. Type uv run --group peers benchmarks/benchmark.py")
+            say(f"{name} is skipped: it is not installed. Run uv run --group peers benchmarks/benchmark.py")
     ours = {name: what for name, what in OURS.items() if world == 1 or what[0] == "lockstep"}
     return found | ours | {f"lockstep {options}": ("lockstep", options.split()) for options in also}
 
 
 def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
-    """Options of all contenders, and a line about them. The data is prepared here, once, and with its words."""
+    """Options of all contenders, and a line about them. The data is prepared here, once."""
     overrides = [
         *RECIPES[args.recipe], f"data.batch_size={args.batch_size}", f"trainer.accelerator={args.device}",
         "trainer.limit_val_batches=0", "trainer.enable_checkpointing=false",
@@ -241,7 +227,7 @@ def arithmetic(kind: str, options: list[str], device: str) -> list[str]:
 
 
 class Contender:
-    """A process, or a torchrun of several, that trains when it is told to."""
+    """A process, or a torchrun of several, that trains when asked to."""
 
     def __init__(self, name: str, kind: str, overrides: list[str], folder: Path, *, device: str, world: int) -> None:
         self.name = name
@@ -266,7 +252,7 @@ class Contender:
         if not line:
             end = "\n".join(self.log.read_text().splitlines()[-30:])
             why = "ended before its time" if ready else f"did not answer within {ANSWER_S} s"
-            raise TrainingFailed(f"the contender {self.name} {why}; its last words:\n{end}")
+            raise TrainingFailed(f"the contender {self.name} {why}; the end of its log:\n{end}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -279,7 +265,7 @@ class Contender:
     def end(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # which tells it
+            self.process.stdin.close()  # which ends it
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -298,7 +284,7 @@ def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -
             processes.append(process)
         for process in processes:
             process.answer()
-        say(f"{len(processes)} contenders stand")
+        say(f"{len(processes)} contenders are ready")
         for process in processes:
             process.train(args.segment)  # warms up
         for i in range(args.rounds):
@@ -317,7 +303,7 @@ def say(line: str) -> None:
 
 
 def machine(device: str) -> str:
-    """What it is, but not whose."""
+    """The processor, and the GPU."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -361,7 +347,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.device = args.device or ("cuda" if gpu_count() else "cpu")
     if args.device == "cuda" and gpu_count() < args.world:
-        raise UserError(f"--device cuda --world {args.world}: there are {gpu_count()} GPUs. Type --device cpu.")
+        raise UserError(f"--device cuda --world {args.world}: there are {gpu_count()} GPUs. Pass --device cpu.")
     batch, segment, rounds = AMOUNTS[args.recipe, args.device]
     segment, rounds = (15, 7) if args.quick else (segment, rounds)
     args.batch_size, args.segment = args.batch_size or batch, args.segment or segment

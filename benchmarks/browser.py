@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from measuring import ArgumentParser
+
 from lockstep import ROOT
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
@@ -24,13 +26,18 @@ LARGEST = 350_000  # bytes
 
 
 def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("pages", nargs="+", metavar="name=page")
+    pages = parser.parse_args().pages
     if why := missing():
         raise UserError(why)
     FOLDER.mkdir(exist_ok=True)
     with browser() as driver:
-        for each in sys.argv[1:]:
+        for each in pages:
             name, _, page = each.partition("=")
             name, _, section = name.partition("#")
+            if not Path(page).is_file():
+                raise UserError(f"{each}: there is no page {page!r}; expected <name>=<page>, such as runs=runs.html")
             width, height = (360, 800) if name == "phone" else (1280, 1180)
             show(driver, Path(page), width=width, height=height, dark=name.endswith("dark"))
             if section:

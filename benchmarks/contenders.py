@@ -2,9 +2,9 @@
 
 python benchmarks/contenders.py <plain | plain_our_net | accelerate | transformers | lockstep | lockstep_plain_net | upper_bound> [key=value ...]
 
-Each is a process that trains when it is told to, and waits otherwise. The options are those of train.py, for all contenders. A line on
-standard input grants so many optimizer steps; the answer is a line of JSON with what they took. 0 grants the rest of the training
-and an evaluation; the end of the input, nothing more.
+Each is a process that trains when asked to, and waits otherwise. All contenders take the options of train.py. A line on standard input
+is a number of optimizer steps; the answer is a line of JSON with what they took. 0 is the rest of the training and an evaluation;
+the end of the input ends the process.
 
 The upper bound is Lockstep's network, optimizer and precision in a bare loop over one batch. The peers read images one by one, as
 torchvision's data sets give them, in fp32, and do nothing that Lockstep does besides: no logging, no saving, no clipping. Under several
@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torch.utils.flop_counter import FlopCounterMode
 from torchvision import transforms
 
 from lockstep import build, models
@@ -63,7 +62,7 @@ class Turns:
         self.began_s = self.waited_before_s = 0.0
 
     def begin(self) -> None:
-        """Called before the first step, when everything stands."""
+        """Called before the first step, when everything is ready."""
         self.answer()
         self.wait()
 
@@ -132,9 +131,6 @@ def peaks() -> dict[str, int | None]:
     }
 
 
-DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32, "64": torch.float64}
-
-
 class ByTurns(pl.Callback):
     """The last callback: what the others do belongs to the step."""
 
@@ -166,44 +162,21 @@ class UpperBound(pl.Callback):
         net, (optimizer,) = pl_module.net, trainer.optimizers
         assert isinstance(net, torch.nn.Module) and net.training
 
-        def forward_backward() -> None:
+        self.turns.waited_s = None
+        self.turns.begin()
+        while True:  # until the process is told to end
             with trainer.precision_plugin.train_step_context():
                 loss = F.cross_entropy(net(image_BCHW), label_B)
             loss.backward()
-
-        with FlopCounterMode(display=False) as counter:
-            forward_backward()
-        optimizer.zero_grad()
-        self.turns.about["flops_per_image"] = counter.get_total_flops() / len(label_B)
-        self.turns.waited_s = None
-        self.turns.begin()
-        # In the turn that warms up: no one else is at work now.
-        self.turns.about["matmul_flops_per_s"] = matmul_rate(image_BCHW.device, str(trainer.precision))
-        while True:  # until the process is told to end
-            forward_backward()
             optimizer.step()
             optimizer.zero_grad()
             self.turns.stepped(len(label_B))
 
 
-def matmul_rate(device: torch.device, precision: str, repeat: int = 5) -> float:
-    """FLOP/s of the best of several products of large square matrices, with the settings of this process."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device, dtype=DTYPES[precision.split("-")[0]]) for _ in range(2))
-    seconds = []
-    for _ in range(repeat + 1):
-        synchronise()
-        began_s = time.perf_counter()
-        torch.mm(a, b)
-        synchronise()
-        seconds.append(time.perf_counter() - began_s)
-    return 2 * size**3 / min(seconds[1:])
-
-
 def fit(
     turns: Turns, overrides: list[str], callback: type[ByTurns | UpperBound], net: torch.nn.Module | None = None
 ) -> None:
-    """What train.py does, without the report; with another network if one is given."""
+    """What train.py does, without the report; `net` replaces the config's network."""
 
     def job(cfg: DictConfig, world: World) -> None:
         work, trainer = ready(cfg, world, net)
@@ -270,7 +243,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 class Work:
-    """The same for all peers: data, network, loss and figures from Lockstep's options; no code of Lockstep's trains."""
+    """The same for all peers: data, network, loss and metrics from Lockstep's options; no code of Lockstep's trains."""
 
     def __init__(self, overrides: list[str], net: nn.Module | None = None) -> None:
         torch.manual_seed(0)

@@ -11,9 +11,7 @@ Machines are shared: read the ratios, which are taken within a round.
 
 import argparse
 import json
-import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,7 +26,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from measuring import ArgumentParser, in_turns, made_by, ratio, ready, silenced, some_of, spread, start_job, table
+from measuring import (
+    ArgumentParser,
+    in_turns,
+    last_step,
+    made_by,
+    ratio,
+    ready,
+    silenced,
+    some_of,
+    spread,
+    start_job,
+    table,
+    wait_until,
+)
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -198,30 +209,24 @@ def timed_run(cfg: DictConfig, world: World) -> None:
 
 def save_costs(times: dict[str, Any], size_gb: float) -> dict[str, float]:
     """In seconds. A step is timed from its beginning to that of the next; the save is in the first of them. The last checkpoint is
-    saved when no step follows; the first one's memory is new."""
+    saved when no step follows; the first stall does not count, because its memory is new."""
     saves, writes = times["saves"], times["writes"]
     steps = list(pairwise(times["steps"]))[WARM_UP:]
 
-    def lengths(spans: list[Span]) -> list[float]:
-        return [end - begin for begin, end in spans]
+    def lengths(beside: Callable[[Span], bool]) -> list[float]:
+        return [end - begin for begin, end in steps if beside((begin, end))]
 
-    def beside(step: Span, spans: list[Span]) -> bool:
+    def overlaps(step: Span, spans: list[Span]) -> bool:
         return any(begin < step[1] and end > step[0] for begin, end in spans)
 
-    normal_s = statistics.median(lengths([step for step in steps if not beside(step, saves + writes)]))
-    stalls = [s - normal_s for s in lengths([step for step in steps if beside(step, saves)])]
-    slower = lengths([step for step in steps if beside(step, writes) and not beside(step, saves)])
-    extra = [s - normal_s for s in lengths([step for step in steps if beside(step, saves + writes)])]
-    write_s = statistics.median(lengths(writes))
+    normal_s = statistics.median(lengths(lambda step: not overlaps(step, saves + writes)))
+    stalls = [s - normal_s for s in lengths(lambda step: overlaps(step, saves))]
+    extra = [s - normal_s for s in lengths(lambda step: overlaps(step, saves + writes))]
     return {
         "GB": size_gb,
         "step": normal_s,
-        "first stall": stalls[0],
         "stall": statistics.median(stalls[1:] or stalls),
-        "in save_checkpoint": statistics.median(lengths(saves[1:-1] or saves)),
-        "write": write_s,
-        "write per GB": write_s / size_gb,
-        "step beside a write": statistics.median(slower) if slower else float("nan"),
+        "write": statistics.median(end - begin for begin, end in writes),
         "cost of a save": sum(extra) / len(stalls),
     }
 
@@ -241,9 +246,8 @@ def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: 
 
 
 def saving(args: argparse.Namespace) -> str:
-    """Seconds, medians. `stall`: what a step with a save takes longer than one without; the first is apart, for its memory is new.
-    `in save_checkpoint`: the part of it within Lightning's call. `write`: to the disk, fsync included. `cost of a save`: stall and
-    what steps beside a write take longer, together."""
+    """Seconds, medians. `stall`: what a step with a save takes longer than one without. `write`: to the disk, fsync included.
+    `cost of a save`: the stall, and what steps during a write take longer."""
     os.environ[PARAMETERS] = str(round(args.parameters * 1e6))
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
@@ -254,88 +258,52 @@ def saving(args: argparse.Namespace) -> str:
             for background in (False, True)
         }  # fmt: skip
         found = {name: costs for name, (costs,) in in_turns(ways, rounds=1).items()}
-    rows = [
-        [name, *("-" if math.isnan(value) else f"{value:.2f}" for value in costs.values())]
-        for name, costs in found.items()
-    ]
+    rows = [[name, *(f"{value:.2f}" for value in costs.values())] for name, costs in found.items()]
     return table(["", *next(iter(found.values()))], rows)
 
 
-# --- startup: the time from a command to its answer or to its first optimizer step, and what is imported until then ---
+# --- startup: the time from a command to its answer or to its first optimizer step ---
 
 POLL_S = 0.005  # between two looks for the first row of metrics.csv
 TIME_LIMIT_S = 300
 BARE = "import torch, lightning, torchvision"
 STEP = "train.py, its first optimizer step"
 UNCACHED = f"{STEP}, without cached bytecode"
-BASE = f'python -c "{BARE}"'
 PROBES: dict[str, tuple[list[str], int]] = {  # command and exit code
-    'python -c "pass"': ([sys.executable, "-c", "pass"], 0),
-    'python -c "import hydra, numpy"': ([sys.executable, "-c", "import hydra, numpy"], 0),
     "train.py --help": ([*TRAIN, "--help"], 0),
     "train.py with a wrong key, exit code 2": ([*TRAIN, "optim.lrr=3e-4"], 2),
-    BASE: ([sys.executable, "-c", BARE], 0),
+    f'python -c "{BARE}"': ([sys.executable, "-c", BARE], 0),
 }
 # Python caches the bytecode of modules in __pycache__, unless PYTHONDONTWRITEBYTECODE is set, as in many containers.
 CACHED = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
 NOT_CACHED = CACHED | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": os.devnull}
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Time of a command, on the clock and of the processor. The latter minds other work on the machine less."""
-
-    elapsed_s: float
-    cpu_s: float
-
-
-def clocks() -> tuple[float, float]:
-    """Seconds on the clock, and of the processor in children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.perf_counter(), used.ru_utime + used.ru_stime
-
-
-def probe(command: list[str], expected: int, folder: Path) -> Taken:
-    began = clocks()
+def probe(command: list[str], expected: int, folder: Path) -> float:
+    """Seconds of a command."""
+    began_s = time.perf_counter()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S, env=CACHED)
-    ended = clocks()
+    elapsed_s = time.perf_counter() - began_s
     if done.returncode != expected:
         raise RuntimeError(f"{command} ended with {done.returncode} instead of {expected}: {done.stderr}")
-    return Taken(ended[0] - began[0], ended[1] - began[1])
+    return elapsed_s
 
 
-def first_step(options: list[str], folder: Path, env: Mapping[str, str]) -> Taken:
-    """From the command to its first row of metrics.csv."""
+def first_step(options: list[str], folder: Path, env: Mapping[str, str]) -> float:
+    """Seconds from the command to its first row of metrics.csv."""
     name = f"run-{time.monotonic_ns()}"
     command = [*TRAIN, f"run={name}", "runs_dir=runs", "trainer.log_every_n_steps=1", *options]
     metrics, errors = folder / "runs" / name / "metrics.csv", folder / f"{name}.err"
-
-    def has_row() -> bool:
-        return metrics.is_file() and metrics.read_bytes().count(b"\n") >= 2
-
     with errors.open("wb") as file:
-        began = clocks()
+        began_s = time.perf_counter()
         child = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=file, env=env)
-        while not has_row() and child.poll() is None:
-            time.sleep(POLL_S)
-        elapsed_s = clocks()[0] - began[0]
+        wait_until(lambda: last_step(metrics) > 0 or child.poll() is not None, TIME_LIMIT_S, POLL_S)
+        elapsed_s = time.perf_counter() - began_s
         child.kill()
         child.wait()
-    if not has_row():
+    if not last_step(metrics):
         raise RuntimeError(f"{command} ended before its first step: {errors.read_text()}")
-    return Taken(elapsed_s, clocks()[1] - began[1])
-
-
-def startup_table(taken: dict[str, list[Taken]]) -> str:
-    elapsed = {name: [each.elapsed_s for each in own] for name, own in taken.items()}
-    cpu = {name: [each.cpu_s for each in own] for name, own in taken.items()}
-    rows = []
-    for name in taken:
-        ratios = [f"{ratio(times[name], times[BASE]):.2f}" for times in (elapsed, cpu)]
-        cpu_s = f"{statistics.median(cpu[name]):.2f}"
-        rows.append([f"`{name}`", spread(elapsed[name], ".2f"), ratios[0], cpu_s, ratios[1]])
-    over = "over the bare import"
-    return table(["from the command to the end of", "s, median (least to most)", over, "CPU s, median", over], rows)
+    return elapsed_s
 
 
 def startup(args: argparse.Namespace) -> str:
@@ -347,7 +315,9 @@ def startup(args: argparse.Namespace) -> str:
         ways = {name: partial(probe, *each, folder) for name, each in PROBES.items()}
         ways[STEP] = partial(first_step, options, folder, CACHED)
         ways[UNCACHED] = partial(first_step, options, folder, NOT_CACHED)
-        return startup_table(in_turns(ways, args.rounds, warm_up=1))
+        taken_s = in_turns(ways, args.rounds, warm_up=1)
+    rows = [[f"`{name}`", spread(seconds, ".2f")] for name, seconds in taken_s.items()]
+    return table(["from the command to the end of", "s, median (least to most)"], rows)
 
 
 # --- advice, exact: images per second of runs with options, against a run without ---
@@ -358,10 +328,7 @@ SPEED = [
 ]  # fmt: skip
 DEFAULT, NORM_NAME = "default: no workers, batch 64", "a network with batch norm, ddp x2"
 NORM = ["model=timm", "model.name=test_resnet", "data.image_size=56", "strategy=ddp", "trainer.devices=2"]
-ADVISED = (
-    "data.num_workers=1", "data.num_workers=2", "data.num_workers=2 data.prefetch_factor=8",
-    "data.num_workers=2 data.persistent_workers=false", "data.batch_size=256", "data.batch_size=1024",
-)  # fmt: skip
+ADVISED = ("data.num_workers=2", "data.batch_size=256", "data.batch_size=1024")
 RECIPES = {
     "BasicNet": ["trainer.max_steps=150", "trainer.max_epochs=1000"],
     "ResNet-18 at 32 pixels": ["model=timm", "model.name=resnet18", "data.image_size=32", "trainer.max_steps=50"],

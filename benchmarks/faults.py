@@ -1,10 +1,10 @@
-"""Injects faults into runs at random moments, types the same command again, and compares the end with that of a run without faults.
+"""Injects faults into runs at random moments, reruns the same command, and compares the result with that of a run without faults.
 
 python benchmarks/faults.py [--rounds 3] [--runs 5] [--seed 0] [--only 17]
 
 The runs train 40 steps with all that has a state, under every strategy, on one host and on two (network namespaces). Each round injects
-each fault once into each strategy. A run ends well in the right result, bit by bit (weights, optimizer, metrics.csv, test figures, files), at
-once or when its command is typed again; or with a clear error: exit code 2 or 1, no traceback, the file, the rank or the signal by
+each fault once into each strategy. A run ends well with the right result, bit by bit (weights, optimizer, metrics.csv, test metrics, files),
+at once or when its command is run again; or with a clear error: exit code 2 or 1, no traceback, the file, the rank or the signal by
 name. What was saved before the fault must be there after it. Exit code 1 if a run ends badly. Needs Linux, root and iproute2.
 
 Each cell of the table: runs · right result · clear error. A cell is empty if the strategy cannot have the fault, or if no run was drawn.
@@ -34,7 +34,6 @@ from measuring import ArgumentParser, made_by, wait_until
 
 from lockstep import ROOT
 from lockstep.checkpoints.finding import found_in, is_checkpoint, step_of
-from lockstep.extras import comparison
 
 sys.path.append(str(ROOT / "tests"))
 import forked  # processes from a server that has imported torch
@@ -59,14 +58,12 @@ END_S = 90.0  # for a run to end after its fault
 LEFT_S = 2.0  # between the end of one node's command and the kill of a stopped process on the other
 GONE_S = 30.0  # for the other processes of a command that ended
 FILES_S = 5.0  # for files to be there
-DISK, LEFT_BYTES = (
-    "64m",
-    300_000,
-)  # of a run whose disk will be full, and what is left of it at most: less than a checkpoint
+DISK = "64m"  # of a run whose disk will be full
+LEFT_BYTES = 300_000  # at most, on that disk: less than a checkpoint
 # setns: the process and what it starts are on that host from now on.
 ENTER = "import ctypes, os\nctypes.CDLL(None).setns(os.open(f\"/run/netns/{os.environ['FAULT_HOST']}\", os.O_RDONLY), 0x40000000)\n"
 NAMES = re.compile(r"^error: .*(rank \d|\d\.\d+\.\d|/|SIG[A-Z]+|signal|timeout_s)", re.MULTILINE)
-PROMISED = re.compile(r"after (\d+) steps; (?:rerun|everything is saved)")
+PROMISED = re.compile(r"after (\d+) steps?; \w")
 ports = iter(range(21000, 30000))
 Case = tuple[str, str]  # names of a fault and of a setup
 
@@ -98,7 +95,7 @@ def send(what: signal.Signals, pids: Iterable[int]) -> None:
 
 
 class Run:
-    """A folder with runs/, data/ and cache/, and the commands that are typed there: one a node, each a process group."""
+    """A folder with runs/, data/ and cache/, and the commands that run there: one per node, each a process group."""
 
     def __init__(self, folder: Path, setup: str, nodes: list[hosts.Host], draw: random.Random) -> None:
         self.setup, self.folder, self.logs, self.draw = setup, folder / "work", folder, draw
@@ -114,7 +111,7 @@ class Run:
         return self.folder / "runs" / "run" / "checkpoints"
 
     def start(self) -> None:
-        if not (self.folder / "data").exists():  # here: the disk may be another one by now
+        if not (self.folder / "data").exists():  # here: a small disk may be mounted by now
             write_mnist(self.folder / "data", 640, 103)
         port, self.commands, self.outputs = next(ports), [], []
         for rank, node in enumerate(self.nodes or [None]):  # type: ignore[list-item]
@@ -194,11 +191,9 @@ class Run:
             return 0
 
     def compared(self, whole: Path) -> str:
-        a, b = (comparison.find("run", folder / "runs") for folder in (whole, self.folder))
-        sections = comparison.compare(a, b, exact=True, tolerance=0)
-        differing = [line for name in ("data", "log", "figures", "weights") for line in sections[name]]
-        extra = files(a.folder) ^ files(b.folder)
-        return "; ".join([*differing, *([f"files: {sorted(extra)}"] if extra else [])])
+        a, b = (folder / "runs" / "run" for folder in (whole, self.folder))
+        extra = files(a) ^ files(b)
+        return "; ".join([*measuring.differences(a, b), *([f"files: {sorted(extra)}"] if extra else [])])
 
 
 def files(folder: Path) -> set[str]:
@@ -302,7 +297,7 @@ class Fault:
     several: bool = False  # only where there are several processes
     network: bool = False  # only where there are several nodes
     saving: bool = False  # always while a checkpoint is written
-    refusal: bool = False  # the command that is typed again may refuse what is damaged
+    refusal: bool = False  # the rerun command may reject what is damaged
 
 
 FAULTS = {
@@ -381,11 +376,11 @@ def verdict(run: Run, fault: Fault, whole: Reference) -> str | None:
         codes = run.finish()
         check_message(run, codes, killed=False)
         if any(codes) and not fault.refusal:
-            raise Badly(f"typed again, it fails with exit code {max(codes)}")
-        run.bring_back("data")  # what was refused comes back from a copy
+            raise Badly(f"the rerun command fails with exit code {max(codes)}")
+        run.bring_back("data")  # what was rejected comes back from a copy
     if any(codes):
         return "clear"
-    run.bring_back("runs")  # what was damaged after its last use, and would be refused at the next
+    run.bring_back("runs")  # what was damaged after its last use, and would be rejected at the next
     if told := run.compared(whole.folder):
         raise Badly(told)
     return "right"

@@ -1,4 +1,4 @@
-"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown and, with --plots, pictures.
+"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown and, with --plots, figures.
 
 python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>] [--plots docs/measurements]
 
@@ -16,9 +16,8 @@ import sys
 import tempfile
 import threading
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,6 +27,7 @@ from unittest.mock import patch
 
 import measuring
 import numpy as np
+import psutil
 from measuring import ArgumentParser, in_turns, last_step, made_by, ratio, some_of, spread, table
 
 import lockstep
@@ -65,48 +65,28 @@ class Memory(NamedTuple):
     """Of a process, in bytes. `pss` counts a page that n processes share as 1/n: its sum over all of them is what they use."""
 
     pss: int = 0
-    own: int = 0  # pages that belong to no file: what it has made itself
-    mapped: int = 0  # what it has of the files in a folder, shared or not
-    mapped_pss: int = 0  # the same, shared pages divided
+    own: int = 0  # pages that belong to no file: what the process allocated itself
+    mapped: int = 0  # its mapped files of a folder, shared or not
+    mapped_pss: int = 0  # the same, with shared pages divided
 
 
-def total(memories: list[Memory]) -> Memory:
+def total(memories: Iterable[Memory]) -> Memory:
     return Memory(*map(sum, zip(Memory(), *memories, strict=True)))
 
 
-def mapped(smaps: str, folder: Path) -> tuple[int, int]:
-    """Resident bytes of the mappings of files in `folder`, whole and with shared pages divided."""
-    sizes = {"Rss:": 0, "Pss:": 0}
-    inside = False
-    for line in smaps.splitlines():
-        name, _, rest = line.partition(" ")
-        if not name.endswith(":"):  # the head of a mapping: addresses, flags, and at the end its file
-            inside = f" {folder}/" in line
-        elif inside and name in sizes:
-            sizes[name] += 1024 * int(rest.split()[0])
-    return sizes["Rss:"], sizes["Pss:"]
-
-
-def memory_of(pid: int, folder: Path | None) -> Memory:
-    """Nothing where the process has ended."""
+def memory_of(process: psutil.Process, folder: Path | None = None) -> Memory:
+    """Zero if the process has ended."""
     try:
-        rows = [line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
-        files = mapped(Path(f"/proc/{pid}/smaps").read_text(), folder) if folder else (0, 0)
-    except (FileNotFoundError, ProcessLookupError):
+        maps = process.memory_maps()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
         return Memory()
-    whole = {row[0]: 1024 * int(row[1]) for row in rows if row[-1] == "kB"}
-    return Memory(whole["Pss:"], whole["Anonymous:"], *files)
+    files = [each for each in maps if folder and each.path.startswith(f"{folder}/")]
+    pss, own = sum(each.pss for each in maps), sum(each.anonymous for each in maps)
+    return Memory(pss, own, sum(each.rss for each in files), sum(each.pss for each in files))
 
 
-def children(pid: int | str = "self") -> list[int]:
-    lists = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for path in lists for child in path.read_text().split()]
-
-
-def descendants(pid: int | str = "self") -> Iterator[int]:
-    for child in children(pid):
-        yield child
-        yield from descendants(child)
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
 
 
 @contextmanager
@@ -130,54 +110,43 @@ def repeatedly(look: Callable[[], None], every_s: float) -> Iterator[None]:
         thread.join()
 
 
-class Peaks:
-    """The most memory that any one child had, and that all of them had at a time."""
+def watched(args: argparse.Namespace, *options: str, folder: Path | None = None) -> tuple[Memory, Memory, int]:
+    """Of a run: the most memory that any one process had, and that all of them had at a time; the number of parameters."""
+    each, together = Memory(), Memory()
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder, self.each, self.all = folder, Memory(), Memory()
+    def look() -> None:
+        nonlocal each, together
+        now = [memory_of(process, folder) for process in psutil.Process().children()]
+        together = Memory(*map(max, together, total(now)))
+        each = Memory(*map(max, each, *now)) if now else each
 
-    def look(self) -> None:
-        now = [memory_of(pid, self.folder) for pid in children()]
-        self.all = Memory(*map(max, self.all, total(now)))
-        self.each = Memory(*map(max, self.each, *now)) if now else self.each
-
-
-def watched(args: argparse.Namespace, *options: str, folder: Path | None = None) -> tuple[Peaks, dict[str, Any]]:
-    peaks = Peaks(folder)
-    with repeatedly(peaks.look, every_s=0.1):
+    with repeatedly(look, every_s=0.1):
         report = train(args, *options)
-    return peaks, report
+    return each, together, report["parameters"]
 
 
 KINDS = ("memory, MiB", "open files", "threads")
+Held = tuple[int, tuple[float, ...]]  # by a process: after so many steps, as in KINDS
 
 
-Held = tuple[int, tuple[float, float, float]]  # by a process: after so many steps, as in KINDS
-
-
-def held(pid: int, step: int) -> Held:
-    files, threads = (float(len(list(Path(f"/proc/{pid}", name).iterdir()))) for name in ("fd", "task"))
-    return step, (memory_of(pid, None).own / MIB, files, threads)
+def held(process: psutil.Process, step: int) -> Held:
+    return step, (memory_of(process).own / MIB, process.num_fds(), process.num_threads())
 
 
 def held_during(run: Callable[[], Any], metrics: Path) -> dict[str, list[Held]]:
-    """What each process of `run` held, as often as it was looked at; without those that lived for less than half of the looks."""
-    seen: dict[int, list[Held]] = {}
-    names: dict[int, str] = {}
+    """What each process of `run` held at every look; without processes that were there for less than half of the looks."""
+    seen: dict[str, list[Held]] = {}
 
     def look() -> None:
         step = last_step(metrics)
-        for pid in descendants() if step else ():
-            try:
-                names.setdefault(pid, f"{len(names)} {Path(f'/proc/{pid}/comm').read_text().strip()}")
-                seen.setdefault(pid, []).append(held(pid, step))
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it has ended
+        for process in descendants() if step else ():
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                seen.setdefault(f"{process.pid} {process.name()}", []).append(held(process, step))
 
     with repeatedly(look, every_s=2.0):
         run()
     most = max(map(len, seen.values()), default=0)
-    return {names[pid]: looks for pid, looks in seen.items() if len(looks) > most / 2}
+    return {name: looks for name, looks in seen.items() if len(looks) > most / 2}
 
 
 def held_rows(processes: dict[str, list[Held]], steps: int) -> list[list[str]]:
@@ -235,25 +204,21 @@ BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
 
 
 def memory(args: argparse.Namespace) -> Section:
-    """GiB, the most that one process had, looked at some times a second; `own` are pages that belong to no file. The base is what a run
-    with BasicNet has of its own. Under fsdp each process makes the whole network before it keeps its part, and gathers one block at a time."""
+    """GiB, the most that one process had, sampled several times a second; `own` are pages that belong to no file. The base is a run
+    with BasicNet. Under fsdp each process makes the whole network before it keeps its part, and gathers one block at a time."""
     lines: Lines = {}
     rows, count = [], 0
-    base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0].each.own
+    base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0].own
     for strategy in ("ddp", "fsdp"):
         for n in args.worlds:
-            place = [f"strategy={strategy}", f"trainer.devices={n}"]
-            seen, report = watched(args, *VIT, *SHORT, f"+model.depth={args.depth}", *place)
-            count = report["parameters"]
+            setup = [f"strategy={strategy}", f"trainer.devices={n}"]
+            each, together, count = watched(args, *VIT, *SHORT, f"+model.depth={args.depth}", *setup)
             theory = BYTES * count / (n if strategy == "fsdp" else 1)
-            figures = [theory, seen.each.own - base, seen.each.own, report["peak_memory_bytes"], seen.all.pss]
-            rows.append([strategy, str(n), *(f"{size / GIB:.2f}" for size in figures)])
-            lines.setdefault(strategy, []).append((n, figures[1] / GIB))
+            sizes = [theory, each.own - base, each.own, together.pss]
+            rows.append([strategy, str(n), *(f"{size / GIB:.2f}" for size in sizes)])
+            lines.setdefault(strategy, []).append((n, (each.own - base) / GIB))
             lines.setdefault(f"{strategy}, in theory", []).append((n, theory / GIB))
-    head = [
-        "strategy", "processes", "weights, gradients, AdamW in theory", "own, above the base", "own", "peak_memory_bytes (with shared files)",
-        "all processes together (PSS)",
-    ]  # fmt: skip
+    head = ["strategy", "processes", "weights, gradients, AdamW in theory", "own, above the base", "own", "all processes (PSS)"]  # fmt: skip
     text = (
         f"vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters: {4 * count / GIB:.2f} GiB. "
         f"The base is {base / GIB:.2f} GiB."
@@ -270,23 +235,21 @@ READING = [
 
 
 def data(args: argparse.Namespace) -> Section:
-    """MiB of the ranks of a real run, the most that was seen at a time: the mappings of the decoded files in /proc/<pid>/smaps, where PSS
-    counts a page that n processes share as 1/n for each; and the pages that a process has made itself, above those of a run over 512
-    images, where a copy of the data would show."""
+    """MiB of the decoded files that the ranks of a real run have mapped, the most at a time. PSS counts a page that n processes share
+    as 1/n for each."""
     lines: Lines = {"in memory (PSS)": [], "if each process had a copy": []}
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
     options = [f"data={name}", *READING]
-    watched(args, *options, "trainer.devices=1", "data.limit_train=512")  # decodes
+    train(args, *options, "trainer.devices=1", "data.limit_train=512")  # decodes
     size = sum(path.stat().st_size for path in cache.glob(f"{name}-*/*.npy"))
     for n in args.worlds:
-        part = watched(args, *options, f"trainer.devices={n}", "data.limit_train=512")[0]
-        seen = watched(args, *options, f"trainer.devices={n}", folder=cache)[0]
-        figures = [seen.all.mapped, seen.all.mapped_pss, seen.each.own - part.each.own]
-        rows.append([str(n), *(f"{figure / MIB:.1f}" for figure in figures), f"{seen.all.mapped_pss / size:.3f}"])
-        lines["in memory (PSS)"].append((n, seen.all.mapped_pss / MIB))
-        lines["if each process had a copy"].append((n, seen.all.mapped / MIB))
-    head = ["processes", "mapped, summed over the processes", "of that in memory (PSS)", "a process's own, above the short run", "PSS / size"]  # fmt: skip
+        _, together, _ = watched(args, *options, f"trainer.devices={n}", folder=cache)
+        mapped, pss = together.mapped / MIB, together.mapped_pss / MIB
+        rows.append([str(n), f"{mapped:.1f}", f"{pss:.1f}", f"{together.mapped_pss / size:.3f}"])
+        lines["in memory (PSS)"].append((n, pss))
+        lines["if each process had a copy"].append((n, mapped))
+    head = ["processes", "mapped, summed over the processes", "of that in memory (PSS)", "PSS / size"]
     text = f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB."
     title = "One copy of the data for all processes of a machine"
     return Section(title, f"{text}\n\n{table(head, rows)}", {"MiB": lines})
@@ -296,11 +259,7 @@ def data(args: argparse.Namespace) -> Section:
 
 SIZES = (10**5, 10**6, 10**7, 10**8, 10**9)
 MEASURED = 10**7  # samples up to which DistributedSampler is measured: 10^9 would take some 50 GB
-SETUPS = {
-    "1 process, batch 256": (1, 256),
-    "4,096 processes, batch 65,536": (4096, 65_536),
-    "4,096 processes, 1 sample each": (4096, 4096),
-}
+SETUPS = {"1 process, batch 256": (1, 256), "4,096 processes, batch 65,536": (4096, 65_536)}
 REPEAT = 5
 
 
@@ -310,21 +269,15 @@ def train_batches(samples: int, world: int, batch: int) -> TrainBatches:
     return TrainBatches(split, batch=batch, seed=0, rank=world // 2, world=world)
 
 
-def resident_bytes(name: str) -> int:
-    """VmRSS, or VmHWM, the most since the last reset, of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
 def grown_bytes(call: Callable[[], Any]) -> int:
     """How far this process grew at most during `call`, by the system's account."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = psutil.Process().memory_info().rss
     kept = call()
-    peak = resident_bytes("VmHWM")
+    peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     del kept
-    return max(0, peak - before)
+    return max(0, 1024 * peak - before)
 
 
 def first_s(batches: TrainBatches, micro_batch: int) -> float:
@@ -338,32 +291,12 @@ def first_s(batches: TrainBatches, micro_batch: int) -> float:
     return statistics.median(seconds)
 
 
-def each_s(batches: TrainBatches, at_most_s: float = 1.0) -> float:
-    """Seconds per batch, from the beginning of an epoch, where blocks of indices are computed ahead."""
-    batches.epoch = batches.start = 0
-    began_s, count = time.perf_counter(), 0
-    for _ in batches:
-        count += 1
-        if time.perf_counter() - began_s > at_most_s:
-            break
-    return (time.perf_counter() - began_s) / count
-
-
 def pass_through(batches: TrainBatches) -> None:
     """The first batches of an epoch, until blocks of indices have their full size."""
     batches.epoch = batches.start = 0
-    share = batches.batch // (batches.world * batches.accumulate)
-    for _ in islice(batches, 3 * BLOCK // share):
+    per_process = batches.batch // (batches.world * batches.accumulate)
+    for _ in islice(batches, 3 * BLOCK // per_process):
         pass
-
-
-def traced_bytes(batches: TrainBatches) -> int:
-    """The most that Python and numpy held meanwhile."""
-    tracemalloc.start()
-    pass_through(batches)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak
 
 
 def torch_sampler(samples: int, world: int) -> tuple[float, int]:
@@ -402,32 +335,27 @@ def size(n_bytes: float) -> str:
 
 
 def sampler(_: argparse.Namespace) -> Section:
-    """`TrainBatches` computes where a bijection sends the samples of the steps ahead. DistributedSampler draws a permutation of all and
-    makes a list of it."""
+    """`TrainBatches` computes where a bijection sends the samples of the steps ahead. DistributedSampler lists a permutation of all."""
     rows: list[list[str]] = []
     times: Lines = {}
     sizes: Lines = {}
+
+    def add(name: str, samples: int, seconds: float, resumed_s: float, n_bytes: float) -> None:
+        rows.append([name, f"{samples:.0e}", duration(seconds), duration(resumed_s), size(n_bytes)])
+        times.setdefault(name, []).append((samples, seconds))
+        sizes.setdefault(name, []).append((samples, n_bytes))
+
     for name, (processes, batch) in SETUPS.items():
         for samples in SIZES:
             batches = train_batches(samples, processes, batch)
-            if len(batches) < 2:
-                continue
-            places = [first_s(batches, place) for place in (0, len(batches) // 2, len(batches) - 1)]
-            grown, peak = grown_bytes(partial(pass_through, batches)), traced_bytes(batches)
-            rows.append([name, f"{samples:.0e}", *map(duration, [*places, each_s(batches)]), size(peak), size(grown)])
-            times.setdefault(name, []).append((samples, places[0]))
-            sizes.setdefault(name, []).append((samples, peak))
+            if len(batches) > 1:
+                seconds, resumed_s = (first_s(batches, start) for start in (0, len(batches) // 2))
+                add(name, samples, seconds, resumed_s, grown_bytes(partial(pass_through, batches)))
     measured = {samples: torch_sampler(samples, 4096) for samples in SIZES if samples <= MEASURED}
-    label = "DistributedSampler (above 1e7 in theory)"
     for samples in SIZES:
         seconds, n_bytes = (value * max(1.0, samples / MEASURED) for value in measured[min(samples, MEASURED)])
-        rows.append([label, f"{samples:.0e}", duration(seconds), "the same", "the same", "", "", size(n_bytes)])
-        times.setdefault(label, []).append((samples, seconds))
-        sizes.setdefault(label, []).append((samples, n_bytes))
-    head = [
-        "sampler", "samples", "first batch of an epoch", "resumed in the middle", "resumed at the last", "each batch", "peak (tracemalloc)",
-        "process grew by (VmHWM)",
-    ]  # fmt: skip
+        add("DistributedSampler (above 1e7 in theory)", samples, seconds, seconds, n_bytes)
+    head = ["sampler", "samples", "first batch of an epoch", "resumed in the middle", "process grew by (VmHWM)"]
     text = f"One process plays rank n/2, of 4,096 for DistributedSampler; medians of {REPEAT}. Blocks have {BLOCK:,} indices."
     plots = {"s to the first batch": times, "bytes": sizes}
     title = "The order of samples over their number"
@@ -533,7 +461,7 @@ def main() -> None:
     parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
     parser.add_argument("--files", type=numbers, default="10000,100000,200000,1000000", help="of the section predict")
     parser.add_argument("--data-root", type=Path, help="has MNIST and CIFAR-10; without it, the embedded images")
-    parser.add_argument("--plots", type=Path, help="a folder for pictures: growth-<section>.png")
+    parser.add_argument("--plots", type=Path, help="a folder for growth-<section>.png")
     args = parser.parse_args()
     print(made_by())
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own on one machine: network namespaces on a bridge. Needs Linux, root and iproute2."""
+"""Hosts with their own addresses on one machine: network namespaces on a bridge. Needs Linux, root and iproute2."""
 
 import os
 import shutil
@@ -7,11 +7,13 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO
+from pathlib import Path
+
+from measuring import start_command
 
 
 def missing() -> str | None:
-    """Why there can be no hosts here; None when there can."""
+    """Why there can be no hosts here; None if there can."""
     if not shutil.which("ip"):
         return "iproute2 is not installed (bash scripts/install_test_systems.sh)"
     if os.geteuid() != 0:
@@ -31,15 +33,10 @@ class Host:
     address: str
     link: str  # the bridge's end of its cable
 
-    def start(
-        self, command: Sequence[str], env: Mapping[str, str], log: IO[bytes], cwd: str
-    ) -> subprocess.Popen[bytes]:
-        """Starts a command there. gloo looks for its interface by the machine's name, which these hosts share: it is told."""
-        own = {**os.environ, **env, "GLOO_SOCKET_IFNAME": "eth0"}
-        full = ["ip", "netns", "exec", self.name, *command]
-        return subprocess.Popen(
-            full, env=own, cwd=cwd, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> "subprocess.Popen[bytes]":
+        """Starts a command there. gloo finds its interface by the machine's name, which these hosts share, so it is set here."""
+        environment = {**os.environ, **env, "GLOO_SOCKET_IFNAME": "eth0"}
+        return start_command(["ip", "netns", "exec", self.name, *command], log, cwd, environment)
 
     def pids(self) -> list[int]:
         return [int(pid) for pid in ip("netns", "pids", self.name).split()]
@@ -51,7 +48,7 @@ class Host:
                 os.kill(pid, signal.SIGKILL)
 
     def cut_off(self) -> None:
-        """Its cable is pulled: nobody is told anything."""
+        """Pulls its cable: the other hosts get no message."""
         ip("link", "set", self.link, "down")
 
     def connect(self) -> None:

@@ -1,17 +1,15 @@
 """What images cost, in time of the processor: augmentation next to torchvision's, and reading from files.
 
 python benchmarks/images.py augment [--batch 32] [--turns 5]
-python benchmarks/images.py decoding [--images 2000] [--train 6000] [--turns 3]
+python benchmarks/images.py decoding [--images 2000]
 
 augment: the same bytes and the same parameters for both. Lockstep's time includes drawing them, and torchvision's the batch that its
 images become. One thread. Pixels that differ by more than a level come from the middle between two pixels, where rounding decides
 which one is nearest, or from a level that a further change has multiplied.
-decoding: by a worker, once into the cache, and a run on that cache next to one on the same images in MNIST's files. The images are
-noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
+decoding: by a worker, and once into the cache. The images are noise over a smooth pattern, as JPEG of quality 90: 60 kB at 500 x 375.
 """
 
 import argparse
-import gzip
 import math
 import statistics
 import tempfile
@@ -23,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import ArgumentParser, in_turns, made_by, table, train
+from measuring import ArgumentParser, made_by, table
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
@@ -213,42 +211,13 @@ def into_the_cache(folder: Path, images: int) -> str:
     return table(["files", "decoded into the cache, images/s", "checked, images/s", "opened again, s"], [cells])
 
 
-def runs(folder: Path, count: int, turns: int) -> str:
-    """Processor seconds of BasicNet's default run on the cache of a folder, and on MNIST's files with the same images."""
-    random = np.random.default_rng(0)
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for prefix, part, number in (("train", "train", count), ("t10k", "test", 1000)):
-        labels = (np.arange(number) % 10).astype(np.uint8)
-        images = (random.integers(0, 200, (number, 28, 28)) + 5 * labels[:, None, None]).astype(np.uint8)
-        for kind, array, dimensions in (("images-idx3", images, 3), ("labels-idx1", labels, 1)):
-            header = bytes([0, 0, 8, dimensions]) + b"".join(n.to_bytes(4, "big") for n in array.shape)
-            (raw / f"{prefix}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes(), 1))
-        for place, (image, label) in enumerate(zip(images, labels, strict=True)):
-            path = folder / "digits" / part / str(label) / f"{place}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(path)
-    common = [f"runs_dir={folder}/runs", f"data.cache_dir={folder}/cache", "trainer.enable_progress_bar=false", "data.eval_batch_size=1000"]  # fmt: skip
-    digits = ["data=folder", f"data.root={folder}/digits", "data.channels=1", "data.image_size=28"]
-    ways = {
-        name: lambda options=options: spent_s(partial(train, [*options, *common]))
-        for name, options in {"folder": digits, "arrays": ["data=mnist", f"data.root={folder}"]}.items()
-    }
-    taken_s = in_turns(ways, turns, warm_up=1)  # the first one imports and decodes
-    folder_s, arrays_s = min(taken_s["folder"]), min(taken_s["arrays"])
-    head = ["folder, decoded into the cache", "the same images in MNIST's files", "ratio"]
-    return table(head, [[f"{folder_s:.2f}", f"{arrays_s:.2f}", f"{folder_s / arrays_s:.3f}"]])
-
-
 def decoding(args: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         width, height = JPEGS[0]
         return (
             f"To {SIDE} x {SIDE} RGB.\n\n{by_a_worker(folder)}\n\n{width} x {height}, from files to a data set that is ready, per core. "
-            f"`checked`: before a run with `data.decode=workers`.\n\n{into_the_cache(folder, args.images)}\n\n"
-            f"BasicNet, batch 64, {args.train:,} images of 28 x 28, best of {args.turns} turns: seconds of processor time of a whole "
-            f"run.\n\n{runs(folder, args.train, args.turns)}"
+            f"`checked`: before a run with `data.decode=workers`.\n\n{into_the_cache(folder, args.images)}"
         )
 
 
@@ -260,8 +229,6 @@ def main() -> None:
     part.add_argument("--turns", type=int, default=5)
     part = parts.add_parser("decoding")
     part.add_argument("--images", type=int, default=2000, help="files of the cache that is built")
-    part.add_argument("--train", type=int, default=6000, help="training images of the runs")
-    part.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     print(made_by())
     print(augmentation(args) if args.what == "augment" else decoding(args))

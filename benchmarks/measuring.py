@@ -6,6 +6,7 @@ import io
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from omegaconf import DictConfig
 import lockstep
 from lockstep.config.compose import compose_config
 from lockstep.config.run_config import run_dir
+from lockstep.extras import comparison
 from lockstep.machine import process
 from lockstep.machine.world import World, cores
 from lockstep.run.report import versions
@@ -97,6 +99,25 @@ def last_step(metrics: Path) -> int:
 
 
 # --- runs ---
+
+
+def start_command(
+    command: Sequence[str], log: Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Starts a command as a process group of its own; its output is appended to `log`."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+def differences(
+    reference: Path, run: Path, sections: Sequence[str] = ("data", "log", "figures", "weights"), tolerance: float = 0.0
+) -> list[str]:
+    """Between the folders of two runs, in sections of compare_runs.py; without a tolerance, bit by bit."""
+    runs = (comparison.find(folder.name, folder.parent) for folder in (reference, run))
+    found = comparison.compare(*runs, exact=not tolerance, tolerance=tolerance)
+    return [line for name in sections for line in found[name]]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How far the same command differs under other strategies, numbers of processes and accumulation: a table in Markdown.
+"""How far results differ between strategies, numbers of processes and accumulation: a table in Markdown.
 
 python benchmarks/parity.py [key=value ...]
 python benchmarks/parity.py --drift 10 40 160     # how far two processes drift from one, by the number of steps
@@ -29,7 +29,7 @@ COMMON = [
 LOW_RATE = [
     "augment=[shift,flip]", "augment.shift.pixels=2", "trainer.gradient_clip_val=0.5", "optim=sgd", "optim.lr=0.003", "schedule=cosine",
 ]  # fmt: skip
-# Without momentum and with a smooth activation: its kinks multiply any rounding, that of another number of threads too.
+# Without momentum and with a smooth activation: kinks multiply any rounding, also that of a different number of threads.
 RESNET = [
     *LOW_RATE, "model=timm", "model.name=test_resnet", "+model.act_layer=silu", "trainer.sync_batchnorm=true", "optim.momentum=0",
     "optim.nesterov=false",
@@ -73,8 +73,8 @@ SETUPS = [
 
 
 def setups(recipe: Recipe) -> list[Setup]:
-    """Micro-batches that are accumulated have batch statistics of their own, and the replicas of dp too. The first part of a run that
-    is resumed ends earlier, so a schedule over all steps would be another."""
+    """Accumulated micro-batches have their own batch statistics, and so do the replicas of dp. The first part of a resumed run ends
+    earlier, so a schedule over all steps would differ."""
     found = [s for s in SETUPS if not recipe.batch_norm or (s.accumulate == 1 and s.strategy != "dp")]
     return [s for s in found if not s.resumed or "schedule=cosine" not in recipe.overrides]
 

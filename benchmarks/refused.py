@@ -1,46 +1,45 @@
-"""Tries command lines and files that cannot work, and counts how they are refused.
+"""Tries command lines and files that cannot work, and counts how they are rejected.
 
 python benchmarks/refused.py [--only <text>] [--every 3] [--jobs 2] [--save <file>]
 
-A case is refused well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run's
-directory is made, and leaves no file. Some of these need torch: whether a network takes the images is known once it is made. Each case is a process forked from one that has imported torch, as imports would take most of the time;
-the table adds the time that they take to the cases that need them. The cases are in refused_cases.py. `--save` keeps the
-verdicts. Needs Linux.
+A case is rejected well if train.py ends with exit code 2 and messages that name the key, without a traceback, before the run's
+directory is made, and leaves no file. Some of these need torch: whether a network takes the images is known once it is made. Each case is
+a process forked from one that has imported torch, because imports would take most of the time; the table adds the time of the imports
+to the cases that need them. The cases are in refused_cases.py. `--save` keeps the verdicts. Needs Linux.
 """
 
 import contextlib
 import json
 import os
-import resource
-import runpy
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import measuring
 from measuring import ArgumentParser, made_by
 from refused_cases import Case, cases, digits
 
 from lockstep import ROOT
-from lockstep.machine.world import World
+
+sys.path.append(str(ROOT / "tests"))
+import forked  # processes from a server that has imported torch
 
 LIMIT_S = 20.0  # a case that trains longer than this was accepted
-MEMORY_BYTES = 3 * 2**30  # of data, so an archive that unpacks to more ends in a MemoryError
-WELL, LATE, DIM, TRACEBACK, SILENT = "refused well", "late", "unclear", "traceback", "accepted in silence"
-LEFT, WORKS, WRONGLY = "left files", "works", "refused wrongly"
+HOOK = str(Path(__file__).with_name("refused_hook.py").resolve())
+OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+WELL, LATE, DIM, TRACEBACK, SILENT = "rejected well", "late", "unclear", "traceback", "accepted in silence"
+LEFT, WORKS, WRONGLY = "left files", "works", "rejected wrongly"
 WITH_TORCH = "of these with torch"
 COLUMNS = (WELL, WITH_TORCH, LATE, DIM, LEFT, TRACEBACK, SILENT)
-STAGES = {b"r": "run", b"t": "torch", b"c": "classes"}  # the letters that a process writes, the last stage first
+STAGES = ("run", "torch", "classes")  # that refused_hook.py notes, the last one first
 BASE = ["data.root=own", "data.source=disk", "data.batch_size=16", "data.image_size=12", "trainer.accelerator=cpu", "trainer.max_steps=2",
         "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.enable_progress_bar=false"]  # fmt: skip
 MADE = ("a wrong value", "a key is", "a name is misspelt")  # families made from the schema's keys
@@ -48,7 +47,7 @@ MADE = ("a wrong value", "a key is", "a name is misspelt")  # families made from
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. `stage`: config (nothing but the config was read), classes, torch (everything was made), or run."""
+    """The result of a case. `stage`: config (nothing but the config was read), classes, torch (everything was built), or run."""
 
     family: str
     name: str
@@ -76,107 +75,7 @@ def verdict(case: Case, code: int | None, message: str, stage: str, left: list[s
     return WELL if good else DIM
 
 
-# --- a case in a process of its own ---
-
-
-def note_stages(stages: int) -> None:
-    """Makes this process write how far it has come; and run the processes of a run in this one."""
-    from lockstep.launch import local, start
-    from lockstep.reporting.recorder import Recorder
-
-    def note(letter: bytes, call: Any) -> Any:
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            os.write(stages, letter)
-            return call(*args, **kwargs)
-
-        return noting
-
-    def alone(script: Path, cfg: Any, world: World, **_: bool) -> None:
-        with local.held_port() as port:
-            os.environ.update(local.environment(world, port))
-        local.load(script)(cfg, world)
-
-    stage: Any = start
-    recorder: Any = Recorder
-    check, check_imported = stage.check, note(b"c", stage.check)
-    stage.check = lambda cfg, **given: (check_imported if given.get("imported") else check)(cfg, **given)
-    stage.identify = note(b"t", stage.identify)
-    recorder.open = note(b"r", recorder.open)
-    launch: Any = local
-    launch.run_processes = alone
-
-
-def become(case: Case, folder: Path, stages: int) -> None:
-    """Becomes `python train.py` in `folder`."""
-    import torch
-
-    os.setsid()
-    os.chdir(folder)
-    with folder.with_suffix(".err").open("wb") as file:
-        os.dup2(file.fileno(), 2)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.environ.update({"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", **case.env})
-    torch.set_num_threads(1)
-    note_stages(stages)
-    typed = [arg.partition("=")[0] for arg in case.args] + ["data.source"] * ("data=folder" in case.args)
-    base = [arg for arg in BASE if arg.partition("=")[0] not in typed]
-    sys.argv[:] = ["train.py", *base, f"data.cache_dir={folder.parent / 'cache'}", *case.args]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-
-
-class Running:
-    """A case in a process forked from this one."""
-
-    def __init__(self, case: Case, folder: Path) -> None:
-        self.case, self.folder = case, folder
-        files = case.files if any(name.startswith("own") for name in case.files) else {**digits(), **case.files}
-        for name, content in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(content)
-        folder.mkdir(exist_ok=True)
-        self.before, self.began_s = set(folder.rglob("*")), time.monotonic()
-        self.read, write = os.pipe()
-        os.write(write, b".")
-        self.pid = os.fork()
-        if not self.pid:
-            self.child(write)
-        os.close(write)
-
-    def child(self, stages: int) -> None:
-        code = 0
-        try:
-            become(self.case, self.folder, stages)
-        except SystemExit as e:
-            code = e.code if isinstance(e.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-
-    def outcome(self, cost_s: dict[str, float]) -> Outcome | None:
-        """Once the process has ended or has run too long."""
-        elapsed_s = time.monotonic() - self.began_s
-        done, status = os.waitpid(self.pid, os.WNOHANG)
-        code = os.waitstatus_to_exitcode(status) if done else None
-        if not done and elapsed_s < LIMIT_S:
-            return None
-        with contextlib.suppress(ProcessLookupError):  # it, and what it has started
-            os.killpg(self.pid, signal.SIGKILL)
-        if not done:
-            os.waitpid(self.pid, 0)
-        letters = os.read(self.read, 100)
-        os.close(self.read)
-        stage = next((name for letter, name in STAGES.items() if letter in letters), "config")
-        asked = stage == "classes" and any("_target_" in arg or arg[0] == "+" for arg in self.case.args)
-        elapsed_s += cost_s["torch" if stage in ("torch", "run") or asked else "config"]
-        message = self.folder.with_suffix(".err").read_text(errors="replace")
-        left = sorted(str(path.relative_to(self.folder)) for path in set(self.folder.rglob("*")) - self.before)
-        what, family = verdict(self.case, code, message, stage, left), self.case.family
-        return Outcome(family, self.case.shown, what, elapsed_s, stage, -1 if code is None else code, message[-600:])
+# --- a case in a process of its own, forked from a server that has imported torch ---
 
 
 def import_s(what: str) -> float:
@@ -189,27 +88,59 @@ def import_s(what: str) -> float:
     return min(taken)
 
 
-def tried(every: list[Case], jobs: int) -> Iterator[Outcome]:
+def write_files(case: Case, folder: Path) -> None:
+    own = any(name.startswith("own") for name in case.files)
+    for name, content in {**({} if own else digits()), **case.files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    folder.mkdir(exist_ok=True)
+
+
+def tried(case: Case, folder: Path, cost_s: dict[str, float]) -> Outcome:
+    """Runs `python train.py` in `folder`, for at most LIMIT_S."""
+    write_files(case, folder)
+    before, began_s = set(folder.rglob("*")), time.monotonic()
+    errors, stages = folder.with_suffix(".err"), folder.with_suffix(".stages")
+    typed = [arg.partition("=")[0] for arg in case.args] + ["data.source"] * ("data=folder" in case.args)
+    base = [arg for arg in BASE if arg.partition("=")[0] not in typed]
+    command = [sys.executable, str(ROOT / "train.py"), *base, f"data.cache_dir={folder.parent / 'cache'}", *case.args]
+    env = {**os.environ, **OFFLINE, **case.env, forked.HOOK: HOOK, "REFUSED_STAGES": str(stages)}
+    with errors.open("wb") as file:
+        process = forked.Popen(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=forked.DEVNULL,
+            stdout=forked.DEVNULL,
+            stderr=file,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(LIMIT_S)
+        except forked.TimeoutExpired:
+            code = None
+        elapsed_s = time.monotonic() - began_s
+        with contextlib.suppress(ProcessLookupError):  # the command, and what it has started
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    noted = stages.read_text().split() if stages.exists() else []
+    stage = next((name for name in STAGES if name in noted), "config")
+    imports = stage == "classes" and any("_target_" in arg or arg[0] == "+" for arg in case.args)
+    elapsed_s += cost_s["torch" if stage in ("torch", "run") or imports else "config"]
+    message = errors.read_text(errors="replace")
+    left = sorted(str(path.relative_to(folder)) for path in set(folder.rglob("*")) - before)
+    kind = verdict(case, code, message, stage, left)
+    return Outcome(case.family, case.shown, kind, elapsed_s, stage, -1 if code is None else code, message[-600:])
+
+
+def outcomes_of(every: list[Case], jobs: int) -> Iterator[Outcome]:
     """Runs `jobs` cases at once."""
     config_s = import_s("lockstep.launch.start, lockstep.config.compose")
     cost_s = {"config": config_s, "torch": config_s + import_s("lockstep.build")}
-    import lockstep.build
-    import lockstep.launch.start
-    import lockstep.reporting.page
-    import lockstep.training.oom  # noqa: F401
-
-    assert threading.active_count() == 1, "forking a process with threads is not safe"
-    waiting, running = list(enumerate(every)), list[Running]()
-    with tempfile.TemporaryDirectory() as place:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                number, case = waiting.pop(0)
-                running.append(Running(case, Path(place, str(number))))
-            for each in list(running):
-                if (outcome := each.outcome(cost_s)) is not None:
-                    running.remove(each)
-                    yield outcome
-            time.sleep(0.01)
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(jobs) as pool:
+        forked.start_server(Path(name))
+        folders = [Path(name, str(number)) for number in range(len(every))]
+        yield from pool.map(tried, every, folders, [cost_s] * len(every))
 
 
 # --- the table ---
@@ -233,7 +164,7 @@ def page(outcomes: list[Outcome]) -> str:
     bad = sorted((o for o in outcomes if o.verdict not in (WELL, WORKS)), key=lambda o: (o.verdict, o.family))
     rest = "\n".join(f"- {o.verdict}: `{o.name}`" for o in bad)
     must = f"Of {works[WORKS] + works[WRONGLY]} command lines that must work, {works[WORKS]} did."
-    return f"{table(outcomes)}\n\n{must}\n\nNot refused well:\n\n{rest or 'none'}\n"
+    return f"{table(outcomes)}\n\n{must}\n\nNot rejected well:\n\n{rest or 'none'}\n"
 
 
 def thinned(every: list[Case], step: int) -> list[Case]:
@@ -251,9 +182,9 @@ def main() -> int:
     args = parser.parse_args()
     chosen = thinned([case for case in cases() if args.only in case.family or args.only in case.name], args.every)
     outcomes = []
-    for outcome in tried(chosen, args.jobs):
+    for outcome in outcomes_of(chosen, args.jobs):
         outcomes.append(outcome)
-        if args.save:  # a call that is cut off keeps what it has
+        if args.save:  # so an interrupted call keeps its outcomes
             args.save.write_text(json.dumps([asdict(each) for each in outcomes], indent=0))
         if args.only or outcome.verdict not in (WELL, WORKS):
             print(f"{outcome.verdict:20} {outcome.elapsed_s:5.1f} s  {outcome.name}", file=sys.stderr, flush=True)

@@ -28,7 +28,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("exact", "batch norm", "attention")  # the default is in tests/test_strategies_agree.py
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
 def test_the_line_of_a_run(name, train, capsys):
     more, line = CASES[name]
     report = train("run=a", *SHORT, *more)

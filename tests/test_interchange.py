@@ -120,10 +120,12 @@ def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(wor
     assert_goes_on(train, runs, whole, f"together{world}", "ddp2", file)
 
 
-def test_checkpoints_have_the_same_keys_whatever_made_them(stopped):
+@pytest.mark.parametrize(
+    "setup", [pytest.param(name, marks=() if name == "shards2" else pytest.mark.slow) for name in RING[1:]]
+)
+def test_checkpoints_have_the_same_keys_whatever_made_them(setup, stopped):
     def keys(name: str) -> set[tuple]:
         """Without the states of callbacks, and without the config, whose strategy has keys of its own."""
         return {path for path, _ in leaves(read(stopped(name)).values) if path[0] not in ("callbacks", "config")}
 
-    for name in RING:
-        assert keys(name) ^ keys("single") == set(), name
+    assert keys(setup) ^ keys("single") == set()

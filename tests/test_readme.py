@@ -1,7 +1,6 @@
 """What the documentation says can be typed, followed and found: its commands, links and names of files and tests."""
 
 import argparse
-import importlib
 import re
 import runpy
 import sys
@@ -79,11 +78,7 @@ def problems(command: Command, monkeypatch) -> list[str]:
     return script_problems(command, monkeypatch) if "ArgumentParser" in command.script.read_text() else []
 
 
-FIRST = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs/commands.md",
-)  # what strangers type; a command takes 0.2 s to compose and check
+FIRST = ("README.md", "CONTRIBUTING.md")  # what strangers run; a command takes 0.2 s to compose and check
 
 
 @pytest.mark.parametrize(
@@ -103,21 +98,6 @@ def test_every_command_can_be_typed(page, monkeypatch, tmp_path):
     found = {command.text: problems(command, monkeypatch) for command in page.commands}
     forget()
     assert {text: each for text, each in found.items() if each} == {}
-
-
-def test_pages_with_modules_of_the_same_names_do_not_meet(tmp_path, monkeypatch):
-    """As in a run of all tests: the module of another page is imported, and its folder is on the path."""
-    for name, module in (("one", "A = 1"), ("two", "B = 2")):
-        (tmp_path / name / "mywork").mkdir(parents=True)
-        (tmp_path / name / "mywork/data.py").write_text(module)
-    before = list(sys.path)
-    sys.path.append(str(tmp_path / "one"))
-    assert importlib.import_module("mywork.data").A == 1
-    forget()
-    assert sys.path == before
-    monkeypatch.syspath_prepend(str(tmp_path / "two"))
-    assert importlib.import_module("mywork.data").B == 2
-    forget()
 
 
 def test_commands_are_found():

@@ -171,6 +171,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at
     assert logged_steps("a") == list(range(1, 13))
 
 
+@pytest.mark.slow  # tests/test_interchange.py goes on from max_steps
 def test_more_steps_go_on_where_max_steps_ended_a_run(train):
     common = ["trainer.log_every_n_steps=1"]
     train("run=whole", "trainer.max_steps=17", *common)
@@ -182,6 +183,7 @@ def test_more_steps_go_on_where_max_steps_ended_a_run(train):
     assert same(state("whole/checkpoints/last.ckpt")["state_dict"], state("parts/checkpoints/last.ckpt")["state_dict"])
 
 
+@pytest.mark.slow
 def test_a_recipe_can_be_typed_again_and_its_seed_is_drawn_once(train):
     common = ["run=a", "experiment=mnist_basic_net", "seed=null", "resume=auto"]
     first = train(*common, "trainer.max_epochs=1")

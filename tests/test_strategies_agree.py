@@ -103,6 +103,7 @@ def test_weights_and_losses_agree_with_a_single_process(name, reports, runs):
         assert reports[name][figure] == pytest.approx(reports["single"][figure], rel=1e-5)
 
 
+@pytest.mark.slow  # tests/test_interchange.py has a quick one
 def test_a_run_that_goes_on_in_another_world_ends_with_the_same_weights(base, reports, runs):
     lockstep.train(["run=moved", *base, "trainer.max_steps=4"])
     lockstep.train(["resume=moved", base[0], "trainer.max_steps=10", "strategy=ddp", "trainer.devices=2"])

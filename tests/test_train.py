@@ -94,6 +94,7 @@ def test_debug_presets(train, preset):
     assert Path("runs/a/fit-profile.txt").exists() == (preset == "profiler")
 
 
+@pytest.mark.slow
 def test_the_same_batch_can_be_overfitted(train):
     train(
         "run=a", "debug=overfit", "trainer.max_epochs=60", "model.dropout_conv=0", "model.dropout_fc=0", "optim.lr=5e-3"

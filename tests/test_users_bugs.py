@@ -71,7 +71,8 @@ OWN = {
     "configs/callbacks/buggy.yaml": "watch:\n  _target_: buggy.Watch\n",
 }
 OPTIONS = ["model=buggy", "data=buggy", "callbacks=[default,buggy]", "trainer.max_steps=2", "trainer.limit_test_batches=1", "run=a"]  # fmt: skip
-IN_PROCESSES = ["the constructor", "forward", "a callback", "a step", "the data"]
+PLACES = ["the constructor", "forward", "a callback", "a step", "the data", "the data's constructor"]
+QUICK = ("forward", "a step")  # in the dry run and in training
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def assert_shown(done, place: str) -> None:
     assert 'raise ValueError(f"my bug in {place}")' in done.err  # where it is
 
 
-@pytest.mark.parametrize("place", [*IN_PROCESSES, "the data's constructor"])
+@pytest.mark.parametrize("place", [pytest.param(p, marks=() if p in QUICK else pytest.mark.slow) for p in PLACES])
 def test_a_bug_shows_its_traceback_and_stays_in_the_runs_log(train, place):
     done = train(place)
     assert_shown(done, place)

@@ -1,8 +1,11 @@
 """The same augmented samples for every number of processes, micro-batches and workers, after a resume, and in any company."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig
 from shipped_data import stand_in_trainer
 
 from lockstep import CONFIGS
@@ -18,8 +21,12 @@ FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:Dep
 
 def augmentation(*options: str) -> Augmentation:
     """As the config makes it, for images that are resized to 17 pixels."""
-    given = ["data.image_size=17", f"augment=[{','.join(options)}]"]
-    return Augmentation(operations(compose_config("train", given)))
+    return Augmentation(operations(composed(options)))
+
+
+@cache
+def composed(options: tuple[str, ...]) -> DictConfig:
+    return compose_config("train", ["data.image_size=17", f"augment=[{','.join(options)}]"])
 
 
 def batch_of(index_B: torch.Tensor, channels: int = 3, height: int = 21, width: int = 18) -> dict:

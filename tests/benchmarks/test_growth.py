@@ -6,21 +6,9 @@ import sys
 
 import growth
 import measuring
+import psutil
 import pytest
 
-SMAPS = """7f00-7f10 r--s 00000000 fd:00 12  /cache/cifar10-1/train_images.npy
-Size:               1024 kB
-Rss:                 800 kB
-Pss:                 200 kB
-Private_Clean:         0 kB
-VmFlags: rd sh
-7f10-7f20 r-xp 00000000 fd:00 13  /cache-of-others/lib.so
-Rss:                4000 kB
-Pss:                4000 kB
-7f20-7f30 r--s 00000000 fd:00 14  /cache/cifar10-1/train_labels.npy
-Rss:                   8 kB
-Pss:                   2 kB
-"""
 HOLD = """
 import mmap, sys
 own = bytearray(int(sys.argv[2]))
@@ -33,13 +21,6 @@ sys.stdin.read()
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
-def test_only_the_mappings_of_a_folder_count(tmp_path):
-    from pathlib import Path
-
-    assert growth.mapped(SMAPS, Path("/cache")) == (808 * 1024, 202 * 1024)
-    assert growth.mapped(SMAPS, tmp_path) == (0, 0)
-
-
 @linux
 def test_shared_pages_count_once_and_own_ones_for_each(tmp_path):
     size, own, count = 1024 * mmap.PAGESIZE, 16 * 2**20, 3
@@ -50,32 +31,27 @@ def test_shared_pages_count_once_and_own_ones_for_each(tmp_path):
         for holder in holders:
             assert holder.stdout is not None
             assert holder.stdout.readline() == b"0\n"
-        each = [growth.memory_of(holder.pid, tmp_path) for holder in holders]
+        processes = [psutil.Process(holder.pid) for holder in holders]
+        each = [growth.memory_of(process, tmp_path) for process in processes]
         together = growth.total(each)
-        assert {holder.pid for holder in holders} <= set(growth.children())
     finally:
         for holder in holders:
             holder.communicate()
     assert [one.mapped for one in each] == [size] * count
     assert abs(together.mapped_pss - size) < count * 2**16  # smaps rounds to KiB
     assert all(own < one.own < own + 2**24 for one in each)
-    assert growth.memory_of(holders[0].pid, tmp_path) == growth.Memory()  # it has ended
+    assert growth.memory_of(processes[0], tmp_path) == growth.Memory()  # it has ended
 
 
 def test_the_order_of_samples_is_measured_at_any_place():
     batches = growth.train_batches(10**8, 16, 1024)
     assert growth.first_s(batches, len(batches) - 1) > 0
-    assert growth.traced_bytes(batches) < 10**7
-    assert (growth.duration(2.5e-5), growth.duration(1.5), growth.size(3.2e9)) == (
-        "25 us",
-        "1.5 s",
-        "3.2 GB",
-    )
+    assert (growth.duration(2.5e-5), growth.duration(1.5), growth.size(3.2e9)) == ("25 us", "1.5 s", "3.2 GB")
 
 
 @linux
 def test_a_permutation_of_all_samples_shows_in_the_memory():
-    count = 10**6
+    count = 400_000
     assert growth.torch_sampler(count, 4)[1] > 8 * count
     batches = growth.train_batches(count, 4, 64)
     assert growth.grown_bytes(lambda: growth.pass_through(batches)) < 8 * count
@@ -100,8 +76,9 @@ def test_what_a_process_holds_is_seen(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
         process.stdout.readline()
-        assert process.pid in set(growth.descendants())
-        looks = [growth.held(process.pid, step) for step in (10, 90)]
+        child = psutil.Process(process.pid)
+        assert child in growth.descendants()
+        looks = [growth.held(child, step) for step in (10, 90)]
         process.stdin.close()
     assert looks[0][1][1:] == (3 + 9, 2)
     rows = growth.held_rows({"a": [(10, (9.0, 0.0, 0.0)), (80, (5.0, 0.0, 0.0))]}, 100)

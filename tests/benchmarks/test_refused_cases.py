@@ -17,7 +17,7 @@ from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, fixe
 from lockstep.data import Mnist
 from lockstep.errors import UserError
 
-EVERY = 90  # of the cases that the config check alone refuses
+EVERY = 150  # of the cases that the config check alone refuses
 
 
 def test_there_are_many_cases_and_each_is_of_a_family():

@@ -80,21 +80,13 @@ def test_basic_net_computes_what_the_tutorial_does_up_to_its_softmax():
     torch.testing.assert_close(net(image_BCHW), last(torch.relu(hidden(x))))
 
 
-def test_basic_net_returns_logits():
-    net = BasicNet().eval()
-    nn.init.constant_(net.classifier[-1].bias, 3.0)
-    with torch.no_grad():
-        logits_BK = net(torch.zeros(2, 1, 28, 28))
-    assert (logits_BK.exp().sum(1) > 2).all()  # probabilities, or their logarithms, would give 1
-
-
-@pytest.mark.parametrize(("size", "channels", "classes"), [(6, 1, 2), (7, 2, 3), (28, 1, 10), (32, 3, 100)])
+@pytest.mark.parametrize(("size", "channels", "classes"), [(6, 1, 2), (7, 2, 3), (32, 3, 100)])
 def test_basic_net_takes_the_shape_of_the_data(size, channels, classes):
     net = BasicNet(in_channels=channels, num_classes=classes, image_size=size)
     assert net(torch.zeros(2, channels, size, size)).shape == (2, classes)
 
 
-@pytest.mark.parametrize("size", [1, 4, 5])
+@pytest.mark.parametrize("size", [1, 5])
 def test_images_too_small_for_basic_net_are_refused(size):
     with pytest.raises(ValueError, match=rf"data\.image_size={size}: BasicNet needs images of at least 6 pixels"):
         BasicNet(image_size=size)
@@ -131,8 +123,9 @@ def test_images_too_small_for_airbench_net_are_refused():
 # --- timm ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [SMALL, "resnet10t", f"{SMALL}.r160_in1k"])
-@pytest.mark.parametrize(("channels", "classes"), [(1, 10), (3, 4)])
+@pytest.mark.parametrize(
+    ("name", "channels", "classes"), [(SMALL, 3, 4), ("resnet10t", 1, 10), (f"{SMALL}.r160_in1k", 1, 10)]
+)
 def test_channels_and_classes_come_from_the_data(name, channels, classes):
     net = from_timm(name=name, in_channels=channels, num_classes=classes, image_size=32).eval()
     assert net(torch.zeros(2, channels, 32, 32)).shape == (2, classes)

@@ -1,0 +1,31 @@
+"""Runs in each process of refused.py before train.py does (see HOOK in tests/forked.py): limits its memory, and notes its stages."""
+
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch import start
+from lockstep.reporting.recorder import Recorder
+
+MEMORY_BYTES = 3 * 2**30  # of data, so an archive that unpacks to more ends in a MemoryError
+
+
+def noting(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with Path(os.environ["REFUSED_STAGES"]).open("a") as file:
+            file.write(f"{stage}\n")
+        return call(*args, **kwargs)
+
+    return noted
+
+
+resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+module: Any = start
+recorder: Any = Recorder
+check, check_imported = module.check, noting("classes", module.check)
+module.check = lambda cfg, **options: (check_imported if options.get("imported") else check)(cfg, **options)
+module.identify = noting("torch", module.identify)
+recorder.open = noting("run", recorder.open)
