@@ -240,7 +240,7 @@ def test_a_mistake_that_shows_late_leaves_nothing_either(forked_command):
     done = forked_command("train.py", *TWO, "schedule=cosine", "schedule.warmup_steps=1000", *SHORT)
     assert done.code == 2, done
     assert done.err.splitlines() == [
-        "error: schedule.warmup_steps=1000 must be below the run's 4 steps. Type a smaller number."
+        "error: schedule.warmup_steps=1000 must be below the run's 4 steps. Set a smaller number."
     ]
     assert [name for name in forked_command.files() if name != "runs"] == []
 

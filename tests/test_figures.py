@@ -48,5 +48,5 @@ def test_a_figure_that_nothing_logs_cannot_be_monitored(given, near, forked_comm
 def test_a_metric_cannot_take_the_name_of_what_every_task_logs(forked_command):
     metric = "torchmetrics.classification.MulticlassAccuracy"
     done = forked_command("train.py", f"+task.metrics.loss._target_={metric}", *SHORT)
-    assert (done.code, done.err) == (2, "error: task.metrics.loss: every task already logs loss. Type another name.\n")
+    assert (done.code, done.err) == (2, "error: task.metrics.loss: every task already logs loss. Use another name.\n")
     assert forked_command.files() == []

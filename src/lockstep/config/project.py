@@ -13,6 +13,7 @@ import tomllib
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,8 @@ def read(root: Path) -> Project | None:
         UserError: its pyproject.toml is damaged, or its table [tool.lockstep] has an unknown key or a wrong value.
     """
     file = root / "pyproject.toml"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if "lockstep" not in text:
-        return None
     try:
-        table: Any = tomllib.loads(text).get("tool", {}).get("lockstep")
+        table: Any = table_of(file.read_text(encoding="utf-8") if file.is_file() else "")
     except tomllib.TOMLDecodeError as e:
         raise UserError(f"{file}: {e}. Correct the file.") from None
     if table is None:
@@ -67,9 +65,15 @@ def read(root: Path) -> Project | None:
         isinstance(name, str) and all(map(str.isidentifier, name.split("."))) for name in packages
     ):
         raise UserError(
-            f'{file}: tool.lockstep.packages takes a list of package names. Type for example packages = ["monai"].'
+            f'{file}: tool.lockstep.packages takes a list of package names. For example: packages = ["monai"].'
         )
     return Project(root, tuple(packages))
+
+
+@cache
+def table_of(pyproject: str) -> object:
+    """[tool.lockstep] of the content of a pyproject.toml. Kept, because each override asks for the project's folders."""
+    return tomllib.loads(pyproject).get("tool", {}).get("lockstep") if "lockstep" in pyproject else None
 
 
 def find(folder: Path) -> Project:
@@ -109,11 +113,6 @@ def make_importable() -> None:
     missing = [path for path in current().sources() if importlib.util.find_spec(path.name) is None]
     if missing and str(missing[0].parent) not in sys.path:
         sys.path.append(str(missing[0].parent))
-
-
-def trusted() -> list[str]:
-    """Patterns of the names that a config may use from the project's packages."""
-    return [f"{package}.*" for package in current().packages]
 
 
 def of_users_code(error: BaseException) -> bool:
