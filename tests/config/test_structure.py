@@ -52,7 +52,7 @@ def test_every_group_class_and_key_that_the_engine_reads_is_missed():
         del (cfg[group] if group else cfg)[name]
         assert any(text.startswith((f"{key} is not in the config", f"{key} is missing")) for text in check(cfg)), key
         if "." not in key and key in groups:
-            for value in (None, 5, "abc", [1]):
+            for value in (None, "abc"):
                 cfg[key] = value
                 assert any(text.startswith(f"{key}=") for text in check(cfg)), (key, value)
 

@@ -56,7 +56,7 @@ def typed(value: Any) -> str:
 
 
 def chosen_options(group: str, own: dict[str, Any]) -> list[str]:
-    """The options that a group of the config `own` may come from: the best match, or of a group of several all, in the order of their nodes."""
+    """The option of a group that best matches the config `own`; of a group of several, all that match, in the order of their nodes."""
     matches: list[tuple[int, int, str, list[str]]] = []
     for name in options(group):
         nodes = yaml.load(config_file(f"{group}/{name}").read_text(), LOADER) or {}
@@ -147,17 +147,20 @@ def composed(config_name: str, overrides: Sequence[str], always: Sequence[str] =
 
 def without_replaced_defaults(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Without the project's default network, optimizer and schedule, if the task has its own. What a command or a recipe chooses stays,
-    to be rejected."""
+    and is rejected later."""
     task = cfg.get("task")
     traits = task.get("traits") if isinstance(task, DictConfig) else None
-    replaced = [group for group in (traits or {}).get("replaces", ()) if cfg.get(group)]
+    replaced = [
+        group for group in (traits or {}).get("replaces", ()) if isinstance(cfg.get(group), DictConfig) and cfg[group]
+    ]
     if not replaced:
         return cfg
-    cfg, defaults = cfg.copy(), compose_config("train", [])
-    typed = [key_of(override).partition(".")[0] for override in overrides]
+    own: Any = OmegaConf.to_container(cfg)
+    default: Any = OmegaConf.to_container(compose_config("train", []))
+    typed, cfg = [key_of(override).partition(".")[0] for override in overrides], cfg.copy()
     with open_dict(cfg):
         for group in (group for group in replaced if group not in typed):
-            if plain(cfg[group]).items() <= plain(defaults[group]).items():
+            if own[group].items() <= default[group].items():
                 cfg[group] = {}
     return cfg
 
@@ -167,7 +170,7 @@ def key_of(override: str) -> str:
 
 
 def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
-    """Typed keys that belong to an option as a whole."""
+    """Keys on the command line that only an option as a whole sets."""
     for override in overrides:
         if (key := key_of(override)) == "strategy.name" or key.startswith("task.traits"):
             group = key.partition(".")[0]
@@ -175,7 +178,7 @@ def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def beyond_schema(overrides: Sequence[str]) -> bool:
-    """Whether a key was typed that only the signature of a class can check: one without a Kind, or one taken away."""
+    """Whether the command line sets a key without a Kind, or removes one: only the signature of its class can check that."""
     checked = ("data.", "hydra.", "augment.")  # nodes that are checked in any case
     typed = [o for o in overrides if not is_group(o) and not key_of(o).startswith(checked)]
     return any(o.startswith("~") or key_of(o) not in KEYS for o in typed)
@@ -262,7 +265,7 @@ def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str
 
 
 def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
-    """All mistakes of a command line that Hydra refused with `error`."""
+    """All mistakes of a command line that Hydra rejected with `error`."""
     problems, good = tried_alone(config_name, overrides, always)
     try:
         composed = compose_config(config_name, [*always, *good])

@@ -68,14 +68,15 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         joint = "." if str(e).partition("=")[0] in kept else ": "  # a message may begin with the argument
         raise UserError(f"{key}{joint}{e}") from None
     except TypeError as e:
+        # The class may have passed a key on, through **kwargs, to a callee that does not take it.
         wrong = re.search(r"unexpected keyword argument '(\w+)'", str(e))
-        if wrong and wrong[1] in kept and wrong[1] not in (named or {}):  # passed on, to what does not know it
+        if wrong and wrong[1] in kept and wrong[1] not in (named or {}):
             meant = did_you_mean(wrong[1], [*(named or {}), *ENGINE.get(key, ())])
             raise UserError(f"{key}.{wrong[1]} is not an argument of {plain['_target_']}{meant}.") from None
         raise
 
 
-# Keys of a `data` node that the engine reads. The class gets the others, and those of these that its signature names.
+# Keys of a `data` node that the engine reads. They are passed on to the class only if its signature names them.
 ENGINE_DATA = (
     "batch_size",
     "eval_batch_size",
@@ -116,7 +117,7 @@ def data_set_node(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
-    """Problems of the node of a data set: its class, what the class itself finds wrong, and its keys."""
+    """Problems of the node of a data set: its class, the checks of the class itself, and its keys."""
     if wrong := list(target_problems({"data": node})):
         yield from wrong
         return

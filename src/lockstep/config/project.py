@@ -135,7 +135,7 @@ def of_users_code(error: BaseException) -> bool:
 
 
 def typed_with() -> str:
-    """What stands before the script in the command that was typed: `uv run`, `python`, `lockstep`, or their paths."""
+    """How the running command starts, before its script: `uv run`, `python`, `lockstep`, or their paths."""
     if TYPED in os.environ:
         return os.environ[TYPED]
     python, *arguments = sys.orig_argv
@@ -153,7 +153,7 @@ def short(program: str) -> str:
 
 
 def command(name: str) -> str:
-    """What to type for a job or script, in the way in which the running command was typed."""
+    """The command that runs a job or script, with the same start as the running command."""
     root, typed = current().root, typed_with()
     if typed.endswith("lockstep"):
         return f"{typed} {name}"

@@ -256,9 +256,10 @@ def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int 
 def why_not_fused(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
     exact, is_sharded = cfg.exact.shards, spec_of(cfg.strategy).is_sharded
-    if exact and (is_sharded or accelerator_of(str(cfg.trainer.accelerator)) == "cpu"):
-        on_cpu = accelerator_of(str(cfg.trainer.accelerator)) == "cpu"  # training/arithmetic.py
-        return None if on_cpu else f"was not tried on shards of GPUs, so exact.shards={exact} is not possible"
+    if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
+        return None  # training/arithmetic.py
+    if exact and is_sharded:
+        return f"was not tried on shards of GPUs, so exact.shards={exact} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):
         return None
     if is_sharded:

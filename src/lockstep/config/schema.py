@@ -280,7 +280,7 @@ GROUPS = (
     "experiment", "debug",
 )  # fmt: skip
 CLOSED = ("trainer", "checkpoint", "exact")  # groups without a `_target_`, which take no other keys
-RECIPES = ("experiment", "debug")  # groups that set keys of others, and leave none of their own
+RECIPES = ("experiment", "debug")  # groups that only set keys of other groups
 SEVERAL = ("augment", "callbacks", "logger")  # groups of named nodes
 OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
 # Keys of other groups that the engine reads itself.
@@ -327,6 +327,6 @@ def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> Iterator[st
         yield f"{key}={written} refers to a key that is not in the config. Set that key, or {key}."
         return
     refers = KEYS.get(written[2:-1]) if OmegaConf.is_interpolation(node, name) else None
-    if not kind.accepts(value) and (refers is None or refers.accepts(value)):  # else that key is told
+    if not kind.accepts(value) and (refers is None or refers.accepts(value)):  # otherwise that key is reported
         given = f"{shown(value)}, from {written}," if value != written else shown(value)
         yield f"{key}={given} is invalid; expected {kind.takes}, for example {key}={kind.example}."
