@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lockstep import train
 from lockstep.config.instantiate import create
-from lockstep.config.run_config import accumulated, batches_of, parts_of_step, total_steps
+from lockstep.config.run_config import step_plan
 from lockstep.config.targets import locate
 from lockstep.config.words import seconds, size
 from lockstep.errors import UserError
@@ -70,7 +70,7 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
     for count in args.devices:
         world = count * args.nodes
         for name, shards in (("single", False),) if world == 1 else (("ddp", False), ("fsdp", True)):
-            accumulate = parts_of_step(cfg, world)
+            accumulate = step_plan(cfg).micro_batches(world)
             if logical_ranks % world or batch % (world * accumulate):
                 continue
             of = Setting(world, args.nodes, shards, in_half(cfg), batch // (world * accumulate), accumulate, copies)
@@ -85,7 +85,8 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
 
 
 def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) -> None:
-    steps, batch = total_steps(cfg, samples), int(cfg.data.batch_size)
+    plan = step_plan(cfg)
+    steps, batch = plan.steps(samples), plan.batch_size
     print_wide(
         f"{costs.parameters:,} parameters, {costs.trained:,} of them trained · {costs.flops / 1e9:,.2f} GFLOP per sample, forward and backward\n"
         f"weights {size(costs.weight_bytes)} · gradients {size(costs.gradient_bytes)} · optimizer {size(costs.optimizer_bytes)} · "
@@ -107,7 +108,7 @@ def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) ->
     table = Table(*columns, *(["cost"] if args.price else []))
     made = plans(cfg, costs, args)
     for name, of, found in made:
-        epoch_s, run_s = batches_of(cfg, samples) // accumulated(cfg) * found.step_s, steps * found.step_s
+        epoch_s, run_s = plan.epoch(samples) // plan.accumulate * found.step_s, steps * found.step_s
         fits = "" if of.micro_batch <= found.largest_micro_batch else " does not fit"
         row = [name, str(of.world), str(of.micro_batch) + (f" x {of.accumulate}" if of.accumulate > 1 else ""), size(found.memory_bytes) + fits,
                str(found.largest_micro_batch), size(found.communicated_bytes), f"{found.step_s * 1000:.1f} ms",

@@ -17,7 +17,7 @@ from typing import IO
 import forked as forked_processes
 import numpy as np
 import pytest
-from in_process import compose_defaults_once, crash_at, run_a, train, trained  # noqa: F401  # fixtures
+from in_process import crash_at, run_a, train, trained  # noqa: F401  # fixtures
 
 from lockstep import ROOT
 from lockstep.data import Cifar10
@@ -37,7 +37,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "offline"
 os.environ.pop("UV", None)  # commands are printed as they were typed, which `uv run pytest` does not decide
 os.environ["HF_HUB_OFFLINE"] = "1"
-compose_defaults_once()
 
 
 def pytest_unconfigure() -> None:

@@ -185,9 +185,6 @@ def preload() -> None:
     import lockstep.training.oom  # noqa: F401
 
     importlib.import_module("timm")
-    in_process = importlib.import_module("in_process")
-    in_process.compose_defaults_once()
-    in_process.compose.default_config("train")
 
 
 def serve(address: str) -> None:

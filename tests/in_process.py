@@ -4,15 +4,12 @@ import csv
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from omegaconf import DictConfig
 
 import lockstep
-from lockstep.config import compose, project
 from lockstep.machine.files import write_json
 
 if TYPE_CHECKING:
@@ -21,20 +18,6 @@ if TYPE_CHECKING:
 # For runs whose network does not matter: a step of BasicNet takes a tenth, a checkpoint 1 MB instead of 14.
 SMALL = ["data.image_size=12", "trainer.accelerator=cpu"]
 Train = Callable[..., dict[str, Any]]
-
-
-def compose_defaults_once() -> None:
-    """Keeps the shipped default config, which the page of every run asks for: a sixth of the time of a small run."""
-    original = compose.default_config
-    kept = cache(lambda name, _: original(name))  # by name and folder of the configs
-
-    def default_config(name: str) -> tuple[DictConfig, dict[str, Any]]:
-        if project.current().root:  # a project has configs of its own
-            return original(name)
-        cfg, options = kept(name, compose.CONFIGS)
-        return cfg.copy(), dict(options)
-
-    compose.default_config = default_config
 
 
 class Crash(RuntimeError):

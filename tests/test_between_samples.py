@@ -184,7 +184,7 @@ def test_outputs_that_cannot_be_gathered_are_named(output, told, monkeypatch):
 
 REFUSED = {
     "trainer.accumulate_grad_batches=2": "divides the global batch into micro-batches",
-    "trainer.accumulate_grad_batches=auto": "Type trainer.accumulate_grad_batches=1",
+    "trainer.accumulate_grad_batches=auto": "Set trainer.accumulate_grad_batches=1",
     "exact.shards=2": "exact.shards=2 divides the global batch into logical ranks",
 }
 

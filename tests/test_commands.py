@@ -244,7 +244,7 @@ def test_a_mistake_that_only_the_data_shows_leaves_nothing_either(train):
     with pytest.raises(UserError) as error:
         train("strategy=ddp", "trainer.devices=2", "schedule=cosine", "schedule.warmup_steps=1000")
     assert error.value.problems == (
-        "schedule.warmup_steps=1000 must be below the run's 12 steps. Type a smaller number.",
+        "schedule.warmup_steps=1000 must be below the run's 12 steps. Set a smaller number.",
     )
     assert not Path("runs").exists()
 

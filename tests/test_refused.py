@@ -31,10 +31,10 @@ def contents(run: str) -> dict[str, bytes]:
 @pytest.mark.parametrize("key", ["run", "resume", "init_from"])
 def test_a_name_from_outside_the_config_writes_nowhere(train, tmp_path, monkeypatch, key):
     monkeypatch.setenv("OUTSIDE", str(tmp_path / "home"))
-    told = "run=.* from .*oc.env:OUTSIDE.*is not possible" if key == "run" else "neither a checkpoint nor a run"
+    told = "run=.* from .*oc.env:OUTSIDE.*is invalid" if key == "run" else "neither a checkpoint nor a run"
     with pytest.raises(UserError, match=told):
         train(f"{key}=${{oc.env:OUTSIDE}}")
-    with pytest.raises(UserError, match=r"run=.* is not possible"):
+    with pytest.raises(UserError, match=r"run=.* is invalid"):
         lockstep.sweep(["run=${oc.env:OUTSIDE}", "seed=1,2"])
     assert [path.name for path in tmp_path.iterdir() if path.name != "runs"] == []
 
@@ -215,15 +215,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(train
     before = sorted(tmp_path.iterdir())
     for place in ("file", "loop", "gone", "/proc", "n" * 300, "file/below"):
         with pytest.raises(
-            UserError, match=r"(?s)runs_dir: .* cannot be written: .* Type runs_dir=|runs_dir=n+ is not possible"
+            UserError, match=r"(?s)runs_dir: .* cannot be written: .* Type runs_dir=|runs_dir=n+ is invalid"
         ):
             train(f"runs_dir={place}")
         if place != "/proc":
-            with pytest.raises(
-                UserError, match=r"data.cache_dir: .* cannot be written|data.cache_dir=n+ is not possible"
-            ):
+            with pytest.raises(UserError, match=r"data.cache_dir: .* cannot be written|data.cache_dir=n+ is invalid"):
                 train(f"data.cache_dir={place}")
-    with pytest.raises(UserError, match=r"run=n+ is not possible"):
+    with pytest.raises(UserError, match=r"run=n+ is invalid"):
         train(f"run={'n' * 300}")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -299,7 +297,7 @@ def test_what_torch_or_lightning_refuses_is_told_and_leaves_nothing(train, wrong
 
 def test_validating_within_an_accumulated_step_is_refused(train):
     with pytest.raises(
-        UserError, match=r"val_check_interval=5 counts micro-batches .* Type trainer.val_check_interval=4"
+        UserError, match=r"val_check_interval=5 counts micro-batches .* Set trainer.val_check_interval=4"
     ):
         train("run=a", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=5")
     with pytest.raises(UserError, match=r"after 7 micro-batches, within a step of 2"):
@@ -316,16 +314,11 @@ def test_a_cut_off_file_of_data_is_named(train, mnist, tmp_path):
     assert not Path("runs").exists()
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_advice(train):
+@pytest.mark.parametrize("seen_by", ["trainer.log_every_n_steps=2", "trainer.limit_train_batches=5"])
+def test_a_loss_that_is_no_number_ends_the_run_with_advice(train, seen_by):
     with pytest.raises(TrainingFailed, match=r"the loss is (nan|inf) at step \d+ .* lower optim.lr"):
-        train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.log_every_n_steps=2")
+        train("run=a", "optim=sgd", "optim.lr=1e30", seen_by)
     assert (report("a")["status"], "optim.lr" in report("a")["error"]) == ("failed", True)
-
-
-def test_a_loss_that_is_no_number_is_seen_in_a_short_run_too(train):
-    with pytest.raises(TrainingFailed):
-        train("run=a", "optim=sgd", "optim.lr=1e30", "trainer.limit_train_batches=5")
-    assert report("a")["status"] == "failed"
 
 
 def test_a_mistake_found_after_a_checkpoint_was_saved_costs_no_file(train, monkeypatch):

@@ -43,8 +43,8 @@ from lockstep.config.run_config import (
     first_report,
     optimizer_node,
     run_dir,
+    step_plan,
     title,
-    total_steps,
     unit,
 )
 from lockstep.config.targets import TRUSTED, accepted
@@ -219,7 +219,7 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, work: Workload) 
         work=work,
         device=trainer.strategy.root_device,
         samples=samples,
-        steps=total_steps(cfg, work.data.train_split.count),
+        steps=step_plan(cfg).steps(work.data.train_split.count),
         make_net=partial(network, to_plain(cfg.model), work.network_arguments, with_weights=False),
         titles={group: title(cfg[group]) for group in ("model", "data", "task")},
         image_size=cfg.data.get("image_size"),

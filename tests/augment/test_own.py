@@ -14,7 +14,7 @@ from lockstep.augment import Augmentation
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config, tried_alone
 from lockstep.config.instantiate import operations
-from lockstep.config.run_config import accumulations, batches_of, unit
+from lockstep.config.run_config import accumulations, step_plan, unit
 
 PAGE = (ROOT / "docs/augment.md").read_text()
 FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -73,7 +73,7 @@ def test_the_operation_of_the_page_changes_each_image_by_its_own_draws(project):
 
 def test_its_keys_are_checked(project):
     assert "augment.darken.mots is not an argument" in problems("augment=darken", "+augment.darken.mots=1")
-    assert "augment.darken.most=abc is not possible" in problems("augment=darken", "augment.darken.most=abc")
+    assert "augment.darken.most=abc is invalid" in problems("augment=darken", "augment.darken.most=abc")
     assert "mywork.augment has no Darker" in problems("augment=darken", "augment.darken._target_=mywork.augment.Darker")
 
 
@@ -92,7 +92,7 @@ def test_every_option_is_right_and_in_the_table_of_the_page(option):
 
 def test_batches_of_ones_own_loaders_are_not_augmented(project):
     cfg = config("data=bare", "augment=flip")
-    told = "augment.flip has no effect: mywork.loaders.Loaders makes its own batches. Type augment=none."
+    told = "augment.flip has no effect: mywork.loaders.Loaders makes its own batches. Set augment=none."
     assert told in check(cfg, imported=True)
 
 
@@ -106,7 +106,7 @@ def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples(project):
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 def test_copies_lengthen_an_epoch_and_stay_in_one_micro_batch(repeats):
     cfg = config(f"data.repeats={repeats}", "trainer.accumulate_grad_batches=2", "augment=mixup")
-    assert batches_of(cfg, 640) == 640 // (64 // repeats) * 2
+    assert step_plan(cfg).epoch(640) == 640 // (64 // repeats) * 2
     assert unit(cfg)[0] == 2 * repeats
     assert accumulations(48, 2, unit(cfg)[0]) == [
         count for count in range(1, 25) if 24 % count == 0 and 24 // count % (2 * repeats) == 0

@@ -48,12 +48,12 @@ def test_packages_are_those_in_src_and_those_that_are_listed(bouquet):
     (bouquet / "src/bouquet.egg-info").mkdir()
     (bouquet / "src/__pycache__").mkdir()
     table(bouquet, "[tool.lockstep]\npackages = ['monai', 'sklearn.linear_model']\n")
-    assert project.trusted() == ["bouquet.*", "petals.*", "monai.*", "sklearn.linear_model.*"]
+    assert project.current().packages == ("bouquet", "petals", "monai", "sklearn.linear_model")
 
 
 def test_lockstep_alone_where_there_is_no_project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (project.trusted(), project.config_folders()) == ([], [CONFIGS])
+    assert (project.current().packages, project.config_folders()) == ((), [CONFIGS])
     assert (local.script("train"), local.script("runs")) == (ROOT / "train.py", ROOT / "scripts/runs.py")
     assert model_title(compose.compose_config("train", [])) == "basic_net"
 
@@ -85,10 +85,8 @@ exec {python} "$@"
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("python train.py", "python eval.py run=a"),
         ("../bin/python train.py", "../bin/python eval.py run=a"),
         ("uv run train.py", "uv run eval.py run=a"),
-        ("uv run lockstep train", "uv run lockstep eval run=a"),
         ("lockstep train", "lockstep eval run=a"),
         ("python -m lockstep train", "python -m lockstep eval run=a"),
         ("cd src && python ../train.py", "python ../eval.py run=a"),

@@ -256,8 +256,8 @@ def test_the_gallery_is_one_file_with_the_pictures_and_what_is_said_of_them(pred
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], r"input is missing; type input=<input>"),
-        (["input=photos", "top_k=0", "gallery=2"], r"top_k=0 is not possible(.|\n)*gallery=2 is not possible"),
+        ([], r"input is missing; set input=<input>"),
+        (["input=photos", "top_k=0", "gallery=2"], r"top_k=0 is invalid(.|\n)*gallery=2 is invalid"),
         (["input=fotos", "output=a.xls"], r"its ending must be(.|\n)*input=fotos does not exist. Pass a folder of images, a glob in quotes"),
         (["input=empty"], r"input=empty holds no images"),
         (["input=photos/*.tif"], r"input=photos/\*.tif matches no file"),

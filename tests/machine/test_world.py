@@ -84,7 +84,7 @@ def test_a_node_that_the_run_does_not_have_is_refused(monkeypatch):
     monkeypatch.setenv("NODE_RANK", "1")
     (problem,) = check(config("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))
     assert "NODE_RANK=1" in problem
-    assert "type unset NODE_RANK" in problem
+    assert "run unset NODE_RANK" in problem
 
 
 def test_a_process_with_a_stale_rank_reports_it_itself(forked_command):
@@ -132,7 +132,7 @@ def test_a_strategy_of_one_process_is_refused_where_several_were_started(strateg
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     problems = check(config(f"strategy={strategy}", "trainer.accelerator=cpu"))
-    assert any("Type strategy=ddp" in problem or "or type strategy=ddp" in problem for problem in problems), problems
+    assert any("Set strategy=ddp" in problem or "or set strategy=ddp" in problem for problem in problems), problems
 
 
 def test_runs_of_one_second_have_different_names():

@@ -3,13 +3,13 @@
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from lockstep.config import rules
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.errors import Preempted, UserError
@@ -40,7 +40,7 @@ def stop(monkeypatch):
 
 def test_a_package_that_is_missing_is_said_without_torch(monkeypatch):
     cfg = compose_config("train", ["logger=[csv,mlflow]", "trainer.accelerator=cpu"])
-    monkeypatch.setattr(rules, "installed", lambda module: module != "mlflow")
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     (problem,) = check(cfg)
     assert problem.startswith("logger=mlflow needs the package mlflow-skinny") and "uv sync --extra mlflow" in problem
 

@@ -261,10 +261,10 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small has its own. Type model=none optim=none, or begin its config with"),
+        (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small has its own. Set model=none optim=none, or begin its config with"),
         (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, but small makes its own"),
         (["task._target_=odd.Small", "strategy=dp"], "strategy=dp changes how a task's network is called"),
-        (["task._target_=odd.Small", "strategy=fsdp", "trainer.devices=2"], "Type strategy=ddp."),
+        (["task._target_=odd.Small", "strategy=fsdp", "trainer.devices=2"], "Set strategy=ddp."),
         (["task._target_=odd.Small", "+task.metrics={a: {_target_: torchmetrics.MeanMetric}}"], "task.metrics has no effect"),
     ],
 )  # fmt: skip
@@ -278,6 +278,7 @@ def test_what_the_module_would_not_notice_is_refused(overrides, words):
         (["task=classification", "model=none"], "model=none is for a LightningModule with its own model; task=classification needs one. Choose it with model=<name>."),
         (["task=classification", "task.monitor=test/acc"], "monitor=test/acc"),
         ([], "task._target_ is missing; it names the class"),
+        (["task._target_=odd.Small", "model=basic_net", "seed=true"], "model would have no effect: odd.Small has its own"),
     ],
 )  # fmt: skip
 def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
@@ -290,7 +291,7 @@ def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
         ("Small", ["+task.widht=3"], r"task.widht is not an argument of odd.Small \(did you mean width\?\)"),
         ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Type task.monitor=null."),
         ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist provides the batches"),
-        ("Other", ["model=basic_net", "optim=sgd", "schedule=constant"], "task._target_=odd.Other may not be named here: task takes a subclass of lockstep's Task or lightning's LightningModule"),
+        ("Other", [], "task._target_=odd.Other may not be named here: task takes a subclass of lockstep's Task or lightning's LightningModule"),
         ("Small", ["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"),
         ("Small", ["data=odd", "+data.val_fraction=0.2"], "data.val_fraction is not an argument of odd.Data"),
     ],

@@ -1,6 +1,6 @@
 """Every check of a config without torch, whose problems are reported together, and those that need the classes of the user."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -9,7 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.config import rules
 from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, operations, problems, to_plain
 from lockstep.config.rules import Context
-from lockstep.config.run_config import accumulated, batches_of, optimizer_node, title, total_steps
+from lockstep.config.run_config import optimizer_node, step_plan, title
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
 from lockstep.config.targets import foreign_names, target_of, unnamed
 from lockstep.config.words import plain, shown
@@ -19,7 +19,7 @@ from lockstep.machine.world import world_of
 # --- Whether a config has the groups, classes and keys that the engine reads, and no others ---
 
 TRAINED = ("train/loss", "train/lr")  # what the training of every task logs
-MEASURED = ("_per_s", "_memory_gib")  # endings of figures that depend on the data's unit or on the device
+MEASURED = ("_per_s", "_memory_gib")  # endings of metrics that depend on the data's unit or on the device
 # Arguments of Lightning's Trainer that Lockstep sets from other keys.
 OWNED = {
     "trainer.strategy": "choose it with strategy=ddp",
@@ -37,23 +37,18 @@ OWNED = {
 }
 
 
-def keys_of(group: str) -> list[str]:
-    """The keys of a group; of "", those outside of groups."""
-    return [key for key in KEYS if key.rpartition(".")[0] == group]
-
-
-def missing_keys(node: Mapping[Any, Any], keys: Iterable[str]) -> Iterator[str]:
-    """Keys of one group, or outside of groups, that are not in its node."""
+def missing_keys(node: Mapping[Any, Any], group: str = "") -> Iterator[str]:
+    """Keys of a group that the engine reads and that are not in its node; of "", those outside of groups."""
     names = [str(name) for name in node.keys()]  # noqa: SIM118  # `in` denies those that are ???
-    for key in keys:
-        if key.rpartition(".")[2] not in names:
-            example = KEYS[key].example if key in KEYS else "<value>"
-            yield f"{key} is not in the config, and the engine reads it. Type for example {key}={example}."
+    for key, kind in KEYS.items():
+        within, _, name = key.rpartition(".")
+        if within == group and name not in names and (group in ("", *CLOSED) or name in NEEDED.get(group, ())):
+            yield f"{key} is not in the config, and the engine reads it. For example: {key}={kind.example}."
 
 
 def structure_problems(cfg: DictConfig) -> Iterator[str]:
     """Groups that are missing or hold no keys; classes and keys that are missing in them."""
-    yield from missing_keys(cfg, keys_of(""))
+    yield from missing_keys(cfg)
     for group in (name for name in GROUPS if name not in RECIPES):
         try:
             node: Any = cfg.get(group)
@@ -61,16 +56,16 @@ def structure_problems(cfg: DictConfig) -> Iterator[str]:
         except OmegaConfBaseException as e:  # it refers to what there is not
             node = str(e).partition("\n")[0]
         if not isinstance(node, Mapping):
-            there = f"{group}={shown(node)} is not possible" if group in cfg else f"{group} is not in the config"
+            there = f"{group}={shown(node)} is invalid" if group in cfg else f"{group} is not in the config"
             yield f"{there}: the engine reads the keys of this group. Choose an option, {group}=<name>, or set single keys, {group}.<key>=<value>."
         elif group in CLOSED:
-            yield from missing_keys(node, keys_of(group))
+            yield from missing_keys(node, group)
         elif group in SEVERAL:
             yield from named_nodes(node, group)
         elif node or group not in OPTIONAL:
             yield from unnamed(node, group)
             if group != "data" or is_shipped(node):  # other data is asked once its class is imported
-                yield from missing_keys(node, [f"{group}.{name}" for name in NEEDED.get(group, ())])
+                yield from missing_keys(node, group)
             if group == "task" and "metrics" in node:
                 yield from named_nodes(node["metrics"], "task.metrics")
 
@@ -78,7 +73,7 @@ def structure_problems(cfg: DictConfig) -> Iterator[str]:
 def named_nodes(nodes: Any, key: str) -> Iterator[str]:
     """Problems of a group of named nodes, such as `callbacks`."""
     if not isinstance(nodes, Mapping):
-        yield f"{key}={shown(nodes)} is not possible: it holds classes by name. Type for example {key}={{}}."
+        yield f"{key}={shown(nodes)} is invalid: it holds classes by name. For example: {key}={{}}."
         return
     for name, node in nodes.items():
         yield from unnamed(node, f"{key}.{name}")
@@ -88,7 +83,7 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
     """Keys added with `+key=value` that nothing reads."""
     closed = {group: cfg[group] for group in CLOSED if isinstance(cfg.get(group), DictConfig)}
     for group, node in {"": cfg, **closed}.items():
-        known = keys_of(group) if group else [*keys_of(""), *GROUPS]
+        known = [*(key for key in KEYS if key.rpartition(".")[0] == group), *(() if group else GROUPS)]
         for key in (f"{group}.{name}".lstrip(".") for name in node):
             if key in OWNED:
                 yield f"{key} cannot be set: {OWNED[key]}."
@@ -124,29 +119,28 @@ def data(run: Context) -> Iterator[str]:
     if not run.own_loaders:
         yield from data_set_problems(node)
         if "batch_size" not in node:
-            yield "data.batch_size is missing: it is the global batch of one optimizer step. Type +data.batch_size=64."
+            yield "data.batch_size is missing: it is the global batch of one optimizer step. Set +data.batch_size=64."
         if not is_shipped(node):
             yield from wrong_values(run.cfg, [f"data.{key}" for key in ENGINE_DATA])
         return
     yield from problems(node, "data")
     own = f"divides Lockstep's batches, but data={title(run.cfg.data)} makes its own"
-    if run.cfg.exact.shards:
-        yield f"exact.shards={run.cfg.exact.shards} {own}. Leave it out."
+    yield from run.excluded({"exact.shards": (None, f"{own}. Remove it")})
     if run.cfg.trainer.accumulate_grad_batches == "auto":
-        yield f"trainer.accumulate_grad_batches=auto {own}. Type a number."
+        yield f"trainer.accumulate_grad_batches=auto {own}. Set a number."
     if node.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={title(run.cfg.data)} has its own. Type a number."
+        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={title(run.cfg.data)} has its own. Set a number."
 
 
 def task(run: Context) -> Iterator[str]:
     cfg = run.cfg
     if not is_shipped(cfg.task) and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
-        yield f"checkpoint.mode={cfg.checkpoint.mode} is not possible; it takes one of max, min. Type checkpoint.mode=min."
+        yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
     if not run.knows(cfg.task) or run.custom_module:
         return
     added = cfg.task.get("metrics") or ()
     for name in sorted({"loss", "count"} & set(added)):
-        yield f"task.metrics.{name}: every task already logs {name}. Type another name."
+        yield f"task.metrics.{name}: every task already logs {name}. Use another name."
     for group in ("model", "optim", "schedule"):
         if not cfg[group]:
             yield f"{group}=none is for a LightningModule with its own {group}; task={title(cfg.task)} needs one. Choose it with {group}=<name>."
@@ -163,21 +157,20 @@ def module(run: Context) -> Iterator[str]:
     if not run.custom_module:
         return
     cfg, name = run.cfg, title(run.cfg.task)
-    if idle := [group for group in ("model", "optim", "schedule") if cfg[group]]:
+    if groups := [group for group in ("model", "optim", "schedule") if cfg[group]]:
         yield (
-            f"{', '.join(idle)} would have no effect: {cfg.task._target_} has its own. "
-            f"Type {' '.join(f'{group}=none' for group in idle)}, or begin its config with defaults: [lightning_module]."
+            f"{', '.join(groups)} would have no effect: {cfg.task._target_} has its own. "
+            f"Set {' '.join(f'{group}=none' for group in groups)}, or begin its config with defaults: [lightning_module]."
         )
-    for operation in (key for key, operation in operations(cfg).items() if operation.mixes):
-        yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Leave it out: ~augment.{operation}."
+    for operation in (key for key, each in operations(cfg, shipped_only=not run.imported).items() if each.mixes):
+        yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
-        yield f"task.metrics has no effect: {name} logs its own figures. Leave it out."
-    if cfg.exact.shards:
-        yield f"exact.shards={cfg.exact.shards} is about the steps of a task, and {name} makes its own. Leave it out."
-    if cfg.compile:
-        yield f"compile=true compiles the network of the model group, but {name} makes its own. Leave it out; a module may call self.<network>.compile()."
+        yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
+    idle = f"compiles the network of the model group, but {name} makes its own. Remove it; a module may call self.<network>.compile()"
+    steps = f"is about the steps of a task, and {name} makes its own. Remove it"
+    yield from run.excluded({"exact.shards": (None, steps), "compile": (False, idle)})
     if run.spec.is_sharded or run.spec.splits_batches:
-        yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Type strategy=ddp."
+        yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
 
 
 def whole_batch_problems(cfg: DictConfig) -> Iterator[str]:
@@ -185,16 +178,16 @@ def whole_batch_problems(cfg: DictConfig) -> Iterator[str]:
     why = f"task={title(cfg.task)} compares the samples of a batch (between_samples)"
     given = cfg.trainer.accumulate_grad_batches
     if cfg.exact.shards:
-        yield f"exact.shards={cfg.exact.shards} divides the global batch into logical ranks, but {why}. Leave it out."
+        yield f"exact.shards={cfg.exact.shards} divides the global batch into logical ranks, but {why}. Remove it."
     elif given != 1:
         yield (
             f"trainer.accumulate_grad_batches={given} divides the global batch into micro-batches, but {why}. "
-            "Type trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller data.batch_size."
+            "Set trainer.accumulate_grad_batches=1; if memory runs out, use more processes or a smaller data.batch_size."
         )
 
 
 def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
-    """Monitors that nothing logs. The figures of callbacks that are not Lockstep's are known only when the run logs them."""
+    """Monitored metrics that nothing logs. The metrics of callbacks that are not Lockstep's are known only when the run logs them."""
     first = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
     monitors = {first: cfg.checkpoint.monitor}
     monitors |= {f"callbacks.{name}.monitor": node.get("monitor") for name, node in cfg.callbacks.items()}
@@ -208,7 +201,7 @@ def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
         known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
         later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
         if not known and not later:
-            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Type one of them, or add it to task.metrics."
+            yield f"{key}={monitor}: the {'run' if of_callback else 'validation'} logs {', '.join(names)}{did_you_mean(monitor, names)}. Set one of them, or add it to task.metrics."
 
 
 # --- What is known only once the data is prepared ---
@@ -234,19 +227,20 @@ def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
 def step_problems(cfg: DictConfig, samples: int) -> Iterator[str]:
     """Limits that a run of so many training samples per epoch does not reach."""
     trainer, every = cfg.trainer, cfg.trainer.val_check_interval
-    batches, total = batches_of(cfg, samples), total_steps(cfg, samples)
+    plan = step_plan(cfg)
+    batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
         return  # Lightning says that nothing is trained
     warmup = cfg.schedule.get("warmup_steps")
     if isinstance(warmup, int) and warmup >= total:
-        yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Type a smaller number."
-    if trainer.min_epochs and trainer.min_epochs * (batches // accumulated(cfg)) > total:
-        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Type a smaller number."
+        yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Set a smaller number."
+    if trainer.min_epochs and trainer.min_epochs * (batches // plan.accumulate) > total:
+        yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Set a smaller number."
     if trainer.min_steps and trainer.min_steps > total:
-        yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Type a smaller number, or trainer.max_epochs=<more>."
+        yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Set a smaller number, or trainer.max_epochs=<more>."
     if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
         yield (
-            f"trainer.val_check_interval={every} is more than the {batches} batches of an epoch. Type a smaller number, "
+            f"trainer.val_check_interval={every} is more than the {batches} batches of an epoch. Set a smaller number, "
             "or trainer.check_val_every_n_epoch=null to count over epochs."
         )
 
@@ -271,17 +265,19 @@ TRAINING = (
 def check(cfg: DictConfig, *, evaluating: bool = False, imported: bool = False, shipped: bool = False) -> list[str]:
     """All problems of a composed config; an empty list when it can run. Reads no data.
 
-    A config is checked twice: first without the user's classes and without torch, then with the classes `imported`. The signatures of
-    the `shipped` classes are looked at only on demand.
+    A config is checked twice: first without the user's classes and without torch, then, if that found nothing, with the classes `imported`:
+    their signatures, and the rules again. The signatures of the `shipped` classes are looked at only on demand.
     """
-    structure = list(structure_problems(cfg))
-    found = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
-    if structure:  # the rules read these keys
-        return found
-    for group in GROUPS:
-        found += foreign_names(to_plain(cfg[group]), group) if group in cfg else ()
-    if imported and not evaluating:  # what has trained is right
-        found += signature_problems(cfg, shipped=shipped)
+    found: list[str] = []
+    if imported:
+        found += () if evaluating else signature_problems(cfg, shipped=shipped)  # what has trained is right
+    else:
+        structure = list(structure_problems(cfg))
+        found += [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
+        if structure:  # the rules read these keys
+            return found
+        for group in GROUPS:
+            found += foreign_names(to_plain(cfg[group]), group) if group in cfg else ()
     for rule in EVALUATION if evaluating else TRAINING:
         try:
             found += rule(Context(cfg, world_of(cfg), imported))

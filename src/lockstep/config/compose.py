@@ -21,7 +21,7 @@ from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check
 from lockstep.config.project import command, config_folders
 from lockstep.config.run_config import sweep_name
-from lockstep.config.schema import GROUPS, KEYS
+from lockstep.config.schema import GROUPS, KEYS, SEVERAL
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, did_you_mean
 from lockstep.run.report import LOADER
@@ -55,43 +55,40 @@ def typed(value: Any) -> str:
     return shown(value) if bare else QuotedString(value, Quote.single).with_quotes()
 
 
-def options_of(group: str, own: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """The options of a group that a config may come from, each with its distance; the smallest is the best match."""
-    found: dict[str, tuple[int, int]] = {}
+def chosen_options(group: str, own: dict[str, Any]) -> list[str]:
+    """The option of a group that best matches the config `own`; of a group of several, all that match, in the order of their nodes."""
+    matches: list[tuple[int, int, str, list[str]]] = []
     for name in options(group):
-        option = dotted(yaml.load(config_file(f"{group}/{name}").read_text(), LOADER) or {}, group)
+        nodes = yaml.load(config_file(f"{group}/{name}").read_text(), LOADER) or {}
+        option = dotted(nodes, group)
         what = {k: v for k, v in option.items() if k.endswith(("._target_", ".name"))}
         fits = all(v in (own.get(k), "???") for k, v in what.items())
-        if fits and (option or f"{group}._target_" not in own):  # an option without keys means no class
-            same = sum(v == own.get(k) for k, v in what.items())
-            found[name] = (-same, len(option.keys() - own.keys() - {f"{group}.defaults"}))
-    return found
-
-
-def several(group: str, own: dict[str, Any]) -> list[str]:
-    """The options that a group of several may come from, in the order of their nodes. Options of other options alone are left out."""
-    nodes = list(dict.fromkeys(key.split(".")[1] for key in own if key.startswith(f"{group}.")))
+        if fits and (nodes or f"{group}._target_" not in own):  # an option without keys means no class
+            same, more = (
+                sum(v == own.get(k) for k, v in what.items()),
+                option.keys() - own.keys() - {f"{group}.defaults"},
+            )
+            matches.append((-same, len(more), name, [node for node in nodes if node != "defaults"]))
+    if group not in SEVERAL:
+        return [name for *_, name, _ in sorted(matches)[:1]]
+    left = list(dict.fromkeys(key.split(".")[1] for key in own if key.startswith(f"{group}.")))
     place: dict[str, int] = {}
-    for name, _ in sorted(options_of(group, own).items(), key=lambda found: found[1]):
-        option = yaml.load(config_file(f"{group}/{name}").read_text(), LOADER) or {}
-        made = [node for node in option if node != "defaults"]
-        if made and set(made) <= set(nodes):
-            place[name] = nodes.index(made[0])
-            nodes = ["" if node in made else node for node in nodes]  # an option's alone
+    for *_, name, nodes in sorted(matches):
+        if nodes and set(nodes) <= set(left):
+            place[name] = left.index(nodes[0])
+            left = ["" if node in nodes else node for node in left]  # each node comes from one option
     return sorted(place, key=place.__getitem__)
 
 
 def as_overrides(config: DictConfig) -> list[str]:
     """The overrides that give this config: group options, then keys. A key that the config lacks is newer than the run."""
-    own, (composed, defaults), chosen = dotted(plain(config)), default_config("train"), []
+    own, composed, chosen = dotted(plain(config)), compose_config("train", []), []
     usual = dotted(plain(composed))
     for group in filter(is_group, map(str, config)):
-        found = options_of(group, own)
-        if group in defaults:
-            default, choice = defaults[group], min(found, key=found.__getitem__, default=defaults[group])
-        else:  # it takes several
-            default, choice = several(group, usual), several(group, own)
-        chosen += [f"{group}={typed(choice)}"] if choice != default else []
+        if (choice := chosen_options(group, own)) != chosen_options(group, usual):
+            chosen += (
+                [f"{group}={typed(choice if group in SEVERAL else choice[0])}"] if choice or group in SEVERAL else []
+            )
     if chosen:
         composed = compose_config("train", chosen)
     OmegaConf.resolve(composed)
@@ -128,18 +125,11 @@ def callers_hydra_restored() -> Iterator[None]:
         GlobalHydra.instance().hydra = theirs
 
 
-@contextmanager
-def hydra_of_our_own() -> Iterator[None]:
-    """Initializes Hydra with our configs; restores the caller's Hydra afterwards."""
+def compose_config(config_name: str, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
+    """The config of `python <config_name>.py <overrides>`, with Hydra's own node if wanted. Raises one of CONFIG_ERRORS."""
     with callers_hydra_restored(), initialize_config_dir(str(CONFIGS)):
-        yield
-
-
-def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """The config of `python <config_name>.py <overrides>`. Raises one of CONFIG_ERRORS."""
-    with hydra_of_our_own():
         try:
-            cfg: DictConfig = compose(config_name, list(overrides))
+            cfg: DictConfig = compose(config_name, list(overrides), return_hydra_config=with_hydra)
         except CONFIG_ERRORS:
             raise
         except Exception as e:  # such as YAML's, or Hydra's ValueError for model=null; only configs are read here
@@ -147,44 +137,32 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
         return cfg
 
 
-def composed(config_name: str, overrides: Sequence[str]) -> DictConfig:
+def composed(
+    config_name: str, overrides: Sequence[str], always: Sequence[str] = (), *, with_hydra: bool = False
+) -> DictConfig:
     """`compose_config`. Raises UserError: all that is wrong with the command."""
     try:
-        return compose_config(config_name, overrides)
+        return compose_config(config_name, [*always, *overrides], with_hydra=with_hydra)
     except CONFIG_ERRORS as e:
-        raise UserError(*explain(e, config_name, list(overrides))) from None
-
-
-def fails_to_compose(config_name: str, overrides: Sequence[str]) -> bool:
-    try:
-        compose_config(config_name, overrides)
-    except CONFIG_ERRORS:
-        return True
-    return False
-
-
-def default_config(config_name: str) -> tuple[DictConfig, dict[str, Any]]:
-    """The config without overrides, and the default option of each group, without groups that take several."""
-    with hydra_of_our_own():
-        whole = compose(config_name, [], return_hydra_config=True)
-    cfg = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
-    return cfg, dict(whole.hydra.runtime.choices)
+        raise UserError(*explain(e, config_name, overrides, always)) from None
 
 
 def without_replaced_defaults(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Without the project's default network, optimizer and schedule, if the task has its own. What a command or a recipe chooses stays,
-    to be rejected."""
+    and is rejected later."""
     task = cfg.get("task")
     traits = task.get("traits") if isinstance(task, DictConfig) else None
-    replaced = [group for group in (traits or {}).get("replaces", ()) if cfg.get(group)]
+    replaced = [
+        group for group in (traits or {}).get("replaces", ()) if isinstance(cfg.get(group), DictConfig) and cfg[group]
+    ]
     if not replaced:
         return cfg
-    cfg, (defaults, _) = cfg.copy(), default_config("train")
-    typed = [key_of(override).partition(".")[0] for override in overrides]
+    own: Any = OmegaConf.to_container(cfg)
+    default: Any = OmegaConf.to_container(compose_config("train", []))
+    typed, cfg = [key_of(override).partition(".")[0] for override in overrides], cfg.copy()
     with open_dict(cfg):
         for group in (group for group in replaced if group not in typed):
-            own, default = (OmegaConf.to_container(config[group]) for config in (cfg, defaults))
-            if isinstance(own, dict) and isinstance(default, dict) and own == {key: default.get(key) for key in own}:
+            if own[group].items() <= default[group].items():
                 cfg[group] = {}
     return cfg
 
@@ -194,7 +172,7 @@ def key_of(override: str) -> str:
 
 
 def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
-    """Typed keys that belong to an option as a whole."""
+    """Keys on the command line that only an option as a whole sets."""
     for override in overrides:
         if (key := key_of(override)) == "strategy.name" or key.startswith("task.traits"):
             group = key.partition(".")[0]
@@ -202,7 +180,7 @@ def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def beyond_schema(overrides: Sequence[str]) -> bool:
-    """Whether a key was typed that only the signature of a class can check: one without a Kind, or one taken away."""
+    """Whether the command line sets a key without a Kind, or removes one: only the signature of its class can check that."""
     checked = ("data.", "hydra.", "augment.")  # nodes that are checked in any case
     typed = [o for o in overrides if not is_group(o) and not key_of(o).startswith(checked)]
     return any(o.startswith("~") or key_of(o) not in KEYS for o in typed)
@@ -238,14 +216,12 @@ def message(error: BaseException, override: str) -> str:
         return f"{key} cannot be set: {OWNED[key]}."
     if key in GROUPS and override.startswith("~"):
         return f"{override}: {key} is not in the config then, and the engine reads it. Choose an option, {key}=<name>."
-    if "@" in override.partition("=")[0] and key in GROUPS:
-        return f"{override}: the options of {key} have one place in the config. Type {key}={override.partition('=')[2] or '<name>'}."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
         near, wrong = re.search(r"Did you mean: '(.*?)'\?", text), re.search(r"Key '(.*?)' is not in struct", text)
         parts = [near[1] if near and wrong and part == wrong[1] else part for part in key.split(".")]
         if key in KEYS:
             group = key.partition(".")[0]
-            return f"{key} is not a key of the chosen {group}. Leave it out, or choose another with {group}=<name>."
+            return f"{key} is not a key of the chosen {group}. Remove it, or choose another with {group}=<name>."
         meant = f"did you mean {'.'.join(parts)}? " if parts != key.split(".") else nearest_key(key)
         return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
@@ -291,11 +267,12 @@ def tried_alone(config_name: str, overrides: Sequence[str], always: Sequence[str
 
 
 def explain(error: BaseException, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> list[str]:
-    """All mistakes of a command line that Hydra refused with `error`."""
+    """All mistakes of a command line that Hydra rejected with `error`."""
     problems, good = tried_alone(config_name, overrides, always)
     try:
         composed = compose_config(config_name, [*always, *good])
-        problems += check(composed) if config_name == "train" else []  # eval's config is merged with the run's first
+        if config_name == "train":  # the config of eval is merged with that of the run first
+            problems += check(without_replaced_defaults(composed, good))
     except CONFIG_ERRORS as e:
         error = e
     return problems or [" ".join(str(error).split())]

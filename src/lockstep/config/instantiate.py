@@ -11,15 +11,15 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.config import targets
-from lockstep.config.schema import is_shipped
+from lockstep.config.schema import KEYS, is_shipped
 from lockstep.config.targets import (
     accepted,
     locate,
     parameters,
     takes_one,
     target_of,
-    target_problems,
     type_problem,
+    unnamed,
 )
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
@@ -68,19 +68,15 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         joint = "." if str(e).partition("=")[0] in kept else ": "  # a message may begin with the argument
         raise UserError(f"{key}{joint}{e}") from None
     except TypeError as e:
-        raise_problems(refused_argument(e, kept, key))
+        # The class may have passed a key on, through **kwargs, to a callee that does not take it.
+        wrong = re.search(r"unexpected keyword argument '(\w+)'", str(e))
+        if wrong and wrong[1] in kept and wrong[1] not in (named or {}):
+            meant = did_you_mean(wrong[1], [*(named or {}), *ENGINE.get(key, ())])
+            raise UserError(f"{key}.{wrong[1]} is not an argument of {plain['_target_']}{meant}.") from None
         raise
 
 
-def refused_argument(error: TypeError, node: Mapping[str, Any], key: str) -> Iterator[str]:
-    """A key that a class accepted in **kwargs and passed on to a callee that does not know it."""
-    found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    if found and found[1] in node and found[1] not in (parameters(node["_target_"]) or {}):
-        known = [*(parameters(node["_target_"]) or {}), *ENGINE.get(key, ())]
-        yield f"{key}.{found[1]} is not an argument of {node['_target_']}{did_you_mean(found[1], known)}."
-
-
-# Keys of a `data` node that the engine reads. The class gets the others, and those of these that its signature names.
+# Keys of a `data` node that the engine reads. They are passed on to the class only if its signature names them.
 ENGINE_DATA = (
     "batch_size",
     "eval_batch_size",
@@ -121,8 +117,8 @@ def data_set_node(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
-    """Problems of the node of a data set: its class, what the class itself finds wrong, and its keys."""
-    if wrong := list(target_problems(node, "data")):
+    """Problems of the node of a data set: its class, the checks of the class itself, and its keys."""
+    if wrong := list(target_problems({"data": node})):
         yield from wrong
         return
     yield from getattr(target_of(node["_target_"], "data"), "problems", lambda _: ())(node)
@@ -155,30 +151,43 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
     return dict(node)
 
 
+def target_problems(nodes: Mapping[str, Any]) -> Iterator[str]:
+    """Problems of the `_target_` of nodes, which are given by their keys: it is missing, may not be named, or does not exist."""
+    for key, node in nodes.items():
+        yield from (wrong := list(unnamed(node, key)))
+        try:
+            if not wrong:
+                target_of(node["_target_"], key)
+        except UserError as e:
+            yield from e.problems
+
+
 def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | None = None) -> Iterator[str]:
     """Problems of the keys of a node. If `given` is None, missing arguments are not reported, as the engine may add them."""
-    places = {key: node, **dict(targets.nodes(node, key))}  # it may have no `_target_` itself
-    if wrong := [problem for place, each in places.items() for problem in target_problems(each, place)]:
+    if wrong := list(
+        target_problems({key: node, **dict(targets.nodes(node, key))})
+    ):  # it may have no `_target_` itself
         yield from wrong
         return
     target: str = node["_target_"]
     named = parameters(target)
     if named is None:
         return
-    forms = {parameter.kind for parameter in named.values()}
-    own = [name for name in node if name not in (*SPECIAL, *ENGINE.get(key, ()))]
+    engine = ENGINE.get(key, ())
     known = [name for name, parameter in named.items() if takes_one(parameter)]
-    for name in own:
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
+    for name in (name for name in node if name not in (*SPECIAL, *engine)):
         if name in known:
-            yield from type_problem(target, named[name], f"{key}.{name}", node[name])
-        elif inspect.Parameter.VAR_KEYWORD not in forms:
-            meant = did_you_mean(name, [*known, *ENGINE.get(key, ())])
+            if f"{key}.{name}" not in KEYS or not is_shipped(node):  # config/schema.py has the better message
+                yield from type_problem(named[name], f"{key}.{name}", node[name])
+        elif not takes_any:
+            meant = did_you_mean(name, [*known, *engine])
             yield f"{key}.{name} is not an argument of {target}{meant}; it takes {', '.join(known) or 'none'}."
     if given is not None and not node.get("_partial_"):
         for name in known:
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:
                 offered = f" The data and the task offer {', '.join(given)}." if given else ""
-                yield f"{key}.{name} is missing: {target} needs it. Type +{key}.{name}=<value>.{offered}"
+                yield f"{key}.{name} is missing: {target} needs it. Set +{key}.{name}=<value>.{offered}"
 
 
 # --- The operations of the `augment` group. Lockstep's own are free of torch, so a check makes them to check their arguments ---
@@ -242,7 +251,7 @@ def network(model: Mapping[str, Any], offered: Mapping[str, Any], *, with_weight
     skipped = {key: False if isinstance(model[key], bool) else None for key in fetched}
     given = accepted(model["_target_"], offered)
     raise_problems(
-        f"model.{name}={model[name]} has no effect: the data and the task need {value}. Leave it out."
+        f"model.{name}={model[name]} has no effect: the data and the task need {value}. Remove it."
         for name, value in given.items()
         if name in model and model[name] != value
     )

@@ -13,6 +13,7 @@ import tomllib
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,8 @@ def read(root: Path) -> Project | None:
         UserError: its pyproject.toml is damaged, or its table [tool.lockstep] has an unknown key or a wrong value.
     """
     file = root / "pyproject.toml"
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if "lockstep" not in text:
-        return None
     try:
-        table: Any = tomllib.loads(text).get("tool", {}).get("lockstep")
+        table: Any = table_of(file.read_text(encoding="utf-8") if file.is_file() else "")
     except tomllib.TOMLDecodeError as e:
         raise UserError(f"{file}: {e}. Correct the file.") from None
     if table is None:
@@ -67,9 +65,15 @@ def read(root: Path) -> Project | None:
         isinstance(name, str) and all(map(str.isidentifier, name.split("."))) for name in packages
     ):
         raise UserError(
-            f'{file}: tool.lockstep.packages takes a list of package names. Type for example packages = ["monai"].'
+            f'{file}: tool.lockstep.packages takes a list of package names. For example: packages = ["monai"].'
         )
     return Project(root, tuple(packages))
+
+
+@cache
+def table_of(pyproject: str) -> object:
+    """[tool.lockstep] of the content of a pyproject.toml. Kept, because each override asks for the project's folders."""
+    return tomllib.loads(pyproject).get("tool", {}).get("lockstep") if "lockstep" in pyproject else None
 
 
 def find(folder: Path) -> Project:
@@ -111,11 +115,6 @@ def make_importable() -> None:
         sys.path.append(str(missing[0].parent))
 
 
-def trusted() -> list[str]:
-    """Patterns of the names that a config may use from the project's packages."""
-    return [f"{package}.*" for package in current().packages]
-
-
 def of_users_code(error: BaseException) -> bool:
     """Whether code of the project, or any that is not installed, takes part in an error: a bug to be shown, not a refusal to be
     explained."""
@@ -136,7 +135,7 @@ def of_users_code(error: BaseException) -> bool:
 
 
 def typed_with() -> str:
-    """What stands before the script in the command that was typed: `uv run`, `python`, `lockstep`, or their paths."""
+    """How the running command starts, before its script: `uv run`, `python`, `lockstep`, or their paths."""
     if TYPED in os.environ:
         return os.environ[TYPED]
     python, *arguments = sys.orig_argv
@@ -154,7 +153,7 @@ def short(program: str) -> str:
 
 
 def command(name: str) -> str:
-    """What to type for a job or script, in the way in which the running command was typed."""
+    """The command that runs a job or script, with the same start as the running command."""
     root, typed = current().root, typed_with()
     if typed.endswith("lockstep"):
         return f"{typed} {name}"

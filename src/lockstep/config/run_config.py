@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +71,7 @@ def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | N
     """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
     if "TORCHELASTIC_RUN_ID" in env:
         if env["TORCHELASTIC_RUN_ID"] == "none":
-            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Type run=<name>.")
+            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Set run=<name>.")
         return f"{model_and_data(cfg)}-{env['TORCHELASTIC_RUN_ID']}"
     if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
         return f"{model_and_data(cfg)}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
@@ -134,19 +135,62 @@ def first_report(cfg: DictConfig, world: World) -> dict[str, Any]:
     }
 
 
-# --- How a global batch is divided among processes and into micro-batches ---
+# --- How a global batch is divided into micro-batches, and the length of a run ---
 
 
-def accumulated(cfg: DictConfig) -> int:
-    """`trainer.accumulate_grad_batches` as a number; 1 for `auto`, which starts with it."""
-    given: int | str = cfg.trainer.accumulate_grad_batches
-    return 1 if given == "auto" else int(given)
+@dataclass(frozen=True)
+class StepPlan:
+    """How each step's global batch is divided, and how many steps a run has. Infinite without a limit."""
+
+    batch_size: int  # global; 0 with dataloaders of your own
+    repeats: int
+    accumulate: int  # `trainer.accumulate_grad_batches`; 1 for `auto`, which starts with it
+    logical_ranks: int | None  # exact.shards, which divide the batch instead
+    max_epochs: int | None
+    max_steps: int
+    limit_train_batches: int | float | None
+
+    def micro_batches(self, processes: int) -> int:
+        """Of each step, in each process."""
+        return self.logical_ranks // processes if self.logical_ranks else self.accumulate
+
+    def parts(self, processes: int) -> tuple[int, str, str]:
+        """How many parts a global batch has, their description, and the keys that change their number."""
+        if self.logical_ranks:
+            return self.logical_ranks, f"{self.logical_ranks} logical ranks (exact.shards)", "exact.shards"
+        keys = "trainer.devices or trainer.accumulate_grad_batches"
+        return processes * self.accumulate, f"{processes} processes x {self.accumulate} accumulated micro-batches", keys
+
+    @property
+    def epochs(self) -> float:
+        if self.max_epochs is None:
+            return 1 if self.max_steps == -1 else math.inf
+        return math.inf if self.max_epochs == -1 else self.max_epochs
+
+    def epoch(self, samples: int) -> int:
+        """The micro-batches of an epoch of so many training samples."""
+        limit, batches = self.limit_train_batches, samples // (self.batch_size // self.repeats) * self.accumulate
+        if limit is None:
+            return batches
+        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+    def steps(self, samples: int) -> float:
+        """The optimizer steps of a run."""
+        total = self.epochs * (self.epoch(samples) // self.accumulate)
+        return min(total, self.max_steps) if self.max_steps != -1 else total
 
 
-def parts_of_step(cfg: DictConfig, processes: int) -> int:
-    """How many micro-batches each process computes for a step."""
-    shards: int | None = cfg.exact.shards
-    return shards // processes if shards else accumulated(cfg)
+def step_plan(cfg: DictConfig) -> StepPlan:
+    data, trainer = cfg.data, cfg.trainer
+    return StepPlan(
+        batch_size=data.get("batch_size", 0),
+        repeats=data.get("repeats", 1),
+        accumulate=1 if trainer.accumulate_grad_batches == "auto" else trainer.accumulate_grad_batches,
+        logical_ranks=cfg.exact.shards,
+        max_epochs=trainer.max_epochs,
+        max_steps=trainer.max_steps,
+        limit_train_batches=trainer.limit_train_batches,
+    )
 
 
 def unit(cfg: DictConfig, *, shipped_only: bool = False) -> tuple[int, str]:
@@ -165,38 +209,13 @@ def accumulations(batch: int, world: int, unit: int = 1) -> list[int]:
 
 def batches(cfg: DictConfig, world: World) -> dict[str, Any]:
     """For the report: the global batch and how it is divided; None for the user's own dataloaders."""
-    accumulate = parts_of_step(cfg, world.size)
-    if has_own_loaders(cfg):
-        return {"batch_size": None, "accumulate_grad_batches": accumulate, "micro_batch": None}
-    batch = int(cfg.data.batch_size)
-    micro_batch = batch // (world.size * accumulate)  # per process
-    return {"batch_size": batch, "accumulate_grad_batches": accumulate, "micro_batch": micro_batch}
-
-
-# --- The length of a run ---
-
-
-def epochs_of(cfg: DictConfig) -> float:
-    """The most epochs of a run; infinite without a limit."""
-    given, steps = cfg.trainer.max_epochs, cfg.trainer.max_steps
-    if given is None:
-        return 1 if steps == -1 else math.inf
-    return math.inf if given == -1 else int(given)
-
-
-def batches_of(cfg: DictConfig, samples: int) -> int:
-    """The micro-batches of an epoch of so many training samples."""
-    steps, limit = samples // (cfg.data.batch_size // cfg.data.get("repeats", 1)), cfg.trainer.limit_train_batches
-    batches = steps * accumulated(cfg)
-    if limit is not None:
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    return int(batches)
-
-
-def total_steps(cfg: DictConfig, samples: int) -> float:
-    """The optimizer steps of a run; infinite without a limit."""
-    total = epochs_of(cfg) * (batches_of(cfg, samples) // accumulated(cfg))
-    return min(total, cfg.trainer.max_steps) if cfg.trainer.max_steps != -1 else total
+    plan, own = step_plan(cfg), has_own_loaders(cfg)
+    accumulate = plan.micro_batches(world.size)
+    return {
+        "batch_size": None if own else plan.batch_size,
+        "accumulate_grad_batches": accumulate,
+        "micro_batch": None if own else plan.batch_size // (world.size * accumulate),  # per process
+    }
 
 
 # --- What `auto` is for this run and machine ---
@@ -235,7 +254,7 @@ def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int 
         if cfg.trainer.precision == "auto":
             cfg.trainer.precision = precision(world.accelerator, spec_of(cfg.strategy).precisions)
         if cfg.trainer.log_every_n_steps == "auto" and samples is not None:
-            cfg.trainer.log_every_n_steps = log_interval(total_steps(cfg, samples))
+            cfg.trainer.log_every_n_steps = log_interval(step_plan(cfg).steps(samples))
         if data is not None and cfg.data.get("num_workers") == "auto":
             on_device = cfg.data.get("on_device") is True
             cfg.data.num_workers = 0 if on_device else workers(data.bytes_in_memory, world)
@@ -244,13 +263,14 @@ def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int 
 
 def why_not_fused(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-    if cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
+    exact, is_sharded = cfg.exact.shards, spec_of(cfg.strategy).is_sharded
+    if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
         return None  # training/arithmetic.py
-    if cfg.exact.shards and spec_of(cfg.strategy).is_sharded:
-        return f"was not tried on shards of GPUs, so exact.shards={cfg.exact.shards} is not possible"
+    if exact and is_sharded:
+        return f"was not tried on shards of GPUs, so exact.shards={exact} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):
         return None
-    if spec_of(cfg.strategy).is_sharded:
+    if is_sharded:
         return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
     if any(node.get("unfreeze") for node in cfg.callbacks.values()):
         return "has no kernel for SGD where some parameters have no momentum yet, as with callbacks.freeze.unfreeze (torch 2.13)"

@@ -94,10 +94,6 @@ def is_devices(v: Any) -> bool:
     return v == "auto" or bool(re.fullmatch(r"\d+(,\d+)*,?", str(v)))
 
 
-def is_channels(v: Any) -> bool:
-    return v == "model" or (isinstance(v, list) and len(v) in (1, 3) and all(map(is_number, v)))
-
-
 def is_duration(v: Any) -> bool:
     """Lightning's `max_time`: above 0, and short enough for a timedelta."""
     if isinstance(v, dict):
@@ -128,10 +124,15 @@ TEXT = Kind(is_text, f"a text, with at most {LONGEST} bytes between slashes", "n
 TRAINED = Kind(
     lambda v: type(v) in (str, int) and is_text(str(v)), "the name of a run or the path of a checkpoint", "first"
 ).or_null()
-BATCHES = Kind(is_batches, "a number of batches (an integer) or a share of them (0.0 to 1.0)", "10").or_null()
+BATCHES = Kind(is_batches, "a number of batches (an integer) or a fraction of them (0.0 to 1.0)", "10").or_null()
 SHARE = number(0, 0.5, high=1)
 TIMEOUT = number(1, 1800, high=1e8)  # seconds; NCCL counts milliseconds, timedelta at most 1e9 days
-MONITOR = Kind(TEXT.accepts, "the name of a validation figure", "val/loss").or_null()
+CHANNELS = Kind(
+    lambda v: v == "model" or (isinstance(v, list) and len(v) in (1, 3) and all(map(is_number, v))),
+    "`model`, or one number for each channel",
+    "[0.5]",
+)
+MONITOR = Kind(TEXT.accepts, "the name of a validation metric", "val/loss").or_null()
 
 # Keys that are true or false.
 FLAGS = (
@@ -171,8 +172,8 @@ KEYS: dict[str, Kind] = {
     "data.batch_size": whole(1, 64),
     "data.eval_batch_size": whole(1, 1000),
     "data.image_size": whole(1, 224, "a whole number of pixels", 2**15),
-    "data.mean": Kind(is_channels, "`model`, or one number for each channel", "[0.5]"),
-    "data.std": Kind(is_channels, "`model`, or one number for each channel", "[0.5]"),
+    "data.mean": CHANNELS,
+    "data.std": CHANNELS,
     "data.val_fraction": number(0, 0.1, above=True, below=1),
     "data.test_fraction": number(0, 0.1, above=True, below=1),
     "data.csv": TEXT.or_null(),
@@ -202,7 +203,7 @@ KEYS: dict[str, Kind] = {
     "trainer.limit_test_batches": BATCHES,
     "trainer.val_check_interval": Kind(
         lambda v: is_batches(v) and v > 0,
-        "a number of batches (an integer) or a share of an epoch (up to 1.0), above 0",
+        "a number of batches (an integer) or a fraction of an epoch (up to 1.0), above 0",
         "0.5",
     ).or_null(),
     "trainer.check_val_every_n_epoch": whole(1, 1).or_null(),
@@ -279,7 +280,7 @@ GROUPS = (
     "experiment", "debug",
 )  # fmt: skip
 CLOSED = ("trainer", "checkpoint", "exact")  # groups without a `_target_`, which take no other keys
-RECIPES = ("experiment", "debug")  # groups that set keys of others, and leave none of their own
+RECIPES = ("experiment", "debug")  # groups that only set keys of other groups
 SEVERAL = ("augment", "callbacks", "logger")  # groups of named nodes
 OPTIONAL = ("model", "optim", "schedule")  # groups that may be `none`
 # Keys of other groups that the engine reads itself.
@@ -302,10 +303,11 @@ def is_shipped(node: Mapping[Any, Any]) -> bool:
 
 def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator[str]:
     """Problems of `keys`. Without them: of all KEYS, except those of a class of the user's, whose signature decides."""
-    for key in KEYS if keys is None else keys:
-        group, _, name = key.rpartition(".")
-        inside = isinstance(cfg.get(group.partition(".")[0]), DictConfig)
-        node = OmegaConf.select(cfg, group) if inside else cfg if not group else None
+    asked = [key.rpartition(".") for key in (KEYS if keys is None else keys)]
+    there = {group for group, *_ in asked if isinstance(cfg.get(group.partition(".")[0]), DictConfig)}
+    nodes = {"": cfg, **{group: OmegaConf.select(cfg, group) for group in there}}
+    for group, dot, name in asked:
+        node, key = nodes.get(group), group + dot + name
         if not isinstance(node, DictConfig) or name not in list(node.keys()):  # `in` denies missing ones
             continue
         if keys is None and "_target_" in node and not is_shipped(node):
@@ -316,7 +318,7 @@ def wrong_values(cfg: DictConfig, keys: Iterable[str] | None = None) -> Iterator
 def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> Iterator[str]:
     """The problem of the value `name` of a node, if there is one; `key` is its place in the config."""
     if OmegaConf.is_missing(node, name):
-        yield f"{key} is missing; type {key}=<{name}>."
+        yield f"{key} is missing; set {key}=<{name}>."
         return
     written = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index, call-overload]
     try:
@@ -325,6 +327,6 @@ def problem_of(node: DictConfig, name: str, key: str, kind: Kind) -> Iterator[st
         yield f"{key}={written} refers to a key that is not in the config. Set that key, or {key}."
         return
     refers = KEYS.get(written[2:-1]) if OmegaConf.is_interpolation(node, name) else None
-    if not kind.accepts(value) and (refers is None or refers.accepts(value)):  # else that key is told
+    if not kind.accepts(value) and (refers is None or refers.accepts(value)):  # otherwise that key is reported
         given = f"{shown(value)}, from {written}," if value != written else shown(value)
-        yield f"{key}={given} is not possible; it takes {kind.takes}. Type for example {key}={kind.example}."
+        yield f"{key}={given} is invalid; expected {kind.takes}, for example {key}={kind.example}."

@@ -1,17 +1,14 @@
 """What a config may name at which key, and the arguments of what it names. Free of torch."""
 
-import contextlib
 import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from lockstep import PACKAGE
 from lockstep.config import project
-from lockstep.config.schema import KEYS, is_shipped
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -75,12 +72,7 @@ def trusted() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*TRUSTED, *(f"{package}." for package in project.current().packages)]))
 
 
-def own() -> tuple[str, ...]:
-    """The packages of the project, without those of Lockstep, which a checkout has among them."""
-    return tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
-
-
-def wanted(key: str) -> tuple[str, ...] | None:
+def kinds_of(key: str) -> tuple[str, ...] | None:
     """The kinds of a key; None for a node within another one."""
     return KINDS.get(key) or KINDS.get(f"{key.rpartition('.')[0]}.*")
 
@@ -90,41 +82,32 @@ def home(target: Any) -> str:
     return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', type(target).__qualname__)}"
 
 
-def may_be(made: type, where: str, names: tuple[str, ...] | None) -> bool:
-    """Whether a class is of one of these kinds (None: of any), and `where` is a place that may define such a target."""
-    lineage = {home(base) for base in made.__mro__}
-    here = (f"{PACKAGE.name}.", *own())
-    return any(
-        base in lineage and where.startswith(modules if base == "builtins.object" else (*modules, *here))
-        for base, modules in BASES.items()
-        if names is None or base.rpartition(".")[2] in names
-    )
-
-
-def returned(function: Any) -> Any:
-    """The annotation of what a function returns; None without one, or if only a type checker understands it."""
-    function = getattr(function, "__func__", function)
-    try:
-        return typing.get_type_hints(function).get("return")
-    except Exception:  # another annotation of it, such as one under TYPE_CHECKING
-        return None
-
-
-def admitted(target: Any, key: str) -> bool:
+def may_name(target: Any, key: str) -> bool:
     """Whether a config may name `target` at `key`. Calls nothing."""
     while isinstance(target, partial):
         target = target.func
-    where, names = home(target), wanted(key)
+    where, kinds = home(target), kinds_of(key)
+    # a checkout has Lockstep's own packages among those of the project
+    own = tuple(f"{name}." for name in project.current().packages if name not in (PACKAGE.name, "hydra_plugins"))
     if where.startswith(UNPICKLING) or not callable(target):
         return False
-    if where.startswith(own()) and names is None:
+    if where.startswith(own) and kinds is None:
         return True
-    if isinstance(target, type):
-        return may_be(target, where, names)
-    made = returned(target)
-    if isinstance(made, type) and made is not Any:
-        return may_be(made, where, names)
-    return where.startswith(own())
+    made = target
+    if not isinstance(target, type):
+        try:
+            made = typing.get_type_hints(getattr(target, "__func__", target)).get("return")
+        except Exception:  # another annotation of it, such as one under TYPE_CHECKING
+            made = None
+        if not isinstance(made, type) or made is Any:
+            return where.startswith(own)
+    bases = {home(base) for base in made.__mro__}
+    return any(
+        base in bases
+        and where.startswith(modules if base == "builtins.object" else (*modules, f"{PACKAGE.name}.", *own))
+        for base, modules in BASES.items()
+        if kinds is None or base.rpartition(".")[2] in kinds
+    )
 
 
 def nodes(value: Any, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -143,11 +126,11 @@ def unnamed(node: Any, key: str) -> Iterator[str]:
     """Why a node names no class: it is not a node, or its `_target_` is missing or not a dotted name."""
     target = node.get("_target_") if isinstance(node, Mapping) else None
     if not isinstance(node, Mapping):
-        yield f"{key}={shown(node)} is not possible: it names a class and its arguments. Type for example {key}={{_target_: {CLASS}}}."
+        yield f"{key}={shown(node)} is invalid: it names a class and its arguments. For example: {key}={{_target_: {CLASS}}}."
     elif target in (None, "???"):
         yield f"{key}._target_ is missing; it names the class, for example {key}._target_={CLASS}."
     elif not isinstance(target, str) or "." not in target.strip("."):
-        yield f"{key}._target_={shown(target)} is not possible; it names a class, for example {key}._target_={CLASS}."
+        yield f"{key}._target_={shown(target)} is invalid; it names a class, for example {key}._target_={CLASS}."
 
 
 def foreign_names(value: Any, key: str) -> Iterator[str]:
@@ -197,8 +180,8 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
         target: Callable[..., Any] = locate(path)
     except LookupError as e:
         raise UserError(f"{key}._target_={path} does not exist: {e}.") from None
-    if not admitted(target, key):
-        bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (wanted(key) or ())]
+    if not may_name(target, key):
+        bases = [base.split(".") for base in BASES if base.rpartition(".")[2] in (kinds_of(key) or ())]
         kinds = " or ".join(f"{library}'s {name}" for library, *_, name in bases)
         raise UserError(
             f"{key}._target_={path} may not be named here: {key} takes a subclass of "
@@ -208,17 +191,6 @@ def target_of(path: str, key: str) -> Callable[..., Any]:
     return target
 
 
-def target_problems(node: Any, key: str) -> Iterator[str]:
-    """Problems of a node's `_target_`: it is missing, may not be named, or does not exist."""
-    if wrong := list(unnamed(node, key)):
-        yield from wrong
-        return
-    try:
-        target_of(node["_target_"], key)
-    except UserError as e:
-        yield from e.problems
-
-
 def parameters(path: str) -> dict[str, inspect.Parameter] | None:
     """The arguments of a target by name, with those that `**kwargs` passes on to base classes; None if unknown, or if there is no such target.
 
@@ -226,15 +198,27 @@ def parameters(path: str) -> dict[str, inspect.Parameter] | None:
     """
     try:
         target = locate(path)
-        bases = iter(constructors(target)[1:])
-        found = dict(inspect.signature(target).parameters)
-        while (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]) and (base := next(bases, None)):
-            _, *inherited = inspect.signature(base).parameters.values()  # without `self`
+        found = signature(target)
+        for base in constructors(target)[1:]:
+            if not (rest := [name for name, p in found.items() if p.kind is p.VAR_KEYWORD]):
+                break
+            inherited = list(signature(base).values())[1:]  # without `self`
             own = {k: p for k, p in found.items() if k not in rest}
             found = {p.name: p.replace(default=None) if takes_one(p) else p for p in inherited} | own
     except (LookupError, TypeError, ValueError):
         return None
     return found
+
+
+def signature(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Its arguments. Annotations are types, also those written as text, unless only a type checker understands one of them."""
+    constructor: Any = function
+    try:
+        types = typing.get_type_hints(constructor.__init__ if isinstance(function, type) else function)
+    except Exception:
+        types = {}
+    found = inspect.signature(function).parameters
+    return {name: p.replace(annotation=types.get(name, p.annotation)) for name, p in found.items()}
 
 
 def takes_one(parameter: inspect.Parameter) -> bool:
@@ -253,46 +237,20 @@ def accepted(path: str, offered: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if named is not None and name in named}
 
 
-def type_problem(target: str, parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
+def type_problem(parameter: inspect.Parameter, key: str, value: Any) -> Iterator[str]:
     """Whether the annotation of an argument accepts a value; an argument without annotation accepts any."""
-    if parameter.annotation is inspect.Parameter.empty or any(nodes(value, key)):
+    annotation = parameter.annotation
+    if annotation is parameter.empty or isinstance(annotation, str) or any(nodes(value, key)):
         return
-    if key in KEYS and is_shipped({"_target_": target}):
-        return  # config/schema.py has the better message
     from pydantic import TypeAdapter, ValidationError  # 0.1 s, which --help need not wait for
 
     try:
-        annotation = hints(target).get(parameter.name, parameter.annotation)
-        config: Any = None if is_model(annotation) else {"arbitrary_types_allowed": True}
-        adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=config)
-    except Exception:  # annotations that only a type checker understands
-        return
-    try:
-        found = adapter.validate_python(value)
+        found = TypeAdapter(annotation, config={"arbitrary_types_allowed": True}).validate_python(value)
         wrong = isinstance(value, str | bool) and isinstance(found, int | float) and type(found) is not type(value)
     except ValidationError:
         wrong = True
-    except Exception:
+    except Exception:  # annotations that pydantic does not understand, or with settings of their own
         return
     if wrong:
         name = getattr(annotation, "__name__", None) if isinstance(annotation, type) else None
-        yield f"{key}={shown(value)} is not possible; it takes {name or str(annotation).replace('typing.', '')}."
-
-
-def is_model(annotation: Any) -> bool:
-    """Types with their own pydantic settings accept no others."""
-    known = hasattr(annotation, "__pydantic_config__") or typing.is_typeddict(annotation)
-    return isinstance(annotation, type) and known
-
-
-def hints(target: str) -> dict[str, Any]:
-    """Annotations as types, also those written as strings; without those that only a type checker understands."""
-    found: Any = locate(target)
-    functions = constructors(found) if isinstance(found, type) else [found]
-    types: dict[str, Any] = {}
-    for function in reversed(functions):
-        for name, written in getattr(function, "__annotations__", {}).items():
-            alone: Any = SimpleNamespace(__annotations__={name: written})  # so an unreadable one hides no other
-            with contextlib.suppress(Exception):
-                types |= typing.get_type_hints(alone, getattr(function, "__globals__", {}))
-    return types
+        yield f"{key}={shown(value)} is invalid; expected {name or str(annotation).replace('typing.', '')}."

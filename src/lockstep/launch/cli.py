@@ -96,13 +96,14 @@ def command(job: Job, argv: list[str]) -> None:
     task: Any = partial(one_job, job, outcome)
     task.__module__, task.__name__ = __name__, job.name  # Hydra reads both
     task.script = job.script  # hydra_plugins/lockstep_plugins/slots.py
-    whitelist = [*TRUSTED, *project.trusted()]
+    whitelist = [*TRUSTED, *(f"{package}.*" for package in project.current().packages)]
     try:
         hydra.main(config_path=str(CONFIGS), config_name=job.name, execution_whitelist=whitelist)(task)()
     except RunFailed:  # a job of a multirun, which has reported its error
         raise
     except Exception as e:
-        if isinstance(e, compose.CONFIG_ERRORS) or compose.fails_to_compose(job.name, [*always, *overrides]):
+        compose.composed(job.name, overrides, always)  # raises what is wrong with the command, if something is
+        if isinstance(e, compose.CONFIG_ERRORS):  # in what Hydra itself reads, such as the launcher's keys
             raise UserError(*compose.explain(e, job.name, overrides, always)) from None
         raise
     if any(outcome):

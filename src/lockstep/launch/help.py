@@ -8,7 +8,6 @@ from itertools import takewhile
 from typing import Any
 
 import yaml
-from hydra import compose
 from omegaconf import OmegaConf
 
 from lockstep.config import compose as configs
@@ -57,7 +56,7 @@ def text(job: Job, argv: Sequence[str]) -> str:
     """
     asked = [arg for arg in argv if not arg.startswith("-") and "=" not in arg]
     overrides = [arg for arg in argv if not arg.startswith("-") and "=" in arg]
-    shown_config = Shown(job.name, [*configs.search_path(argv), *overrides])
+    shown_config = Shown(job.name, overrides, configs.search_path(argv))
     known = [*GROUPS, *shown_config.values]
     if unknown := [name for name in asked if name not in known]:
         hint = did_you_mean(unknown[0], known)
@@ -69,11 +68,9 @@ def text(job: Job, argv: Sequence[str]) -> str:
 class Shown:
     """A composed config as help shows it."""
 
-    def __init__(self, config_name: str, overrides: Sequence[str]) -> None:
+    def __init__(self, config_name: str, overrides: Sequence[str], always: Sequence[str] = ()) -> None:
         """Raises UserError: what is wrong with `overrides`."""
-        configs.composed(config_name, overrides)
-        with configs.hydra_of_our_own():
-            composed = compose(config_name, list(overrides), return_hydra_config=True)
+        composed = configs.composed(config_name, overrides, always, with_hydra=True)
         self.choices = dict(composed.hydra.runtime.choices)
         tree = OmegaConf.to_container(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
         self.values = {key: value for key, value in configs.dotted(tree).items() if value != {}}

@@ -11,12 +11,11 @@ from lockstep.checkpoints.finding import outline, step_of
 from lockstep.config.compose import dotted, is_group, key_of
 from lockstep.config.project import command
 from lockstep.config.rules import Context, without_effect
-from lockstep.config.run_config import accumulated, batches_of, epochs_of, name_of_job, restarted, run_dir
+from lockstep.config.run_config import name_of_job, restarted, run_dir, step_plan
 from lockstep.config.schema import PREDICT, RECIPES
-from lockstep.config.words import counted, plain, shown
+from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
-from lockstep.reporting.console import warn
 from lockstep.run.folder import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
@@ -222,9 +221,10 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
         return None
     steps = int(report["train/steps"])
     longer = []  # the keys that end the run after these steps, each with a larger value
-    per_epoch = batches_of(cfg, samples) // accumulated(cfg) if samples else None
-    if epochs_of(cfg) * (per_epoch or 0) <= steps:
-        longer.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(epochs_of(cfg)) + 1}")
+    plan = step_plan(cfg)
+    per_epoch = plan.epoch(samples) // plan.accumulate if samples else None
+    if plan.epochs * (per_epoch or 0) <= steps:
+        longer.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(plan.epochs) + 1}")
     if 0 < cfg.trainer.max_steps <= steps:
         longer.append(f"trainer.max_steps={2 * steps}")
     reached = bool(longer and per_epoch)

@@ -13,29 +13,26 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import about_problems, check, keys_of, missing_keys, step_problems
+from lockstep.config.checks import about_problems, check, missing_keys, step_problems
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
 from lockstep.config.run_config import decided, evaluation_file, first_report, identify, restarted, run_dir, workers
 from lockstep.config.schema import PREDICT, problem_of, wrong_values
-from lockstep.config.words import readable
-from lockstep.data.images import find_inputs
-from lockstep.data.sampler import PARTS
+from lockstep.config.words import readable, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
 from lockstep.machine.world import World, rank_of, why_no_gpu, world_of
-from lockstep.reporting.console import warn
-from lockstep.reporting.recorder import Recorder
-from lockstep.reporting.runs_page import Report
 from lockstep.run.folder import PATIENCE_S, RunFolder
 
 FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
 SPLITTING = ("batch_size", "val_fraction", "folds", "fold", "limit_train")
 RESTART_S = 120.0  # a restarted run waits so long for the one before it: a file server notices late that a node is gone
 
+# NumPy, rich and Jinja take as long to import as Hydra, so functions import what needs them, after the config is checked.
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
+    from lockstep.reporting.runs_page import Report
 
 
 def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet, int] | tuple[None, None]":
@@ -84,7 +81,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
         TrainingFailed: training failed for a known reason, such as out of memory.
     """
     project.make_importable()
-    raise_problems([*fixed_keys(overrides), *missing_keys(cfg, keys_of(""))])
+    raise_problems([*fixed_keys(overrides), *missing_keys(cfg)])
     kinds = PREDICT if job.name == "predict" else {}
     asked_for = [problem for key, kind in kinds.items() for problem in problem_of(cfg, key, key, kind)]
     raise_problems([*wrong_values(cfg, FIRST), *asked_for])
@@ -96,7 +93,7 @@ def start(job: Job, cfg: DictConfig, overrides: list[str]) -> dict[str, Any]:
     return (start_training if job.trains else start_evaluation)(job, cfg, overrides)
 
 
-def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> Report:
+def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     again = cfg.resume == "auto" or restarted()
     cfg = without_replaced_defaults(cfg, overrides)
     fresh = not cfg.resume  # otherwise the run's own config is loaded first
@@ -114,11 +111,15 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> Report:
         data, samples = prepare_data(cfg)
     except Exception as e:
         if project.of_users_code(e):
+            from lockstep.reporting.recorder import Recorder
+
             cfg = identify(cfg, None)
             recorder = Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
             if not recorder.folder.has_config():  # a run that has begun keeps its report
                 recorder.__exit__(type(e), e, e.__traceback__)
         raise
+    from lockstep.reporting.runs_page import Report
+
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
     cfg = identify(decided(cfg, world, data, samples), data.source if data else None, experiment)
     if told := resuming.already_finished(cfg, samples):
@@ -199,6 +200,9 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     Raises:
         UserError: all that is wrong with them.
     """
+    from lockstep.data.images import find_inputs
+    from lockstep.data.sampler import PARTS
+
     folder = run_dir(cfg) if run_dir(cfg).is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
     output = Path(asked.output or folder / "predictions.csv").expanduser()
     part = asked.input if asked.input in PARTS else None

@@ -4,7 +4,6 @@ import logging
 import math
 import re
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.style import Style
 from rich.table import Table
 
-from lockstep.config.words import readable
+from lockstep.config.words import broken, readable
 from lockstep.machine import process
 from lockstep.machine.process import in_notebook
 
@@ -143,20 +142,6 @@ def say(text: str, *, copied: bool = False, link: Path | None = None) -> None:
         style = Style(link=link.resolve().as_uri()) if link else None
         out.print(broken(text) if out.file.isatty() and not copied else text, style=style, soft_wrap=True)
         log.info(text)
-
-
-def warn(text: str) -> None:
-    """On standard error, for what comes before a run has its log."""
-    text = readable(f"WARNING: {text}")
-    print(broken(text) if sys.stderr.isatty() else text, file=sys.stderr)
-
-
-def broken(text: str) -> str:
-    """`text` in lines that the terminal can show; a list's parts, between dots, stay whole."""
-    parts = text.split(" · ")
-    glued = "\xa0· ".join(part.replace(" ", "\xa0") for part in parts) if len(parts) > 1 else text
-    lines = textwrap.wrap(glued, out.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines).replace("\xa0", " ")
 
 
 def metrics_table(rows: Sequence[tuple[str, str]]) -> None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.checkpoints.finding import found_in, step_of
+from lockstep.config.words import warn
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.world import peak_bytes
-from lockstep.reporting.console import logged, warn
+from lockstep.reporting.console import logged
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import SEPARATOR, best_row, tested
 
