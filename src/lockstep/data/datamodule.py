@@ -228,7 +228,7 @@ def class_counts(dataset: DataSet, split: Split) -> dict[str, list[int]]:
 
 
 def facts(data: pl.LightningDataModule) -> dict[str, Any]:
-    """Metrics of the data for the report. Those of a custom LightningDataModule are unknown."""
+    """Figures of the data for the report. Nothing is known about the data of a user's LightningDataModule."""
     if not isinstance(data, DataModule):
         unknown = dict.fromkeys(("data/sha256", "data/train", "data/val", "data/test"))
         return {"unit": "samples", "data/source": "own dataloaders", **unknown}
