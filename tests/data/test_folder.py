@@ -84,7 +84,7 @@ def test_a_class_of_few_images_is_in_every_part_as_long_as_it_lasts(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation", None])
-def test_parts_of_its_own_are_taken_as_they_are_and_a_missing_one_from_train(tmp_path, name):
+def test_parts_are_taken_as_they_are_and_a_missing_one_from_train(tmp_path, name):
     for part, count in (("train", 10), (name, 5), ("test", 7)):
         if part:
             write_classes(tmp_path / "divided" / part, count)
@@ -187,7 +187,7 @@ def test_a_csv_that_is_wrong_is_rejected(root, rows, header, target, message):
     ({"std": [1e-320, 0.2, 0.2]}, "data.std=[1e-320, 0.2, 0.2] must be from 0.0001 to 1000"),
     ({"mean": [float("nan"), 0.2, 0.2]}, "data.mean=[nan, 0.2, 0.2] must be from -1000 to 1000"),
 ])  # fmt: skip
-def test_keys_that_do_not_fit_are_message_before_anything_is_read(changes, message):
+def test_keys_that_do_not_fit_are_reported_before_anything_is_read(changes, message):
     problems = list(Folder.problems({"target": "class", "csv": None, "channels": 3, "mean": "model", **changes}))
     assert problems == [] if message is None else message in problems[0]
 
@@ -229,7 +229,7 @@ def test_files_are_read_once_until_one_changes(root, tmp_path, monkeypatch):
     picture(COLOURS["red"], 3).save(path)  # its content again, at another time
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
     assert made(root).fingerprint == first
-    (root / "red").rename(root / "rot")  # a class of another name is other data
+    (root / "red").rename(root / "rot")  # a class of a different name is different data
     assert made(root).fingerprint != first
 
 
@@ -287,10 +287,8 @@ def test_broken_files_are_listed_at_once_with_the_key_that_skips_them(root, deco
     first, *lines, more, advice = str(error.value).splitlines()
     assert first == "13 of 60 image files cannot be read:"
     assert lines[0].startswith("  blue/1.jpg: image file is truncated") and len(lines) == 10
-    assert (more, advice) == (
-        "  and 3 more",
-        "Repair or remove them, or set data.skip_broken=true to train without them.",
-    )
+    assert more == "  and 3 more"
+    assert advice == "Repair or remove them, or set data.skip_broken=true to train without them."
 
 
 def test_broken_files_are_skipped_where_that_is_asked_for(root):

@@ -56,6 +56,22 @@ def raises(number: int, text: str):
     return call
 
 
+def test_a_lock_is_taken_again_if_its_last_holder_removed_the_file_meanwhile(tmp_path, monkeypatch):
+    folder, taken, acquire = RunFolder(tmp_path / "a"), [], filelock.FileLock.acquire
+
+    def late(self, *args, **options):
+        proxy = acquire(self, *args, **options)
+        if not taken:
+            folder.lock_file.unlink()
+        taken.append(self)
+        return proxy
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", late)
+    with folder.locked():
+        assert folder.is_locked()
+    assert len(taken) == 2
+
+
 def test_the_lock_of_another_user_is_respected(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "a")
     with folder.locked():

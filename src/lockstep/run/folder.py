@@ -193,6 +193,9 @@ class RunFolder:
         lock = FileLock(self.lock_file, timeout=patience_s, fallback_to_soft=False)  # a soft lock would outlive a kill
         try:
             lock.acquire()
+            while not self.lock_file.exists():  # its last holder removed it after this process had opened it
+                lock.release()
+                lock.acquire()
         except OSError as e:  # the file system has no locks; or the lock is held, by another user too
             if isinstance(e, Timeout) or self.is_locked():
                 raise UserError(
