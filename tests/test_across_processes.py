@@ -1,10 +1,13 @@
 """The first lines of a run and its report say how far the result depends on the number of processes."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import thin_project
+from in_process import options
 
+import lockstep
 from lockstep.training.invariance import ROUNDING, SAME_BITS
 
 pytestmark = pytest.mark.xdist_group("across")
@@ -81,28 +84,33 @@ class Announced(Contrastive):
 """
 OWN_CASES = {
     "model._target_=mine.Plain": ROUNDING,
-    "model._target_=mine.Coupled": "differs with the number of processes, because what Coupled (mine:20) computes",
+    "model._target_=mine.Coupled": "differs with the number of processes, because what Coupled (src/mine/__init__.py:20) computes",
     "model._target_=mine.Skips": "differs with the number of processes, because each process draws its own random numbers in Skips (",
-    "task._target_=mine.Contrastive": "differs with the number of processes, because what Contrastive (mine:37) computes",
+    "task._target_=mine.Contrastive": "differs with the number of processes, because what Contrastive (src/mine/__init__.py:37) computes",
     "task._target_=mine.Announced": ROUNDING,
     "model._target_=mine.Plain exact.shards=2": SAME_BITS,
     "model._target_=mine.OwnGenerator exact.shards=2": "differs with the number of processes, because each process draws its own",
 }
 
 
-@pytest.mark.parametrize("typed", OWN_CASES)
-def test_the_line_of_networks_and_losses_of_ones_own(typed, tmp_path, forked_command):
-    """None of them draws from torch's generators, whose numbers logical ranks share."""
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Iterator[Path]:
     files = {
         "src/mine/__init__.py": OWN,
         "configs/model/mine.yaml": "_target_: mine.Plain\n",
         "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
     }
-    project = thin_project.write(tmp_path / "project", **files)
-    done = forked_command(str(project / "train.py"), "run=a", "model=mine", "task=mine", *typed.split(), *SHORT)
-    assert done.code == 0, done
-    line = next(line for line in done.out.splitlines() if "result:" in line)
-    assert OWN_CASES[typed] in line
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "mine", **files) as root:
+        yield root
+
+
+@pytest.mark.parametrize("typed", OWN_CASES)
+def test_the_line_of_networks_and_losses_of_ones_own(typed, project, mnist, cache, tmp_path, monkeypatch):
+    """None of them draws from torch's generators, whose numbers logical ranks share."""
+    monkeypatch.chdir(project)
+    given = [*options(mnist, cache), *SHORT, "model=mine", "task=mine", *typed.split()]
+    report = lockstep.train([f"runs_dir={tmp_path}", "run=a", *given])
+    assert report["across_processes"].startswith(OWN_CASES[typed])
 
 
 @pytest.mark.slow  # compiles
