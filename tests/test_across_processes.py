@@ -1,12 +1,13 @@
 """The first lines of a run and its report say how far the result depends on the number of processes."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import thin_project
+from in_process import options
 
+import lockstep
 from lockstep.training.invariance import ROUNDING, SAME_BITS
 
 pytestmark = pytest.mark.xdist_group("across")
@@ -104,16 +105,17 @@ def project(tmp_path_factory) -> Iterator[Path]:
         "configs/model/mine.yaml": "_target_: mine.Plain\n",
         "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
     }
-    yield thin_project.write(tmp_path_factory.mktemp("project"), **files)
-    sys.modules.pop("mine", None)
+    with thin_project.entered(tmp_path_factory.mktemp("project"), "mine", **files) as root:
+        yield root
 
 
 @pytest.mark.parametrize("typed", OWN_CASES)
-def test_the_line_of_networks_and_losses_of_ones_own(typed, train, project, monkeypatch, tmp_path):
+def test_the_line_of_networks_and_losses_of_ones_own(typed, project, mnist, cache, tmp_path, monkeypatch):
     """None of them draws from torch's generators, whose numbers logical ranks share."""
     monkeypatch.chdir(project)
-    report = train(f"runs_dir={tmp_path}", "run=a", "model=mine", "task=mine", *typed.split(), *SHORT)
-    assert OWN_CASES[typed] in report["across_processes"]
+    given = [*options(mnist, cache), *SHORT, "model=mine", "task=mine", *typed.split()]
+    report = lockstep.train([f"runs_dir={tmp_path}", "run=a", *given])
+    assert report["across_processes"].startswith(OWN_CASES[typed])
 
 
 @pytest.mark.slow  # compiles

@@ -13,9 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lockstep
+from lockstep import build
 from lockstep.checkpoints.weights import read
+from lockstep.config.compose import compose_config
+from lockstep.config.instantiate import create_data
+from lockstep.config.run_config import decided
 from lockstep.data.dataset import Batch
 from lockstep.errors import RunFailed, UserError
+from lockstep.machine.world import world_of
 from lockstep.training.metrics import whole_batch
 
 pytestmark = pytest.mark.xdist_group("between_samples")
@@ -206,9 +211,11 @@ def refused_by_two(capfd, *overrides: str) -> str:
     return capfd.readouterr().err
 
 
-def test_evaluation_batches_are_those_of_one_process_or_refused(options, forked, capfd):
-    said = refused_by_two(capfd, "task=between", *TWO, *options, "data.eval_batch_size=25")
-    assert "Type data.eval_batch_size=24." in said
+def test_evaluation_batches_are_those_of_one_process_or_refused(options):
+    cfg = compose_config("train", ["run=refused", "task=between", *TWO, *options, "data.eval_batch_size=25"])
+    cfg = decided(cfg, world_of(cfg), create_data(cfg))
+    with pytest.raises(UserError, match=r"Type data\.eval_batch_size=24\."):
+        build.workload(cfg, build.data(cfg))
 
 
 @pytest.mark.slow

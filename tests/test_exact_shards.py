@@ -54,7 +54,7 @@ def differences(runs: Path, one: str, other: str) -> list[str]:
     return [line for section in ("log", "figures", "weights") for line in found[section]]
 
 
-QUICK = {("plain", "ddp2")}  # norms under fsdp2: in the run that goes on in another world
+QUICK = {("plain", "ddp2")}  # fsdp2 resumes below
 PAIRS = [
     pytest.param(recipe, way, marks=() if (recipe, way) in QUICK else pytest.mark.slow)
     for recipe in RECIPES

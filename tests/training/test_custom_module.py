@@ -289,7 +289,7 @@ def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
     ("name", "more", "words"),
     [
         ("Small", ["+task.widht=3"], r"task.widht is not an argument of odd.Small \(did you mean width\?\)"),
-        ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Type task.monitor=null."),
+        ("Small", ["task.monitor=valid_loss"], "checkpoint.monitor=valid_loss has no effect: Small or the data has no validation. Set task.monitor=null."),
         ("WithLoader", [], "WithLoader.val_dataloader would be ignored: data=mnist provides the batches"),
         ("Other", [], "task._target_=odd.Other may not be named here: task takes a subclass of lockstep's Task or lightning's LightningModule"),
         ("Small", ["trainer.sync_batchnorm=true"], "trainer.sync_batchnorm=true has no effect: this network has no batch normalisation"),
@@ -401,13 +401,6 @@ def test_own_dataloaders_get_20_rows_too(train):
     assert len(Path("runs/rows/metrics.csv").read_text().splitlines()) == 1 + 24 + 1  # and the end of training
 
 
-def test_without_a_monitor_nothing_is_validated_again(train, monkeypatch):
-    stages = []
-    monkeypatch.setattr(build, "evaluate", lambda *_, **__: stages.append(_[4:]) or {})
-    assert train("Validated", "run=unmonitored")["status"] == "done"
-    assert stages == [()]  # the test's
-
-
 def test_layers_of_configure_model_are_masked_by_row_until_an_error(train):
     with pytest.raises(OutOfMemory):
         train("Late", "run=late")
@@ -472,15 +465,6 @@ def test_an_order_that_processes_share_depends_on_no_process(train):
     report = train("Small", "run=lazy", "data=odd", "data._target_=odd.Lazy")
     random.seed(step_seed(report["seed"], 0, -1))
     assert sys.modules["odd"].Lazy.drawn == [random.sample(range(48), 12) for _ in range(4)]
-
-
-# --- what it is called ---
-
-
-def test_runs_of_a_module_are_called_after_it():
-    from lockstep.config.run_config import model_and_data
-
-    assert model_and_data(config("task._target_=odd.Small")) == "small-mnist"
 
 
 def test_a_build_without_a_network_takes_the_datas_own_normalisation():

@@ -83,6 +83,13 @@ def test_what_does_not_fit_together_is_refused_before_a_file_is_written(train, t
     assert not Path("runs").exists()
 
 
+def test_metrics_are_tried_without_the_numbers_of_a_large_network(train, monkeypatch):
+    monkeypatch.setattr(dry_run, "LARGEST", 0)
+    with pytest.raises(UserError, match=r"task.metrics.f1 does not fit task=classification"):
+        train(F1 % "BinaryF1Score")
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize(
     "typed",
     [

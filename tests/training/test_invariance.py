@@ -43,11 +43,6 @@ class Functional(nn.Module):
         return self.b(F.dropout(self.a(x), 0.5, self.training))
 
 
-class Always(Functional):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x) + torch.rand(x.shape))
-
-
 class Skips(Functional):
     """Drops a layer by Python's generator."""
 
@@ -77,12 +72,6 @@ class SequenceFirst(Functional):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.a(x)[None].repeat(8, 1, 1)
         return self.b(self.drop(tokens).mean(0))
-
-
-class TwoViews(SequenceFirst):
-    def forward(self, x: Tensor) -> Tensor:
-        one, two = self.drop(torch.cat([self.a(x), self.b(x)])).chunk(2)
-        return one + two
 
 
 class Windows(SequenceFirst):
@@ -154,13 +143,11 @@ def test_covered_networks(net):
             Functional(),
             ["each process draws its own random numbers in Functional (", "test_invariance.py:", "nn.Dropout"],
         ),
-        (nn.Sequential(nn.Linear(6, 6), Always()), ["random numbers in Always ("]),
         (Skips(), ["random numbers in Skips ("]),
         (OfNumpy(), ["random numbers in OfNumpy ("]),
         (OwnGenerator(), ["random numbers in OwnGenerator ("]),
         (Attention(0.5), ["random numbers in MultiheadAttention (torch.nn.modules.activation:", "exact.shards=8"]),
         (SequenceFirst(), ["masks in or before Dropout (", "do not follow the samples", "first dimension"]),
-        (TwoViews(), ["do not follow the samples"]),
         (Coupled(), ["SequenceFirst (", "Coupled (", "depends on the other samples"]),
     ],
     ids=lambda value: type(value).__name__,
@@ -188,7 +175,7 @@ class Counts(Functional):
         return super().forward(x) * self.calls
 
 
-@pytest.mark.parametrize("net", [Functional(), Skips(), OfNumpy(), Coupled(), TwoViews(), Counts()], ids=str)
+@pytest.mark.parametrize("net", [Functional(), Skips(), OfNumpy(), Coupled(), Counts()], ids=str)
 def test_what_logical_ranks_repeat_is_covered_there(net):
     """They are seeded, and start from the same buffers."""
     assert why_not(net, Noisy(), exact=True) == ""

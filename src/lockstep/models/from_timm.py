@@ -56,7 +56,7 @@ def from_timm(
             ) from e
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UserError(
-            f"{given}: the weights could not be loaded ({reason}). Type model.pretrained=false to start from random "
+            f"{given}: the weights could not be loaded ({reason}). Set model.pretrained=false to start from random "
             "weights, or model.checkpoint_path=<file> for a local file; with model.pretrained=true, it may be for other classes."
         ) from e
     return net

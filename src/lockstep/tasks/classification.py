@@ -12,13 +12,13 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
 from lockstep.tasks.panel import Calibration, Confusion, Panel, wilson
-from lockstep.tasks.task import Task, loss_factors, refuse_outputs
+from lockstep.tasks.task import Task, loss_factors, validate_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
 
 
 class Classification(Task):
-    """logits_BK and target_B. `class_weights`: a loss factor per class, or `balanced`: the inverse of its share of the training samples.
+    """logits_BK and target_B. `class_weights`: a loss factor per class, or `balanced`: the inverse of its fraction of the training samples.
 
     `loss`: bce is the mean over classes of binary cross-entropies, each class against the rest (timm's BinaryCrossEntropy).
     """
@@ -37,9 +37,9 @@ class Classification(Task):
     ) -> None:
         super().__init__()
         if loss not in ("cross_entropy", "bce"):
-            raise UserError(f"task.loss={loss} is not possible; it takes cross_entropy or bce. Type task.loss=bce.")
+            raise UserError(f"task.loss={loss} is invalid; expected cross_entropy or bce.")
         if loss == "bce" and class_weights is not None:
-            raise UserError("task.class_weights has no effect with task.loss=bce. Leave one of them out.")
+            raise UserError("task.class_weights has no effect with task.loss=bce. Remove one of them.")
         self.binary, self.label_smoothing, self.class_weights = loss == "bce", label_smoothing, class_weights
         self.activation = "sigmoid" if self.binary else "softmax"
 
@@ -51,7 +51,7 @@ class Classification(Task):
         self.register_buffer("class_weights_K", loss_factors(self, "class_weights", weights), persistent=False)
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
-        refuse_outputs(output, len(batch["target"]), max(len(self.value_names), *output.shape[-1:]))
+        validate_outputs(output, len(batch["target"]), max(len(self.value_names), *output.shape[-1:]))
         if self.binary:
             own_BK = F.one_hot(batch["target"], output.shape[1]).to(output.dtype)
             target_BK = own_BK * (1 - self.label_smoothing) + self.label_smoothing / output.shape[1]

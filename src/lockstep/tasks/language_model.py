@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 
 from lockstep.tasks.panel import ByPosition, Panel, Tokens
-from lockstep.tasks.task import Task, refuse_outputs
+from lockstep.tasks.task import Task, validate_outputs
 
 
 class LanguageModel(Task):
@@ -37,7 +37,7 @@ class LanguageModel(Task):
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         size = max(len(self.value_names), *output.shape[-1:])  # vocabularies are padded for speed
-        refuse_outputs(output, *batch["target"].shape, size)
+        validate_outputs(output, *batch["target"].shape, size)
         loss_BT, counts_BT = self.token_losses(output, batch)
         return loss_BT.sum(1) / counts_BT.sum(1).clamp(min=1)
 
@@ -48,7 +48,7 @@ class LanguageModel(Task):
         return loss_N.view(batch["target"].shape), batch["target"] != self.ignore_index
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
-        """The number of tokens that count, as a share of a full sequence."""
+        """The number of tokens that count, as a fraction of a full sequence."""
         return (batch["target"] != self.ignore_index).sum(1) / self.about["sequence_length"]
 
     def metrics(self) -> dict[str, Metric]:
@@ -126,7 +126,7 @@ class Perplexity(TokenMean):
 
 
 class TokenAccuracy(TokenMean):
-    """The share of tokens that are predicted. torchmetrics' (1.9) waits for the GPU to count the tokens without padding."""
+    """The fraction of tokens that are predicted. torchmetrics' (1.9) waits for the GPU to count the tokens without padding."""
 
     zero = 0
     plot_upper_bound = 1.0

@@ -12,7 +12,7 @@ from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 
 from lockstep.errors import UserError
 from lockstep.tasks.panel import ByLabel, Panel
-from lockstep.tasks.task import Task, loss_factors, refuse_outputs
+from lockstep.tasks.task import Task, loss_factors, validate_outputs
 
 
 class Multilabel(Task):
@@ -31,9 +31,7 @@ class Multilabel(Task):
     def __init__(self, *, threshold: float = 0.5, pos_weight: Sequence[float] | None = None) -> None:
         super().__init__()
         if not 0 < threshold < 1:
-            raise UserError(
-                f"task.threshold={threshold} is not possible; it takes a probability between 0 and 1. Type task.threshold=0.5."
-            )
+            raise UserError(f"task.threshold={threshold} is invalid; expected a probability between 0 and 1.")
         self.threshold, self.pos_weight = threshold, pos_weight
 
     def bind(self, about: Mapping[str, Any]) -> None:
@@ -42,7 +40,7 @@ class Multilabel(Task):
 
     def loss(self, output: Tensor, batch: Mapping[str, Any]) -> Tensor:
         target_BL = batch["target"].to(output.dtype)
-        refuse_outputs(output, *target_BL.shape)
+        validate_outputs(output, *target_BL.shape)
         loss_BL = F.binary_cross_entropy_with_logits(output, target_BL, reduction="none", pos_weight=self.pos_weight_L)
         return loss_BL.mean(1)
 

@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 
 from lockstep.errors import UserError
 from lockstep.tasks.panel import ByPixel, Mask, Panel
-from lockstep.tasks.task import Task, refuse_outputs
+from lockstep.tasks.task import Task, validate_outputs
 
 
 class Segmentation(Task):
@@ -39,15 +39,15 @@ class Segmentation(Task):
         if target_BHW.dim() != 3 or output.dim() != 4:
             raise UserError(
                 f"task=segmentation needs a class per pixel and a network for it; the data has targets of shape {tuple(target_BHW.shape)}, the network "
-                f"gives {tuple(output.shape)}. Choose another task, or other data and another model."
+                f"gives {tuple(output.shape)}. Choose a different task, or different data and a different model."
             )
-        refuse_outputs(output, len(target_BHW), len(self.value_names), *target_BHW.shape[1:])
+        validate_outputs(output, len(target_BHW), len(self.value_names), *target_BHW.shape[1:])
         loss_BHW = F.cross_entropy(output, target_BHW, reduction="none", ignore_index=self.ignore_index)
         loss_B = loss_BHW.sum((1, 2)) / (target_BHW != self.ignore_index).sum((1, 2)).clamp(min=1)
         return loss_B + self.dice * dice_loss(output, target_BHW, self.ignore_index) if self.dice else loss_B
 
     def weight(self, batch: Mapping[str, Any]) -> Tensor:
-        """The number of pixels that count, as a share of an image, so sums of gradients stay within the range of half precision."""
+        """The number of pixels that count, as a fraction of an image, so sums of gradients stay within the range of half precision."""
         side = self.about.get("image_size")
         return (batch["target"] != self.ignore_index).sum((1, 2)) / (side**2 if isinstance(side, int) else 1)
 

@@ -1,4 +1,4 @@
-"""The base class of tasks: loss and figures. A task knows nothing about ranks, devices, strategies or checkpoints."""
+"""The base class of tasks: loss and metrics. A task knows nothing about ranks, devices, strategies or checkpoints."""
 
 # B batch
 
@@ -41,7 +41,7 @@ class Task(nn.Module):
         if missing := [name for name in self.needs if not about.get(name)]:
             raise UserError(
                 f"task={type(self).__name__} needs {', '.join(missing)} in the `about` of the data; this data has {', '.join(k for k in about if about[k]) or 'nothing'}. "
-                "Choose another task or data, or add it to the `about` of your data set."
+                "Choose a different task or data, or add it to the `about` of your data set."
             )
         self.about = about
 
@@ -96,13 +96,13 @@ class Task(nn.Module):
         raise NotImplementedError
 
     def headline(self, report: Mapping[str, Any]) -> tuple[str, str]:
-        """The name and value of the main figure: the monitored one, or the first of `metrics` if that is the loss or nothing."""
-        figure = (report["monitor"] or "val/loss").removeprefix("val/")
-        name = f"test/{next(iter(self.metrics()), 'loss') if figure == 'loss' else figure}"
+        """The name and value of the primary metric: the monitored one, or the first of `metrics` if that is the loss or nothing."""
+        metric = (report["monitor"] or "val/loss").removeprefix("val/")
+        name = f"test/{next(iter(self.metrics()), 'loss') if metric == 'loss' else metric}"
         return name.replace("/", " "), f"{report[name]:.4f} on {report['test/count']:,} {report['unit']}"
 
     def interval(self, report: Mapping[str, Any]) -> tuple[float, float] | None:
-        """The 95 % interval of the headline's figure, if the figure is one that has a simple one."""
+        """The 95% interval of that metric, if there is a simple one."""
         return None
 
     def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -132,11 +132,11 @@ def is_small(column: Any, count: int) -> bool:
     return isinstance(column, list | tuple) and len(column) == count and all(isinstance(x, Plain) for x in column)
 
 
-def refuse_outputs(output: Tensor, *shape: int) -> None:
-    """Raises UserError if a network's output has another shape."""
+def validate_outputs(output: Tensor, *shape: int) -> None:
+    """Raises UserError if a network's output has a different shape."""
     if output.shape != shape:
         raise UserError(
-            f"the network gives {tuple(output.shape)}, but the task and the data need {shape}. Choose another model, or give "
+            f"the network gives {tuple(output.shape)}, but the task and the data need {shape}. Choose a different model, or give "
             "it the number of outputs that the data needs."
         )
 

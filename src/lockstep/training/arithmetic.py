@@ -244,7 +244,7 @@ class LogicalRanks(StepArithmetic):
         if sharding and "fused" not in takes:  # torch has fused kernels for those that work so
             raise UserError(
                 f"optim: {name} is not known to work element by element, so exact.shards={self.count} is not possible "
-                f"with strategy={sharding}. Name another optimizer, or type strategy=ddp."
+                f"with strategy={sharding}. Name a different optimizer, or set strategy=ddp."
             )
         # the first step, which is not fused, computes element by element
         return partial(make, foreach=False) if "foreach" in takes else make

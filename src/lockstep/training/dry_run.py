@@ -8,7 +8,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,10 +80,12 @@ class DryRun:
             if is_refusal(e):
                 raise
             log.info("the dry run ended early: %s", e)
-            is_unknown = not isinstance(e, UserError) or not self.is_small  # it cannot be copied, or needs numbers
-            if is_unknown or ran_out(cause) or "process group" in str(cause) or (training and not self.shipped):
+            is_users = self.is_user_error(cause)
+            needs_numbers = not self.is_small and (training or is_users)
+            cannot_run = not isinstance(e, UserError) or ran_out(cause) or "process group" in str(cause)
+            if needs_numbers or cannot_run or (training and not self.shipped):
                 return
-            if self.is_user_error(cause):
+            if is_users:
                 raise cause from None
             raise
 
@@ -144,7 +146,8 @@ class DryRun:
         def on_cpu(tensor: Tensor) -> Tensor:
             return torch.ones_like(tensor, device="cpu") if tensor.is_meta else tensor.cpu()
 
-        with refused(self.misfit(batch)):
+        # a network that cannot run without numbers may run with them
+        with nullcontext() if batch["index"].is_meta else refused(self.misfit(batch)):
             outputs = apply_to_collection(task.outputs(net, batch), Tensor, on_cpu)
         count, title = len(batch["index"]), f"task={self.titles['task']}"
         task, batch = copy.deepcopy(module.task), data.example(count, training=False)
@@ -207,7 +210,7 @@ def try_metric(name: str, metric: Metric, inputs: tuple[Any, ...], count: int, a
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether Lockstep itself found something wrong, so that a step on another device would not help."""
+    """Whether Lockstep itself found something wrong, so the message is final."""
     return isinstance(error, UserError) and error.__cause__ is None
 
 

@@ -136,7 +136,7 @@ def largest(tree: Any) -> float:
 
 
 def differ(whole: Any, parts: Sequence[Any], noise: float) -> bool:
-    """Whether trees of tensors differ: `whole` from that of another forward, or from those of two forwards of a half each.
+    """Whether trees of tensors differ: `whole` from that of a second forward, or from those of two forwards of a half each.
 
     Raises:
         ValueError: a list has neither as many entries, nor one for each sample.
@@ -155,13 +155,13 @@ def differ(whole: Any, parts: Sequence[Any], noise: float) -> bool:
 
 
 def differing(whole: list[Passed], *forwards: list[Passed]) -> list[int]:
-    """The places where another forward, or two of a half each, pass something else than `whole`.
+    """The places where a second forward, or two of a half each, pass something different from `whole`.
 
     Raises:
         ValueError: the forwards call different modules.
     """
     if any([each.source for each in forward] != [each.source for each in whole] for forward in forwards):
-        raise ValueError("its forward calls other modules for other samples")
+        raise ValueError("its forward calls different modules for different samples")
     pairs = ((passed, [forward[place].tree for forward in forwards]) for place, passed in enumerate(whole))
     return [place for place, (passed, trees) in enumerate(pairs) if differ(passed.tree, trees, passed.noise)]
 

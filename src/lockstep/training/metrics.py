@@ -4,7 +4,6 @@
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +111,7 @@ def without_fillers(output: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[
 
 
 def float32(tree: Any) -> Any:
-    """Half precision converted to float32, so figures are exact whatever precision the network used."""
+    """Half precision converted to float32, so metrics are exact whatever precision the network used."""
 
     def full(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
@@ -170,8 +169,8 @@ def undivided_evaluation(data: DataModule, title: str, world: int) -> Iterator[s
     if batch % world and batch < largest:
         yield (
             f"data.eval_batch_size={batch} cannot be divided among {world} processes, and task={title} compares the samples of a "
-            "batch (between_samples): other batches than those of one process would give other figures. "
-            f"Type data.eval_batch_size={batch // world * world or world}."
+            "batch (between_samples): batches that differ from those of one process would change the metrics. "
+            f"Set data.eval_batch_size={batch // world * world or world}."
         )
 
 
@@ -229,7 +228,7 @@ def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningM
     return one_per_sample(task.loss(output, named), task, named)[before : before + batch["count"]]
 
 
-# --- Evaluation figures from sums over samples, never from means of means, so they do not depend on the world size ---
+# --- Evaluation metrics from sums over samples, never from means of means, so they do not depend on the world size ---
 
 
 class MeanLoss(Metric):
@@ -262,7 +261,7 @@ class MeanLoss(Metric):
 
 
 def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
-    """The figures of a metric: one number, one for each entry of a dict, or one for each value of a tensor, such as one per class.
+    """The values of a metric: one number, one for each entry of a dict, or one for each value of a tensor, such as one per class.
 
     Values are named by `names`, or numbered if there are more or fewer.
     """
@@ -278,15 +277,3 @@ def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
         return {name: values[0]}
     labels = names if len(names) == len(values) else range(len(values))
     return {f"{name}/{label}": value for label, value in zip(labels, values, strict=True)}
-
-
-def names_without_samples(name: str, metric: Metric, names: Sequence[Any]) -> list[str]:
-    """The figures of a metric; `name` and `name/*` if it cannot compute on no samples."""
-    blank: Any = copy.deepcopy(metric)
-    blank.distributed_available_fn = None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchmetrics warns that it has seen no sample
-            return list(named(name, blank.compute(), names))
-    except Exception:
-        return [name, f"{name}/*"]

@@ -2,7 +2,9 @@
 
 # B batch
 
+import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -33,7 +35,6 @@ from lockstep.training.metrics import (
     MeanLoss,
     evaluation_loss,
     named,
-    names_without_samples,
     one_per_sample,
     weighted_loss,
     whole_batch,
@@ -166,7 +167,7 @@ class TaskModule(QuickHookNames):
             self.test_panels.begin(self.device)
 
     def evaluation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Updates the figures with real samples; fillers are dropped before the task sees them."""
+        """Updates the metrics with real samples; fillers are dropped before the task sees them."""
         output = self(batch)
         whole = evaluation_loss(self.task, output, batch, self)
         if not batch["count"]:
@@ -192,11 +193,17 @@ class TaskModule(QuickHookNames):
 
     def figure_names(self) -> list[str]:
         """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        return [
-            figure
-            for name, metric in self.figures.items()
-            for figure in names_without_samples(name, metric, self.task.value_names)
-        ]
+        found: list[str] = []
+        for name, metric in self.figures.items():
+            blank: Any = copy.deepcopy(metric)
+            blank.distributed_available_fn = None
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torchmetrics warns that it has seen no sample
+                    found += named(name, blank.compute(), self.task.value_names)
+            except Exception:
+                found += [name, f"{name}/*"]
+        return found
 
     @property
     def all_metrics(self) -> list[Metric]:
@@ -220,7 +227,7 @@ class TaskModule(QuickHookNames):
         if isinstance(schedule, ReduceLROnPlateau):
             raise UserError(
                 "schedule: ReduceLROnPlateau waits for a validation, and a task's schedule changes at optimizer steps. "
-                "Type schedule=cosine, or another of torch.optim.lr_scheduler."
+                "Set schedule=cosine, or name a different class of torch.optim.lr_scheduler."
             )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

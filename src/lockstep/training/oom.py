@@ -72,7 +72,7 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
         parts = {TrainerFn.TESTING: data.test_split, TrainerFn.PREDICTING: data.predicted_split[1]}
         split = parts.get(trainer.state.fn or TrainerFn.FITTING, data.val_split)
         batch = min(data.eval_batch_size, split.count)
-        smaller = f"Try data.eval_batch_size={batch // 2}; the figures stay the same." if batch > 1 else OTHERWISE
+        smaller = f"Try data.eval_batch_size={batch // 2}; the metrics stay the same." if batch > 1 else OTHERWISE
         share = -(-batch // max(arithmetic.evaluation_sums, world))
         return OutOfMemory(f"an evaluation's batch of {share} does not fit in memory. {smaller}")
     if not loop.batch_progress.total.ready:
@@ -89,7 +89,7 @@ def advice(trainer: pl.Trainer, work: Workload, accumulations: Callable[[], list
         return OutOfMemory(f"{said} {'No smaller one does' if keys else 'There is no smaller one'}. {OTHERWISE}")
     of = batch // (world * found)
     tried = "does, tried without the rest of the run" if alone else "was not tried"
-    return OutOfMemory(f"{said} One of {of} {tried}: type {keys[found]}; the global batch stays {batch}.", found)
+    return OutOfMemory(f"{said} One of {of} {tried}: set {keys[found]}; the global batch stays {batch}.", found)
 
 
 def fits(trainer: pl.Trainer, work: Workload, micro_batch: int) -> bool:

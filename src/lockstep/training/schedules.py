@@ -22,11 +22,11 @@ def scheduled(
     """Linear warm-up to optim.lr; then `shape` maps the progress from 0 to 1 to a factor of optim.lr, which is 1 without `shape`."""
     if shape and math.isinf(total_steps):
         raise UserError(
-            "the schedule needs the run's number of steps. Type trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
+            "the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
         )
     if warmup_steps >= total_steps:
         raise UserError(
-            f"schedule.warmup_steps={warmup_steps} must be below the run's {total_steps:g} steps. Type a smaller number."
+            f"schedule.warmup_steps={warmup_steps} must be below the run's {total_steps:g} steps. Set a smaller number."
         )
 
     def factor(step: int) -> float:
@@ -64,9 +64,7 @@ def exponential(
 ) -> LambdaLR:
     """The rate changes by the same factor in each step."""
     if not (initial_fraction > 0 and final_fraction > 0):
-        raise UserError(
-            "schedule.initial_fraction and schedule.final_fraction must be above 0. Type for example 0.001."
-        )
+        raise UserError("schedule.initial_fraction and schedule.final_fraction must be above 0. Set for example 0.001.")
     return scheduled(optimizer, total_steps, warmup_steps, lambda t: initial_fraction ** (1 - t) * final_fraction**t)
 
 
@@ -78,7 +76,7 @@ def step(
     milestones: Sequence[float] = (),
     gamma: float = 0.1,
 ) -> LambdaLR:
-    """Multiplies the rate by `gamma` at each milestone, a share of the run."""
+    """Multiplies the rate by `gamma` at each milestone, a fraction of the run."""
 
     def shape(t: float) -> float:
         return float(gamma ** sum(t >= m for m in milestones))

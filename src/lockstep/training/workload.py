@@ -58,7 +58,7 @@ class Workload:
 
     def promises(self, world: int) -> list[str]:
         """Lines on which of Lockstep's promises hold, where not all do."""
-        own = "the loss is averaged as the module does it; test figures are the module's own"
+        own = "the loss is averaged as the module does it; test metrics are the module's own"
         if self.engine_data is None:
             return [
                 f"task: {self.title}'s own steps on {type(self.data).__name__}'s own dataloaders: one-format checkpoints hold; batches are "
@@ -106,7 +106,7 @@ class Workload:
         if loaders := [hook for hook in hooks if is_overridden(hook, self.module)]:
             yield f"{self.title}.{loaders[0]} would be ignored: data={data_title} provides the batches. Move it into a LightningDataModule and name that with data._target_."
         if monitor and not self.evaluates("validation", "val"):
-            yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Type task.monitor=null."
+            yield f"checkpoint.monitor={monitor} has no effect: {self.title} or the data has no validation. Set task.monitor=null."
 
 
 class TaskWorkload(Workload):
@@ -140,7 +140,7 @@ class TaskWorkload(Workload):
 
     def columns(self, top_k: int) -> tuple[Callable[[Any], Columns], Sequence[str]]:
         if top_k > 1 and type(self.task).top is Task.top:
-            raise UserError(f"top_k={top_k} has no effect: {self.title} does not rank classes. Leave it out.")
+            raise UserError(f"top_k={top_k} has no effect: {self.title} does not rank classes. Remove it.")
         return partial(columns_of_task, self.task, top_k), self.task.value_names
 
     def headline(self, report: Mapping[str, Any]) -> Headline:
