@@ -1,4 +1,4 @@
-"""DDP's own part of a resume: one forward and backward that leaves nothing behind."""
+"""DDP's own part of a resume: one forward and backward that leaves nothing behind; and its advice."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -30,3 +30,13 @@ def test_buckets_are_rebuilt_without_masks_by_row_also_where_activations_are_com
     finally:
         dropout.begin(None)
     assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_lightnings_advice_on_unused_parameters_names_our_key():
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. ...", 7)
+    DDP.on_exception(DDP.__new__(DDP), error)
+    assert "set strategy.find_unused_parameters=true" in error.args[0]
+    assert error.args[1] == 7
+    other = ValueError("mine")
+    DDP.on_exception(DDP.__new__(DDP), other)
+    assert other.args == ("mine",)

@@ -1,4 +1,5 @@
-"""The replicas of dp, with torch's threads for them, on a CPU that stands in for two GPUs, and the rows of each."""
+"""The optimizer's state of a checkpoint, loaded by a process that computes in a different way; and dp's replicas on a CPU that stands in
+for two GPUs, with torch's threads for them."""
 
 import sys
 from contextlib import nullcontext
@@ -9,7 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.strategies.base import DataParallel, Replicas
+from lockstep.strategies.base import DataParallel, Replicas, by_index
+
+
+def optimizer(kind: type, **options: object) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = kind([torch.nn.Parameter(torch.ones(3))], lr=0.1, **options)
+    made.param_groups[0]["params"][0].grad = torch.ones(3)
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [({"fused": True}, {"fused": False}), ({"foreach": False}, {"fused": True}), ({}, {"foreach": True})],
+)
+def test_how_a_step_is_computed_is_not_taken_from_a_checkpoint(kind, saved, own):
+    """A fused SGD of one process crashed on the shards of another strategy."""
+    then = optimizer(kind, **saved, weight_decay=0.3)
+    group, state = then.state_dict()["param_groups"][0], then.state_dict()["state"].get(0, {})
+    now = optimizer(kind, **own)
+    expected = {key: now.param_groups[0][key] for key in ("fused", "foreach", "differentiable")}
+    own = [{"w": now.param_groups[0]["params"][0]}]
+    now.load_state_dict(by_index(now, own, {"param_groups": [{**group, "params": ["w"]}], "state": {"w": state}}))
+    assert {key: now.param_groups[0][key] for key in expected} == expected
+    assert now.param_groups[0]["weight_decay"] == 0.3
+    now.step()
 
 
 @pytest.fixture
