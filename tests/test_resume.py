@@ -282,7 +282,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash(train, crash_at):
 
 
 def test_a_row_that_a_kill_cut_off_is_no_row(tmp_path):
-    logger = MetricsCsv(run_dir=tmp_path, run="a")
+    logger = MetricsCsv(tmp_path)
     for step in (9, 10, 11):
         logger.log_metrics({"loss": 0.5 + step}, step)
     path = tmp_path / "metrics.csv"

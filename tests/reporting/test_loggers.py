@@ -38,10 +38,10 @@ def read(folder: Path) -> list[dict[str, float]]:
 @given(rows=ROWS, restarts=st.sets(st.integers(0, 8)))
 def test_all_that_was_logged_is_read_back_however_often_the_run_was_restarted(tmp_path_factory, rows, restarts):
     folder = tmp_path_factory.mktemp("run")
-    logger = MetricsCsv(run_dir=folder, run="r")
+    logger = MetricsCsv(folder)
     for step, row in enumerate(rows):
         if step in restarts:
-            logger = MetricsCsv(run_dir=folder, run="r")
+            logger = MetricsCsv(folder)
         logger.log_metrics(row, step=step)
     assert read(folder) == [{"step": step, **row} for step, row in enumerate(rows)]
     with (folder / "metrics.csv").open(newline="") as file:  # a new metric is a new column, after those before
@@ -51,12 +51,12 @@ def test_all_that_was_logged_is_read_back_however_often_the_run_was_restarted(tm
 @pytest.mark.parametrize("steps", [0, 3, 9])
 @pytest.mark.parametrize("anew", [False, True])
 def test_rows_that_a_resumed_run_writes_again_are_dropped(tmp_path, steps, anew):
-    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger = MetricsCsv(tmp_path)
     RunFolder(tmp_path).cut(steps)
     assert not list(tmp_path.iterdir())  # before anything was logged
     for step in range(1, 6):
         logger.log_metrics({"train/loss": 10.0 - step}, step=step)
-    logger = MetricsCsv(run_dir=tmp_path, run="r") if anew else logger
+    logger = MetricsCsv(tmp_path) if anew else logger
     RunFolder(tmp_path).cut(steps)
     kept = [{"step": step, "train/loss": 10.0 - step} for step in range(1, min(steps, 5) + 1)]
     assert read(tmp_path) == kept
@@ -67,7 +67,7 @@ def test_rows_that_a_resumed_run_writes_again_are_dropped(tmp_path, steps, anew)
 
 
 def test_the_test_of_a_run_that_is_continued_is_dropped(tmp_path):
-    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger = MetricsCsv(tmp_path)
     rows = [{"epoch": 0, "train/loss": 1.0}, {"lr-SGD": 0.1}, {"epoch": 0, "val/acc": 0.5}]
     for row in [*rows, {"acc_of_test": 0.25, "val/acc": 0.5}]:
         logger.log_metrics(row, step=4)
@@ -76,7 +76,7 @@ def test_the_test_of_a_run_that_is_continued_is_dropped(tmp_path):
 
 
 def test_tensors_and_figures_that_are_no_numbers_are_written(tmp_path):
-    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger = MetricsCsv(tmp_path)
     logger.log_metrics({"train/loss": torch.tensor(0.5), "val/loss": float("nan")}, step=0)
     (row,) = read(tmp_path)
     assert row["train/loss"] == 0.5
@@ -85,7 +85,7 @@ def test_tensors_and_figures_that_are_no_numbers_are_written(tmp_path):
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    logger = MetricsCsv(run_dir=tmp_path, run="r")
+    logger = MetricsCsv(tmp_path)
     logger.log_hyperparams({"seed": 0})
     logger.log_metrics({"train/loss": 1.0}, step=0)
     assert not list(tmp_path.iterdir())
