@@ -4,7 +4,7 @@ python benchmarks/costs.py overhead [--rounds 5] [--steps 400]             # of 
 python benchmarks/costs.py saving [--parameters 70] [--setups single,shards]
 python benchmarks/costs.py startup [--rounds 5] [--data-root <folder>]       # from a command to its first step
 python benchmarks/costs.py advice [--rounds 3]                              # workers, prefetching, batch size, SyncBatchNorm
-python benchmarks/costs.py exact [--rounds 3] [--only ResNet]               # exact.shards, on 1, 2 and 4 processes
+python benchmarks/costs.py exact [--rounds 3] [--only ResNet]               # exact.logical_ranks, on 1, 2 and 4 processes
 
 Machines are shared: read the ratios, which are taken within a round.
 """
@@ -356,7 +356,7 @@ def logical_ranks(recipe: str) -> Rows:
             if shards is None:
                 rows[base] = base, options
             elif shards >= world:
-                rows[f"{base}, exact.shards={shards}"] = base, [*options, f"exact.shards={shards}"]
+                rows[f"{base}, exact.logical_ranks={shards}"] = base, [*options, f"exact.logical_ranks={shards}"]
     return rows
 
 

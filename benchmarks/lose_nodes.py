@@ -6,7 +6,7 @@ Three hosts with their own addresses (benchmarks/hosts.py) train one run with `t
 lost: killed, or cut off from the network; later it comes back, and the job grows again. The script records every image that a process
 trains on. At the end it compares the images of each step, the log, the metrics and the weights with those of one uninterrupted
 process. Exit code 1 if one differs. The first host, where the processes meet, stays: torchrun's rendezvous ends with it. With --exact,
-two hosts train with `exact.shards=4`, dropout and AdamW at 1e-3, and every bit is compared. Needs Linux, root and iproute2.
+two hosts train with `exact.logical_ranks=4`, dropout and AdamW at 1e-3, and every bit is compared. Needs Linux, root and iproute2.
 """
 
 import os
@@ -34,7 +34,7 @@ COMMON = [
 ORDINARY = [
     *COMMON, "trainer.precision=64-true", "optim=sgd", "optim.lr=0.001", "model.dropout_conv=0", "model.dropout_fc=0",
 ]  # fmt: skip
-EXACT = [*COMMON, "exact.shards=4"]
+EXACT = [*COMMON, "exact.logical_ranks=4"]
 LIMIT = 1e-6
 # The job's train.py, which notes the round, the world, the time, the step, and the indices of the images that it trains on.
 NOTING = """
@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("--losses", type=int, default=10, help="in all")
     parser.add_argument("--per-run", type=int, default=2, help="losses of one run")
     parser.add_argument("--seed", type=int, default=0, help="of the steps, hosts and ways")
-    parser.add_argument("--exact", action="store_true", help="two hosts, exact.shards=4, every bit")
+    parser.add_argument("--exact", action="store_true", help="two hosts, exact.logical_ranks=4, every bit")
     args = parser.parse_args()
     if reason := hosts.missing():
         parser.error(reason)

@@ -140,7 +140,7 @@ PAIRS: dict[str, tuple[list[str], list[str]]] = {  # BasicNet: the recipe, and w
     "SGD 0.01, no dropout": (["optim=sgd", "optim.lr=0.01", *DRY], TWO),
     "AdamW 1e-5, no dropout": (["optim=adamw", "optim.lr=1e-5", *DRY], TWO),
     "AdamW 1e-3, no dropout": ([*ADAMW, *DRY], TWO),
-    "AdamW 1e-3, dropout, `exact.shards=2`": ([*ADAMW, "exact.shards=2"], TWO),
+    "AdamW 1e-3, dropout, `exact.logical_ranks=2`": ([*ADAMW, "exact.logical_ranks=2"], TWO),
     "AdamW 1e-3, dropout, one process, two seeds": (ADAMW, ["seed=1"]),
 }
 

@@ -1,4 +1,4 @@
-"""Whether `exact.shards=8` gives the same bits, whichever processes compute the logical ranks: a table in Markdown.
+"""Whether `exact.logical_ranks=8` gives the same bits, whichever processes compute the logical ranks: a table in Markdown.
 
 python benchmarks/same_bits.py [--steps 40] [--only ResNet]
 
@@ -20,7 +20,7 @@ from lockstep import ROOT
 
 TRAIN = str(ROOT / "train.py")
 COMMON = [
-    "exact.shards=8", "data.source=embedded", "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "exact.logical_ranks=8", "data.source=embedded", "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
     "trainer.enable_progress_bar=false", "trainer.log_every_n_steps=10", "trainer.max_epochs=100", "checkpoint.every_n_steps=10",
 ]  # fmt: skip
 BASIC = ["data.batch_size=64"]

@@ -66,7 +66,7 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
 
     batch = int(cfg.data.batch_size)
     copies = sum(getattr(locate(node._target_), "saved_weights", 0) for node in cfg.callbacks.values())
-    device, found, logical_ranks = DEVICES[args.on], [], cfg.exact.shards or 0
+    device, found, logical_ranks = DEVICES[args.on], [], cfg.exact.logical_ranks or 0
     for count in args.devices:
         world = count * args.nodes
         for name, shards in (("single", False),) if world == 1 else (("ddp", False), ("fsdp", True)):

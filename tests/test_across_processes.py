@@ -15,7 +15,7 @@ SHORT = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "trainer.limit_te
 RESNET = ["model=timm", "model.name=test_resnet", "data.image_size=32"]
 CASES = {
     "default": ([], ROUNDING),
-    "exact": (["exact.shards=2"], SAME_BITS),
+    "exact": (["exact.logical_ranks=2"], SAME_BITS),
     "batch norm": (RESNET, "differs with the number of processes, because batch normalisation"),
     "synchronised": ([*RESNET, "trainer.sync_batchnorm=true"], ROUNDING),
     "attention": (
@@ -93,8 +93,8 @@ OWN_CASES = {
     "model._target_=mine.Skips": "differs with the number of processes, because each process draws its own random numbers in Skips (",
     "task._target_=mine.Contrastive": "differs with the number of processes, because what Contrastive (src/mine/__init__.py:37) computes",
     "task._target_=mine.Announced": ROUNDING,
-    "model._target_=mine.Plain exact.shards=2": SAME_BITS,
-    "model._target_=mine.OwnGenerator exact.shards=2": "differs with the number of processes, because each process draws its own",
+    "model._target_=mine.Plain exact.logical_ranks=2": SAME_BITS,
+    "model._target_=mine.OwnGenerator exact.logical_ranks=2": "differs with the number of processes, because each process draws its own",
 }
 
 

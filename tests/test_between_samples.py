@@ -190,7 +190,7 @@ def test_outputs_that_cannot_be_gathered_are_named(output, told, monkeypatch):
 REFUSED = {
     "trainer.accumulate_grad_batches=2": "divides the global batch into micro-batches",
     "trainer.accumulate_grad_batches=auto": "Set trainer.accumulate_grad_batches=1",
-    "exact.shards=2": "exact.shards=2 divides the global batch into logical ranks",
+    "exact.logical_ranks=2": "exact.logical_ranks=2 divides the global batch into logical ranks",
 }
 
 
@@ -214,7 +214,7 @@ def refused_by_two(capfd, *overrides: str) -> str:
 def test_evaluation_batches_are_those_of_one_process_or_refused(options):
     cfg = compose_config("train", ["run=refused", "task=between", *TWO, *options, "data.eval_batch_size=25"])
     cfg = decided(cfg, world_of(cfg), create_data(cfg))
-    with pytest.raises(UserError, match=r"Type data\.eval_batch_size=24\."):
+    with pytest.raises(UserError, match=r"Set data\.eval_batch_size=24\."):
         build.workload(cfg, build.data(cfg))
 
 
@@ -226,7 +226,7 @@ def test_an_output_without_a_row_per_sample_is_refused(options, forked, capfd):
 @pytest.mark.parametrize(
     ("task", "more"),
     [
-        ("gathers", (*TWO, "exact.shards=2")),
+        ("gathers", (*TWO, "exact.logical_ranks=2")),
         pytest.param("gathers", (*TWO, "trainer.accumulate_grad_batches=2"), marks=pytest.mark.slow),
         pytest.param("outputs", (*SHARDED, "trainer.accumulate_grad_batches=2"), marks=pytest.mark.slow),
     ],
@@ -238,7 +238,7 @@ def test_a_task_that_communicates_unannounced_is_refused_where_batches_are_divid
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [("task=gathers", *TWO), ("task=classification", *SHARDED, "exact.shards=2")])
+@pytest.mark.parametrize("more", [("task=gathers", *TWO), ("task=classification", *SHARDED, "exact.logical_ranks=2")])
 def test_what_gives_the_result_of_one_process_is_left_alone(more, options, forked):
     """A task that gathers a whole batch, and a strategy that gathers the network."""
     assert lockstep.train([f"run={more[0].partition('=')[2]}", *more, *options])["status"] == "done"

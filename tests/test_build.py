@@ -136,8 +136,8 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
         (["strategy=fsdp"], True),
         (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], True),
         (["optim.fused=false"], False),
-        (["exact.shards=8", "optim=sgd", "strategy=fsdp"], True),
-        (["exact.shards=8", "trainer.accelerator=cuda"], False),
+        (["exact.logical_ranks=8", "optim=sgd", "strategy=fsdp"], True),
+        (["exact.logical_ranks=8", "trainer.accelerator=cuda"], False),
     ],
 )
 def test_optimizers_are_fused_where_they_can_be(overrides, expected):
@@ -172,7 +172,11 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for override, threads in (("exact.shards=2", 1), ("exact.shards=4", 1), ("exact.shards=null", 3)):
+        for override, threads in (
+            ("exact.logical_ranks=2", 1),
+            ("exact.logical_ranks=4", 1),
+            ("exact.logical_ranks=null", 3),
+        ):
             cfg = compose_config("train", [override, "trainer.accelerator=cpu"])
             build.process(cfg, world_of(cfg))
             assert torch.get_num_threads() == threads
@@ -182,7 +186,7 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
 
 def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
     for accelerator, expected in (("cuda", True), ("cpu", False)):
-        cfg = compose_config("train", ["exact.shards=8", "trainer.limit_val_batches=2"])
+        cfg = compose_config("train", ["exact.logical_ranks=8", "trainer.limit_val_batches=2"])
         world = replace(world_of(cfg), accelerator=accelerator)
         made = build.arithmetic(cfg).trainer_arguments(cfg.trainer, world)
         assert bool(made["deterministic"]) == expected

@@ -1,4 +1,4 @@
-"""exact.shards: the same command ends with the same bits, whoever computes the logical ranks."""
+"""exact.logical_ranks: the same command ends with the same bits, whoever computes the logical ranks."""
 
 import csv
 from pathlib import Path
@@ -16,7 +16,7 @@ from lockstep.training.arithmetic import TreeReduction
 pytestmark = pytest.mark.xdist_group("exact")
 # Dropout, clipping, the average and AdamW's default learning rate are on.
 COMMON = [
-    "exact.shards=4", "exact.digests=true", "data.batch_size=48", "data.eval_batch_size=20", "trainer.max_steps=8",
+    "exact.logical_ranks=4", "exact.digests=true", "data.batch_size=48", "data.eval_batch_size=20", "trainer.max_steps=8",
     "trainer.log_every_n_steps=3", "trainer.gradient_clip_val=0.3", "trainer.accelerator=cpu", "callbacks=[default,ema]",
 ]  # fmt: skip
 RECIPES = {
@@ -156,7 +156,7 @@ def test_limits_count_steps_on_any_number_of_processes(base, runs, single):
     assert differences(runs, "limits-single", "limits-ddp2") == []
 
 
-@pytest.mark.parametrize("change", ["exact.shards=8", "exact.shards=null", "exact.threads=2"])
+@pytest.mark.parametrize("change", ["exact.logical_ranks=8", "exact.logical_ranks=null", "exact.threads=2"])
 def test_what_the_bits_depend_on_cannot_be_changed_when_resuming(base, single, change):
     with pytest.raises(lockstep.errors.UserError, match="cannot be changed when resuming"):
         lockstep.train([base[0], "resume=plain-single", "trainer.max_steps=9", "exact.digests=false", change])

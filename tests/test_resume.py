@@ -58,6 +58,23 @@ def test_a_run_that_crashed_and_resumed_ends_bit_identical(train, crash_at, whol
     assert_ended_alike("parts", whole)
 
 
+def test_a_validation_after_the_last_step_survives_a_test_that_is_cut_off(train, monkeypatch):
+    """`trainer.max_steps` ends this run within its first epoch, so it is validated once training is over."""
+
+    def crash(self) -> None:
+        raise Crash
+
+    within = ["trainer.max_steps=4", "trainer.log_every_n_steps=10", "run=parts"]
+    with monkeypatch.context() as patched, pytest.raises(Crash):
+        patched.setattr(TaskModule, "on_test_start", crash, raising=False)
+        train(*within)
+    (validated,) = rows("parts")
+    train(*within, "resume=auto")
+    first, tested = rows("parts")
+    assert float(validated["val/acc"]) == float(first["val/acc"]) == report("parts")["val/acc"]
+    assert tested["test/acc"] and not tested["val/acc"]
+
+
 @pytest.mark.parametrize(
     ("warning", "status", "code"),
     [

@@ -80,7 +80,7 @@ def process(cfg: DictConfig, world: World) -> None:
             keep_freed_memory()
         if number := threads(world) or before_exact.pop("threads", None):
             torch.set_num_threads(number)
-        if cfg.exact.shards:
+        if cfg.exact.logical_ranks:
             before_exact["threads"] = torch.get_num_threads()
             torch.set_num_threads(cfg.exact.threads)
     if not gpu_count():
@@ -106,14 +106,14 @@ def data(cfg: DictConfig) -> pl.LightningDataModule:
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
     augment = Augmentation(operations(cfg)) if cfg.get("augment") or given.get("repeats", 1) > 1 else None
-    given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.shards}
+    given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.logical_ranks}
     made = DataModule(dataset, seed=cfg.seed, augment=augment, **given)
     made.about = plain(made.about, "about")
     return made
 
 
 def arithmetic(cfg: DictConfig) -> StepArithmetic:
-    return LogicalRanks(cfg.exact.shards) if cfg.exact.shards else StepArithmetic()
+    return LogicalRanks(cfg.exact.logical_ranks) if cfg.exact.logical_ranks else StepArithmetic()
 
 
 def optimizer(cfg: DictConfig) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def task_workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | 
             strategies.parallelize,
             sync_batchnorm=cfg.trainer.sync_batchnorm,
             # strategy=fsdp cannot have it, and the other format rounds differently
-            channels_last=cfg.channels_last and not cfg.exact.shards,
+            channels_last=cfg.channels_last and not cfg.exact.logical_ranks,
             compile=cfg.compile,
         ),
         metrics=metrics(goal, cfg.task.get("metrics") or {}),

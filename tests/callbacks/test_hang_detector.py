@@ -112,7 +112,7 @@ def test_one_that_does_not_answer_is_named_when_its_last_beat_is_old(monitor, en
     assert reports
     told = "rank 1 of 2 hung (no answer, as from a stopped process) and the others waited for it: no batch"
     assert message.startswith(told)
-    assert "strategy.timeout_s=60" in message and str(monitor.folder.log_file) in message
+    assert "strategy.timeout_s=60" in message and str(monitor.stacks.parent) in message
 
 
 def test_one_that_answers_and_gets_on_is_waited_for(monitor, ended):

@@ -168,29 +168,29 @@ BAD = {
     "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],
     "checkpoint.monitor=val/loss": ["would keep the worst", "checkpoint.mode=min"],
     "data.image_size=[": ["data.image_size=["],
-    "exact.shards=6 data.batch_size=66": ["exact.shards=6", "a power of two", "exact.shards=8"],
-    "exact.shards=8 data.batch_size=60": ["56 or 64", "8 logical ranks"],
-    "exact.shards=4 augment=[mixup] data.batch_size=60": ["56 or 64", "mixes pairs"],
-    "exact.shards=8 strategy=ddp trainer.devices=3 trainer.accelerator=cpu": ["among 3 processes", "1, 2, 4"],
-    "exact.shards=2 strategy=ddp trainer.devices=4 trainer.accelerator=cpu": ["among 4 processes"],
-    "exact.shards=8 strategy=dp": ["strategy=dp", "strategy=ddp"],
-    "exact.shards=8 trainer.accumulate_grad_batches=2": ["no effect", "larger exact.shards"],
-    "exact.shards=8 trainer.sync_batchnorm=true": ["normalises its own samples"],
-    "exact.shards=8 compile=true": ["compile=true computes differently"],
-    "exact.shards=8 strategy=fsdp strategy.reduce_each_micro_batch=true": ["has no effect"],
-    "exact.shards=8 trainer.limit_train_batches=0.5": ["a fraction", "a number of steps"],
-    "exact.shards=8 trainer.val_check_interval=0.25": ["a fraction", "a number of steps"],
-    "exact.shards=8 strategy=ddp strategy.static_graph=true trainer.devices=2 trainer.accelerator=cpu": [
+    "exact.logical_ranks=6 data.batch_size=66": ["exact.logical_ranks=6", "a power of two", "exact.logical_ranks=8"],
+    "exact.logical_ranks=8 data.batch_size=60": ["56 or 64", "8 logical ranks"],
+    "exact.logical_ranks=4 augment=[mixup] data.batch_size=60": ["56 or 64", "mixes pairs"],
+    "exact.logical_ranks=8 strategy=ddp trainer.devices=3 trainer.accelerator=cpu": ["among 3 processes", "1, 2, 4"],
+    "exact.logical_ranks=2 strategy=ddp trainer.devices=4 trainer.accelerator=cpu": ["among 4 processes"],
+    "exact.logical_ranks=8 strategy=dp": ["strategy=dp", "strategy=ddp"],
+    "exact.logical_ranks=8 trainer.accumulate_grad_batches=2": ["no effect", "larger exact.logical_ranks"],
+    "exact.logical_ranks=8 trainer.sync_batchnorm=true": ["normalises its own samples"],
+    "exact.logical_ranks=8 compile=true": ["compile=true computes differently"],
+    "exact.logical_ranks=8 strategy=fsdp strategy.reduce_each_micro_batch=true": ["has no effect"],
+    "exact.logical_ranks=8 trainer.limit_train_batches=0.5": ["a fraction", "a number of steps"],
+    "exact.logical_ranks=8 trainer.val_check_interval=0.25": ["a fraction", "a number of steps"],
+    "exact.logical_ranks=8 strategy=ddp strategy.static_graph=true trainer.devices=2 trainer.accelerator=cpu": [
         "strategy.static_graph=true has no effect"
     ],
-    "exact.shards=8 strategy=fsdp trainer.precision=bf16-true trainer.accelerator=cpu": [
+    "exact.logical_ranks=8 strategy=fsdp trainer.precision=bf16-true trainer.accelerator=cpu": [
         "rounds the last elements",
         "bf16-mixed",
     ],
-    "exact.threads=2": ["no effect without exact.shards"],
-    "exact.digests=true": ["exact.digests=true has no effect without exact.shards"],
+    "exact.threads=2": ["no effect without exact.logical_ranks"],
+    "exact.digests=true": ["exact.digests=true has no effect without exact.logical_ranks"],
     "task=segmentation task.class_weights=balanced": ["not a key of the chosen task", "task=<name>"],
-    "exact.shard=8": ["exact.shard is not a key", "did you mean exact.shards?"],
+    "exact.logical_rank=8": ["exact.shard is not a key", "did you mean exact.logical_ranks?"],
 }
 
 
@@ -236,7 +236,7 @@ def test_more_devices_than_there_are(monkeypatch):
 
 def test_a_fused_optimizer_of_logical_ranks_is_refused_on_shards_of_gpus(monkeypatch):
     monkeypatch.setattr(world, "gpu_count", lambda: 2)
-    typed = ["exact.shards=8", "optim.fused=true", "strategy=fsdp", "trainer.devices=2"]
+    typed = ["exact.logical_ranks=8", "optim.fused=true", "strategy=fsdp", "trainer.devices=2"]
     (told,) = problems(*typed)
     assert "on shards of GPUs" in told
     assert "Remove optim.fused" in told

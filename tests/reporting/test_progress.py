@@ -115,7 +115,7 @@ def test_a_run_fits_into_80_columns_and_its_paths_can_be_copied(train, terminal)
     assert lines[0] == f"{name}: basic_net (151,306 parameters) ·"
     assert any(line.endswith(" · 1 step") for line in lines)
     done, checkpoint, page, again = (line for line in lines[-5:] if line)
-    assert re.fullmatch(r"done: 1 step in \d+\.\d s; checkpoint and report:", done)
+    assert re.fullmatch(r"done: 1 step in [\d.]+ m?s; checkpoint and report:", done)
     assert (checkpoint, page) == (f"runs/{name}/{report['checkpoint']}", f"runs/{name}/report.html")
     assert LINK.findall(terminal.getvalue())[0] == Path(page).resolve().as_uri()
     assert re.fullmatch(rf"evaluate it: \S.* run={name}", again)

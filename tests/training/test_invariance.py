@@ -146,7 +146,10 @@ def test_covered_networks(net):
         (Skips(), ["random numbers in Skips ("]),
         (OfNumpy(), ["random numbers in OfNumpy ("]),
         (OwnGenerator(), ["random numbers in OwnGenerator ("]),
-        (Attention(0.5), ["random numbers in MultiheadAttention (torch.nn.modules.activation:", "exact.shards=8"]),
+        (
+            Attention(0.5),
+            ["random numbers in MultiheadAttention (torch.nn.modules.activation:", "exact.logical_ranks=8"],
+        ),
         (SequenceFirst(), ["masks in or before Dropout (", "do not follow the samples", "first dimension"]),
         (Coupled(), ["SequenceFirst (", "Coupled (", "depends on the other samples"]),
     ],
@@ -159,7 +162,7 @@ def test_what_depends_on_the_processes_is_named(net, expected):
 
 
 def test_a_generator_of_ones_own_is_not_seeded_by_logical_rank():
-    assert "exact.shards" not in why_not(OwnGenerator())
+    assert "exact.logical_ranks" not in why_not(OwnGenerator())
     assert "random numbers in OwnGenerator (" in why_not(OwnGenerator(), exact=True)
 
 

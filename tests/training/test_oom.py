@@ -200,8 +200,8 @@ def train(tmp_path, mnist, cache, monkeypatch):
         ),
         ({"training": 0}, ["data.batch_size=4", "trainer.accumulate_grad_batches=4"], None, ["of 1 does not fit", "There is no smaller"]),
         ({"evaluation": 16}, ["trainer.val_check_interval=1"], None, ["an evaluation's batch of 64", "data.eval_batch_size=32;"]),
-        ({"training": 20}, ["data.batch_size=96", "exact.shards=2"], 8, ["of 48 does not", "One of 12 does", "set exact.shards=8 in a new run;"]),
-        ({"evaluation": 5}, ["exact.shards=8", "trainer.val_check_interval=1"], None, ["an evaluation's batch of 8 does", "data.eval_batch_size=32;"]),
+        ({"training": 20}, ["data.batch_size=96", "exact.logical_ranks=2"], 8, ["of 48 does not", "One of 12 does", "set exact.logical_ranks=8 in a new run;"]),
+        ({"evaluation": 5}, ["exact.logical_ranks=8", "trainer.val_check_interval=1"], None, ["an evaluation's batch of 8 does", "data.eval_batch_size=32;"]),
         ({"evaluation": 70}, ["trainer.max_epochs=1"], None, ["an evaluation's batch of 103", "data.eval_batch_size=51;"]),
     ],
 )  # fmt: skip

@@ -160,7 +160,7 @@ class Monitor:
         how = "no answer, as from a stopped process" if silent else f"in {beats[ranks[0]].where}"
         self.end(
             f"{who} hung ({how}) and the others waited for it: no batch was finished for {self.heartbeat.quiet_s:.0f} s, at "
-            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that answer are in {self.stacks.parent}.",
+            f"strategy.timeout_s={self.timeout_s:g}. The stacks of the processes that responded are in {self.stacks.parent}.",
             reports=not self.store_ended and (lost or self.rank == min(set(range(self.size)) - set(silent))),
         )
 

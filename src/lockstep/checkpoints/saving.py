@@ -107,7 +107,9 @@ class Position(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = self.config
         checkpoint["global_step"] = steps_done(trainer)  # Lightning's counts every optimizer's; it loads `loops`
-        checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches  # exact.shards changes the config's
+        checkpoint["accumulate_grad_batches"] = (
+            trainer.accumulate_grad_batches
+        )  # exact.logical_ranks changes the config's
         loop = checkpoint["loops"]["fit_loop"]
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         done, begun = batches["current"]["processed"], epochs["current"]["ready"]

@@ -125,7 +125,7 @@ def data(run: Context) -> Iterator[str]:
         return
     yield from problems(node, "data")
     own = f"divides Lockstep's batches, but data={title(run.cfg.data)} makes its own"
-    yield from run.excluded({"exact.shards": (None, f"{own}. Remove it")})
+    yield from run.excluded({"exact.logical_ranks": (None, f"{own}. Remove it")})
     if run.cfg.trainer.accumulate_grad_batches == "auto":
         yield f"trainer.accumulate_grad_batches=auto {own}. Set a number."
     if node.get("num_workers") == "auto":
@@ -168,7 +168,7 @@ def module(run: Context) -> Iterator[str]:
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
     idle = f"compiles the network of the model group, but {name} makes its own. Remove it; a module may call self.<network>.compile()"
     steps = f"is about the steps of a task, and {name} makes its own. Remove it"
-    yield from run.excluded({"exact.shards": (None, steps), "compile": (False, idle)})
+    yield from run.excluded({"exact.logical_ranks": (None, steps), "compile": (False, idle)})
     if run.spec.is_sharded or run.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
 
@@ -177,8 +177,8 @@ def whole_batch_problems(cfg: DictConfig) -> Iterator[str]:
     """What divides the global batch of a task that compares its samples (`Task.between_samples`)."""
     why = f"task={title(cfg.task)} compares the samples of a batch (between_samples)"
     given = cfg.trainer.accumulate_grad_batches
-    if cfg.exact.shards:
-        yield f"exact.shards={cfg.exact.shards} divides the global batch into logical ranks, but {why}. Remove it."
+    if cfg.exact.logical_ranks:
+        yield f"exact.logical_ranks={cfg.exact.logical_ranks} divides the global batch into logical ranks, but {why}. Remove it."
     elif given != 1:
         yield (
             f"trainer.accumulate_grad_batches={given} divides the global batch into micro-batches, but {why}. "

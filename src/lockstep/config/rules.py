@@ -1,4 +1,4 @@
-"""Rules between the keys of a config: devices, strategy, batches, length, task, and what `exact.shards` excludes. Free of torch."""
+"""Rules between the keys of a config: devices, strategy, batches, length, task, and what `exact.logical_ranks` excludes. Free of torch."""
 
 import importlib.util
 import math
@@ -17,7 +17,7 @@ from lockstep.config.words import plain, shown
 from lockstep.errors import did_you_mean
 from lockstep.machine.world import StrategySpec, World, available, number, spec_of, why_no_gpu
 
-# What `exact.shards` excludes: a key, its usual value, and why it cannot have another one. In training and in evaluation:
+# What `exact.logical_ranks` excludes: a key, its usual value, and why it cannot have another one. In training and in evaluation:
 EXACT = {
     "compile": (False, "computes differently under each strategy, so {exact} is not possible. Remove one of them"),
     "tf32": (False, "computes differently on each kind of GPU, so {exact} is not possible. Remove one of them"),
@@ -27,7 +27,7 @@ ADDED = "has no effect with {exact}, which adds gradients itself. Remove it"
 EXACT_TRAINING = {
     "trainer.accumulate_grad_batches": (
         1,
-        "has no effect with {exact}, which divides the batch. Remove it; for smaller micro-batches set a larger exact.shards",
+        "has no effect with {exact}, which divides the batch. Remove it; for smaller micro-batches set a larger exact.logical_ranks",
     ),
     "trainer.sync_batchnorm": (
         False,
@@ -63,7 +63,7 @@ class Context:
         """Keys of a table that differ from their usual value, with why they must not."""
         for key, (usual, why) in table.items():
             if OmegaConf.select(self.cfg, key, default=usual) not in (usual, None):
-                yield f"{self.given(key)} {why.format(exact=self.given('exact.shards'))}."
+                yield f"{self.given(key)} {why.format(exact=self.given('exact.logical_ranks'))}."
 
     def knows(self, node: DictConfig) -> bool:
         return self.imported or is_shipped(node)
@@ -160,19 +160,19 @@ def without_effect(run: Context) -> dict[str, str]:
     return {key: f"{run.given(key)} {why}" for key, why in found.items()}
 
 
-# --- The same bits on any number of processes (`exact.shards`) ---
+# --- The same bits on any number of processes (`exact.logical_ranks`) ---
 
 
 def processes(run: Context) -> Iterator[str]:
     """Of training and evaluation: where metrics would depend on the processes."""
-    cfg, world, exact = run.cfg, run.world, run.given("exact.shards")
-    ranks, on_gpu = cfg.exact.shards, world.accelerator == "cuda"
+    cfg, world, exact = run.cfg, run.world, run.given("exact.logical_ranks")
+    ranks, on_gpu = cfg.exact.logical_ranks, world.accelerator == "cuda"
     if ranks is None:
         return
     if ranks % world.size:
         yield (
             f"{exact} cannot be divided among {world.size} processes. Start 1, 2, 4 or another power of two up to {ranks}. A run keeps its "
-            "exact.shards; an evaluation with exact.shards=null gives metrics that are equal up to rounding."
+            "exact.logical_ranks; an evaluation with exact.logical_ranks=null gives metrics that are equal up to rounding."
         )
     if not run.spec.adds_in_fixed_order:
         yield f"{exact} needs strategy=single, ddp or fsdp: strategy={title(cfg.strategy)} adds gradients in an order of its own."
@@ -190,9 +190,9 @@ def processes(run: Context) -> Iterator[str]:
 
 
 def exact_training(run: Context) -> Iterator[str]:
-    trainer, exact = run.cfg.trainer, run.given("exact.shards")
-    if run.cfg.exact.shards is None:
-        alone = "has no effect without exact.shards. Set exact.shards=8 as well, or remove it"
+    trainer, exact = run.cfg.trainer, run.given("exact.logical_ranks")
+    if run.cfg.exact.logical_ranks is None:
+        alone = "has no effect without exact.logical_ranks. Set exact.logical_ranks=8 as well, or remove it"
         yield from run.excluded({"exact.threads": (1, alone), "exact.digests": (False, alone)})
         return
     for key in COUNTED:

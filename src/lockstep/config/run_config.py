@@ -145,7 +145,7 @@ class StepPlan:
     batch_size: int  # global; 0 with dataloaders of your own
     repeats: int
     accumulate: int  # `trainer.accumulate_grad_batches`; 1 for `auto`, which starts with it
-    logical_ranks: int | None  # exact.shards, which divide the batch instead
+    logical_ranks: int | None  # exact.logical_ranks, which divide the batch instead
     max_epochs: int | None
     max_steps: int
     limit_train_batches: int | float | None
@@ -157,7 +157,11 @@ class StepPlan:
     def parts(self, processes: int) -> tuple[int, str, str]:
         """How many parts a global batch has, their description, and the keys that change their number."""
         if self.logical_ranks:
-            return self.logical_ranks, f"{self.logical_ranks} logical ranks (exact.shards)", "exact.shards"
+            return (
+                self.logical_ranks,
+                f"{self.logical_ranks} logical ranks (exact.logical_ranks)",
+                "exact.logical_ranks",
+            )
         keys = "trainer.devices or trainer.accumulate_grad_batches"
         return processes * self.accumulate, f"{processes} processes x {self.accumulate} accumulated micro-batches", keys
 
@@ -186,7 +190,7 @@ def step_plan(cfg: DictConfig) -> StepPlan:
         batch_size=data.get("batch_size", 0),
         repeats=data.get("repeats", 1),
         accumulate=1 if trainer.accumulate_grad_batches == "auto" else trainer.accumulate_grad_batches,
-        logical_ranks=cfg.exact.shards,
+        logical_ranks=cfg.exact.logical_ranks,
         max_epochs=trainer.max_epochs,
         max_steps=trainer.max_steps,
         limit_train_batches=trainer.limit_train_batches,
@@ -263,11 +267,11 @@ def decided(cfg: DictConfig, world: World, data: "DataSet | None", samples: int 
 
 def why_not_fused(cfg: DictConfig) -> str | None:
     """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-    exact, is_sharded = cfg.exact.shards, spec_of(cfg.strategy).is_sharded
+    exact, is_sharded = cfg.exact.logical_ranks, spec_of(cfg.strategy).is_sharded
     if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
         return None  # training/arithmetic.py
     if exact and is_sharded:
-        return f"was not tried on shards of GPUs, so exact.shards={exact} is not possible"
+        return f"was not tried on shards of GPUs, so exact.logical_ranks={exact} is not possible"
     if not str(cfg.optim.get("_target_")).endswith("SGD"):
         return None
     if is_sharded:
@@ -282,6 +286,6 @@ def optimizer_node(cfg: DictConfig) -> dict[str, Any]:
     node = to_plain(cfg.optim)
     if node.get("fused") != "auto":
         return node
-    # with exact.shards all strategies compute as shards do
-    unknown = cfg.exact.shards and accelerator_of(str(cfg.trainer.accelerator)) != "cpu"
+    # with exact.logical_ranks all strategies compute as shards do
+    unknown = cfg.exact.logical_ranks and accelerator_of(str(cfg.trainer.accelerator)) != "cpu"
     return {**node, "fused": why_not_fused(cfg) is None and not unknown}

@@ -162,7 +162,7 @@ KEYS: dict[str, Kind] = {
     "checkpoint.mode": one_of("max", "min"),
     "checkpoint.save_top_k": whole(1, 1),
     "checkpoint.every_n_steps": whole(1, 100).or_null(),
-    "exact.shards": Kind(
+    "exact.logical_ranks": Kind(
         lambda v: type(v) is int and 1 <= v <= 1024 and v.bit_count() == 1, "a power of two, up to 1024", "8"
     ).or_null(),
     "exact.threads": whole(1, 1, high=1024),

@@ -173,7 +173,7 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
     allowed = 0.0 if exact else tolerance
     parts: tuple[str, ...] = ("state_dict", "current_model_state")
     parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
-    divided = all(run.config.get("exact.shards") for run in (a, b))
+    divided = all(run.config.get("exact.logical_ranks") for run in (a, b))
     parts += ("loops",) if exact and not divided else ()  # these count the micro-batches of one process
     configs = [{key: value for key, value in run.config.items() if key not in OWN} for run in (a, b)]
     data = [{key: run.report.get(key) for key in DATA} for run in (a, b)]

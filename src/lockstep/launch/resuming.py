@@ -23,7 +23,7 @@ from lockstep.run.folder import RunFolder, find_run
 # Another network does not fit the checkpoint. Another split would validate on images that were trained on. Other batches would
 # repeat some samples and skip others. The optimizer's state has its own learning rates. The bits depend on the `exact` keys.
 FIXED = (
-    "task._target_", "model._target_", "model.name", "seed", "optim", "callbacks.ema", "exact.shards", "exact.threads",
+    "task._target_", "model._target_", "model.name", "seed", "optim", "callbacks.ema", "exact.logical_ranks", "exact.threads",
     "data._target_", "data.val_fraction", "data.folds", "data.fold", "data.limit_train", "data.balance", "data.batch_size", "data.repeats",
 )  # fmt: skip
 

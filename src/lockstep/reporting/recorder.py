@@ -102,11 +102,12 @@ class Recorder:
         self.log.enter_context(logged(self.folder.log_file))
 
     def add(self, **metrics: Any) -> None:
-        """Adds the metrics of an evaluation to the report and the loggers. The last evaluation is the test."""
+        """Adds the metrics of an evaluation to the report and the loggers: of a validation, if training had none, then of the test."""
         assert self.trainer is not None
-        self.report |= {**metrics, "evaluated": SEPARATOR.join(metrics)}
+        is_test, self.was_validated = self.was_validated, True
+        self.report |= metrics | ({"evaluated": SEPARATOR.join(metrics)} if is_test else {})
         if self.rank == 0:
-            if self.report["resumed_from"]:
+            if is_test and self.report["resumed_from"]:
                 self.folder.drop_tests([*self.tested_before, *metrics])
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, self.report["train/steps"])

@@ -1,5 +1,5 @@
 """How the micro-batches of a step become one update: averaged as they come, or as logical ranks with the same bits on any number of
-processes (`exact.shards`, docs/exact.md)."""
+processes (`exact.logical_ranks`, docs/exact.md)."""
 
 import inspect
 import math
@@ -225,10 +225,10 @@ class LogicalRanks(StepArithmetic):
         return norm.where(largest.isfinite().all(), torch.inf)
 
     def division(self, accumulate: int) -> str | None:
-        return f"exact.shards={self.count}"
+        return f"exact.logical_ranks={self.count}"
 
     def key_of(self, accumulate: int, world: int) -> str | None:
-        return f"exact.shards={world * accumulate} in a new run" if accumulate.bit_count() == 1 else None
+        return f"exact.logical_ranks={world * accumulate} in a new run" if accumulate.bit_count() == 1 else None
 
     def add_shards_of(self, modules: list[FSDPModule]) -> None:
         """In the order of a tree, undivided."""
@@ -243,7 +243,7 @@ class LogicalRanks(StepArithmetic):
         takes = inspect.signature(make).parameters
         if sharding and "fused" not in takes:  # torch has fused kernels for those that work so
             raise UserError(
-                f"optim: {name} is not known to work element by element, so exact.shards={self.count} is not possible "
+                f"optim: {name} is not known to work element by element, so exact.logical_ranks={self.count} is not possible "
                 f"with strategy={sharding}. Name a different optimizer, or set strategy=ddp."
             )
         # the first step, which is not fused, computes element by element

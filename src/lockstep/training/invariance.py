@@ -196,7 +196,7 @@ def why_not(net: nn.Module, task: Task, batch: Batch, *, exact: bool = False) ->
     told = "each process draws its own random numbers in {}. Use an nn.Dropout layer there"
     draw = [passed.source for passed in whole if passed.drew]
     if draw and not exact:
-        return told.format(named(draw[0])) + ", or set exact.shards=8"
+        return told.format(named(draw[0])) + ", or set exact.logical_ranks=8"
     again = differing(whole, forward(net, task, batch))
     if again:  # from a generator of its own, which nobody seeds for a step
         return told.format(named(whole[again[0]].source))
@@ -220,6 +220,6 @@ def why_not(net: nn.Module, task: Task, batch: Batch, *, exact: bool = False) ->
         if place not in coupled:
             return (
                 f"the dropout masks in or before {named(whole[place].source)} do not follow the samples. Keep the samples in the first "
-                "dimension, in the order of the batch, or set exact.shards=8"
+                "dimension, in the order of the batch, or set exact.logical_ranks=8"
             )
     return f"what {named(whole[apart[0]].source)} computes for a sample depends on the other samples of its process"

@@ -128,7 +128,7 @@ class TaskWorkload(Workload):
         norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
         if not self.arithmetic.same_bits and not all(isinstance(m, synchronised) for m in norms):
             return DIFFERS.format(
-                "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.shards=8"
+                "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
             )
         return self.module.across_processes
 
