@@ -19,7 +19,7 @@ def consolidate(folder: Path, file: Path) -> Path:
     if not folder.is_dir() or not is_checkpoint(folder):
         raise UserError(f"{folder} is not a complete checkpoint of shards, as written with checkpoint.sharded=true.")
     if file.exists():
-        raise UserError(f"{file} exists. Type another name.")
+        raise UserError(f"{file} exists. Use a different name.")
     with replacing(file) as part:
         sharded.write(sharded.load(folder), part)
     return file

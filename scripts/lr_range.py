@@ -57,7 +57,7 @@ def suggestion(rate: list[float], loss: list[float]) -> tuple[float, float]:
     skipped = max(1, round(EDGE * len(loss)))
     inside = range(skipped, len(loss) - 1)
     if not inside:
-        raise UserError("the loss diverged at once. Type a smaller --low, or more --steps.")
+        raise UserError("the loss diverged at once. Pass a smaller --low, or more --steps.")
     steepest = min(inside, key=lambda i: (loss[i + 1] - loss[i - 1]) / math.log(rate[i + 1] / rate[i - 1]))
     return rate[steepest], rate[min(inside, key=lambda i: loss[i])]
 

@@ -68,10 +68,10 @@ def check(folder: Path, package: str) -> None:
     """Raises UserError if the folder is not empty or the name is not a valid package name."""
     if not package.isidentifier() or keyword.iskeyword(package) or package in ("lockstep", "hydra_plugins", "tests"):
         raise UserError(
-            f"--package {package} is not a valid package name. Type letters, digits and _, for example --package flowers."
+            f"--package {package} is not a valid package name. Use letters, digits and _, for example --package flowers."
         )
     if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"{folder} exists and is not empty. Type another folder.")
+        raise UserError(f"{folder} exists and is not empty. Use a different folder.")
 
 
 def copy(source: Path, target: Path, name: dict[str, str]) -> None:
@@ -239,10 +239,10 @@ def main() -> None:
         )
         return
     if not args.package:
-        raise UserError("--package is missing. Type the name of the package, for example --package flowers.")
+        raise UserError("--package is missing. Pass the name of the package, for example --package flowers.")
     check(args.folder, args.package)
     if args.strip and not args.full:
-        raise UserError("--strip has no effect on a thin project, which has no examples. Leave it out, or type --full.")
+        raise UserError("--strip has no effect on a thin project, which has no examples. Remove it, or add --full.")
     if args.full:
         full(args.folder, args.package, args.strip)
     else:

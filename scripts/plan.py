@@ -79,7 +79,7 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
             )
     if not found:
         raise UserError(
-            f"data.batch_size={batch} cannot be divided by any of these numbers of devices. Type others with --devices."
+            f"data.batch_size={batch} cannot be divided by any of these numbers of devices. Set others with --devices."
         )
     return found
 
@@ -170,7 +170,7 @@ def main() -> None:
         raise UserError("--devices and --nodes are at least 1.")
     cfg, world = checked(args.overrides)
     if args.measure and world.size > 1:
-        raise UserError("--measure trains in this process. Leave the strategy and trainer.devices out.")
+        raise UserError("--measure trains in this process. Remove strategy and trainer.devices.")
     costs, samples = costs_of(cfg)
     show(cfg, costs, samples, args)
     if args.measure:

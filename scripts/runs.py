@@ -127,9 +127,7 @@ def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], l
     """The runs that meet all conditions, sorted, and the keys of the conditions."""
     conditions = [re.split(r"\s*(!=|<=|>=|=|<|>)\s*", text, maxsplit=1) for text in where]
     blank = [text for text, condition in zip(where, conditions, strict=True) if len(condition) == 1]
-    raise_problems(
-        f"--where {text} has no comparison. Type it in quotes, for example --where 'test/acc>0.9'." for text in blank
-    )
+    raise_problems(f"--where {text} has no comparison. Quote it, for example --where 'test/acc>0.9'." for text in blank)
     by = sort.removeprefix("-")
     keys = list(dict.fromkeys(key for key in (*(key for key, _, _ in conditions), by) if key))
     unknown = [key for key in keys if runs and all(run.get(key) is ABSENT for run in runs)]
@@ -261,7 +259,7 @@ def main() -> None:
     args = parser.parse_args(argv, argparse.Namespace(runs_dir=Path("runs"), where=[], sort=""))
     picks = args.command in (None, "html")
     if (args.format != "table" and args.command) or ((args.where or args.sort) and not picks):
-        raise UserError(f"--where, --sort and --format have no effect on {args.command}. Leave them out.")
+        raise UserError(f"--where, --sort and --format have no effect on {args.command}. Remove them.")
     runs = find_runs(args.runs_dir)
     if args.command == "html":
         named_runs = runs if args.run is None else named(runs, args.run, args.runs_dir)

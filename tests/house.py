@@ -91,7 +91,7 @@ def counted() -> House:
         functions_with_cfg=len(with_cfg),
         files_with_cfg=len(set(with_cfg)),
         switches=len(uses),
-        branches_on_logical_ranks=branches_on("shards") + branches_on("logical_ranks"),
+        branches_on_logical_ranks=branches_on("logical_ranks"),
     )
 
 

@@ -218,15 +218,15 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_045,
-    engine_modules=113,
-    extras_lines=1_946,
+    engine_lines=11_961,
+    engine_modules=107,
+    extras_lines=1_971,
     extras_modules=16,
-    one_statement_functions=457,
-    functions_with_cfg=79,
+    one_statement_functions=443,
+    functions_with_cfg=75,
     files_with_cfg=15,
-    switches=42,
-    branches_on_logical_ranks=16,
+    switches=25,
+    branches_on_logical_ranks=6,
 )
 
 

@@ -126,7 +126,7 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     own = set(ENGINE["optim"]) - takes.keys()
     if asked := {key: value for key, value in node.items() if key in own and value is not None and value is not False}:
         raise_problems(
-            f"optim.{key}={shown(value)} has no effect: {node['_target_']} groups the parameters itself. Leave it out."
+            f"optim.{key}={shown(value)} has no effect: {node['_target_']} groups the parameters itself. Remove it."
             for key, value in asked.items()
             if "named_parameters" in takes
         )

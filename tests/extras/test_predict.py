@@ -224,7 +224,7 @@ def test_the_default_is_a_file_of_the_run_and_it_is_not_overwritten(place):
     done = lockstep.predict(asked)
     assert done["output"] == "runs/digits/predictions.csv"
     before = Path(done["output"]).read_bytes()
-    with pytest.raises(UserError, match=r"predictions.csv exists. Type another file, or overwrite=true"):
+    with pytest.raises(UserError, match=r"predictions.csv exists. Set a different file, or overwrite=true"):
         lockstep.predict(asked)
     assert lockstep.predict([*asked, "overwrite=true"])["count"] == 103
     assert Path(done["output"]).read_bytes() == before
@@ -282,7 +282,7 @@ def test_parquet_without_pyarrow_is_refused(place, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     from lockstep.launch.start import output_problems
 
-    assert "Type uv pip install pyarrow, or output=a.csv" in next(output_problems(Path("a.parquet"), False))
+    assert "Run uv pip install pyarrow, or set output=a.csv" in next(output_problems(Path("a.parquet"), False))
 
 
 def test_a_mistake_is_told_by_the_command_before_torch_is_imported(forked_command):

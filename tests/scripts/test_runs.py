@@ -266,7 +266,7 @@ def test_what_is_unknown_is_told_with_what_is_near(runs, call):
         (["--where", "tets/acc>1"], "error: tets/acc is not a key of any run (did you mean test/acc?).\n"),
         (["--where", "optim.rl=1"], "error: optim.rl is not a key of any run (did you mean optim.lr?).\n"),
         (["--sort", "-staretd"], "error: staretd is not a key of any run (did you mean started?).\n"),
-        (["--where", "test/acc"], "error: --where test/acc has no comparison. Type it in quotes"),
+        (["--where", "test/acc"], "error: --where test/acc has no comparison. Quote it"),
         (["--runs-dir", "rnus"], "error: rnus/ does not exist."),
         (["--sort", "run", "show", "old"], "error: --where, --sort and --format have no effect on show."),
     ):

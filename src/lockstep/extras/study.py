@@ -92,7 +92,7 @@ class StudySweeper(SweeperSteps):
         if self.pruner and (len(better) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation "
-                "figure. Type hydra/sweeper/pruner=none."
+                "figure. Set hydra/sweeper/pruner=none."
             )
         if not options["n_jobs"] > 0:
             raise UserError(
@@ -121,7 +121,7 @@ class StudySweeper(SweeperSteps):
                 self.search(arguments)
         except Timeout:
             raise UserError(
-                f"run={self.name}: this sweep is running already. Type another name to start a second one."
+                f"run={self.name}: this sweep is running already. Use a different name to start a second one."
             ) from None
 
     def search(self, arguments: list[str]) -> None:
@@ -130,7 +130,7 @@ class StudySweeper(SweeperSteps):
         for own in ("run", "resume"):
             fixed.pop(own, None)
         if not space and not self.custom_search_space_extender:
-            raise UserError("nothing to search over. Type for example 'optim.lr=tag(log,interval(1e-4,1e-2))'.")
+            raise UserError("nothing to search over. Set for example 'optim.lr=tag(log,interval(1e-4,1e-2))'.")
         self.study = self.open(space)
         while batch := self.batch():
             overrides = [
@@ -160,14 +160,14 @@ class StudySweeper(SweeperSteps):
         objectives = study.user_attrs.get("objectives", self.objectives)
         if objectives != self.objectives:
             raise UserError(
-                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Type another run=<name>."
+                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Set a different run=<name>."
             )
         study.set_user_attr("objectives", self.objectives)
         own = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
         others = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in own]
         if others:
             raise UserError(
-                f"run={self.name}: {self.folder} has runs of another study ({', '.join(others[:5])}). Type another name."
+                f"run={self.name}: {self.folder} has runs of another study ({', '.join(others[:5])}). Use a different name."
             )
         if study.trials:
             study.sampler.reseed_rng()  # the same seed would suggest the first trials again

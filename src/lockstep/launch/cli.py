@@ -87,7 +87,7 @@ def command(job: Job, argv: list[str]) -> None:
     always = compose.search_path(argv)
     if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
         if not job.trains:
-            raise UserError(f"{job.name}.py takes one run at a time. Leave -m out.")
+            raise UserError(f"{job.name}.py takes one run at a time. Remove -m.")
         raise_problems(compose.tried_alone(job.name, overrides, always)[0])
         names = [compose.variants(override)[0] for override in overrides if compose.key_of(override) in FIRST]
         raise_problems(wrong_values(compose.compose_config(job.name, [*always, *names]), FIRST))
@@ -116,17 +116,17 @@ def refused_options(argv: list[str]) -> Iterator[str]:
     for arg in argv:
         name = arg.partition("=")[0].lstrip("+~").replace("/", ".")
         if name in ("--config-name", "-cn", "--config-path", "-cp", "--experimental-rerun"):
-            yield f"{name} cannot be set: each command has its own config. Type experiment=<name>, with --config-dir=<folder> for one of your own."
+            yield f"{name} cannot be set: each command has its own config. Pass experiment=<name>, with --config-dir=<folder> for your own."
         if name == "debug_rank" and multirun:
             yield f"{arg}: jobs of a multirun have no terminal. Run one job, without -m."
         if name == "hydra.mode":
-            yield f"{arg}: hydra.mode cannot be set. Type -m for a multirun."
+            yield f"{arg}: hydra.mode cannot be set. Pass -m for a multirun."
         if name.startswith("hydra.run"):
             yield f"{arg}: {name} cannot be set. Name the run directory with run=<name> and runs_dir=<folder>."
         if name in ("hydra.sweep.dir", "hydra.sweep.subdir"):
             yield f"{arg}: {name} cannot be set. Name the folder of a multirun with run=<name> and runs_dir=<folder>."
         elif name.startswith(("hydra.sweep", "hydra.launcher")) and not multirun:
-            yield f"{arg}: {name} has no effect without a multirun. Type -m as well."
+            yield f"{arg}: {name} has no effect without a multirun. Add -m."
 
 
 def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | None:

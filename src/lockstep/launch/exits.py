@@ -30,7 +30,7 @@ def disk_error(error: Exception) -> str:
         return ""
     return (
         f"{error.filename or 'a file'} could not be written: {error.strerror}. What was saved before is still there. Free some "
-        "space or repair the disk, then type the command again with resume=auto."
+        "space or repair the disk, then rerun the command with resume=auto."
     )
 
 

@@ -231,10 +231,10 @@ def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Ite
     if output.suffix not in ENDINGS:
         yield f"output={output}: its ending must be one of {', '.join(ENDINGS)}{did_you_mean(output.suffix, list(ENDINGS))}."
     elif output.is_dir():
-        yield f"output={output} is a folder. Type output={output / 'predictions.csv'}."
+        yield f"output={output} is a folder. Set output={output / 'predictions.csv'}."
     elif output.exists() and not overwrite:
-        yield f"output={output} exists. Type another file, or overwrite=true."
+        yield f"output={output} exists. Set a different file, or overwrite=true."
     elif gallery and page.exists() and not overwrite:
-        yield f"gallery=true: {page} exists. Type another output=, or overwrite=true."
+        yield f"gallery=true: {page} exists. Set a different output=, or overwrite=true."
     if output.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        yield f"output={output}: Parquet needs pyarrow, which is not installed. Type uv pip install pyarrow, or output={output.with_suffix('.csv')}."
+        yield f"output={output}: Parquet needs pyarrow, which is not installed. Run uv pip install pyarrow, or set output={output.with_suffix('.csv')}."

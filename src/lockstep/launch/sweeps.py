@@ -132,7 +132,7 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     if jobs != "auto" and not (type(jobs) is int and jobs > 0):
         raise UserError(f"hydra.launcher.jobs={jobs} is not possible; it takes auto, or a number of at least 1.")
     if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
-        advice = "hydra/launcher=slots assigns the GPUs. Type trainer.devices=<how many per job>"
+        advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<how many per job>"
         raise UserError(f"trainer.devices={cfg.trainer.devices}: {advice}.")
     world, gpus = world_of(cfg), visible_gpus()
     on_gpus, each = world.accelerator == "cuda", world.devices
@@ -142,7 +142,7 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
         return [{"OMP_NUM_THREADS": str(max(1, there // count // each))}] * count
     if count * each > there:
         needs = f"with {each} GPUs per job needs {count * each} GPUs; this machine has {there}"
-        advice = f"Type hydra.launcher.jobs={max(1, there // each)}, or fewer trainer.devices"
+        advice = f"Set hydra.launcher.jobs={max(1, there // each)}, or fewer trainer.devices"
         raise UserError(f"hydra.launcher.jobs={jobs} {needs}. {advice}.")
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
 
