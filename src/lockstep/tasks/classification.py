@@ -5,13 +5,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import Calibration, Confusion, Panel, wilson
+from lockstep.tasks.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
 from lockstep.tasks.task import Task, loss_factors, refuse_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
@@ -97,8 +98,13 @@ class Classification(Task):
     def test_panels(self) -> dict[str, Panel]:
         return {
             "confusion": Confusion(self.value_names, self.metric_inputs),
+            "precision_recall": PrecisionRecall(self.value_names, self.one_against_rest),
             "calibration": Calibration(self.metric_inputs, self.probabilities),
         }
+
+    def one_against_rest(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        place_K = torch.arange(len(self.value_names), device=output.device)
+        return self.probabilities(output)[:, : len(place_K)], batch["target"][:, None] == place_K
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         names, probability_BK = self.value_names, self.probabilities(output)

@@ -86,10 +86,11 @@ class Bars:
 
 @dataclass(frozen=True)
 class Mask:
-    """A class for each pixel, drawn over the sample's image. Pixels that are `ignored` stay clear."""
+    """A class for each pixel, drawn over the sample's image with a legend of `names`. Class 0 and pixels that are `ignored` stay clear."""
 
     classes_HW: Any
     ignored: int = -1
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -156,24 +157,46 @@ def largest(count: int, key_N: Tensor, index_N: Tensor, *values: Tensor) -> list
 class Worst(Panel):
     """The samples with the largest losses, which the engine then describes."""
 
-    loss_W: Tensor
+    key_W: Tensor
     index_W: Tensor
+    loss_W: Tensor
 
     def __init__(self, count: int = 24) -> None:
         super().__init__()
         self.count = count
-        self.add_state("loss_W", torch.full((count,), -math.inf, dtype=torch.float32), dist_reduce_fx=None)
+        for state in ("key_W", "loss_W"):
+            self.add_state(state, torch.full((count,), -math.inf), dist_reduce_fx=None)
         self.add_state("index_W", torch.full((count,), -1), dist_reduce_fx=None)
 
+    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
+        """The samples with the largest keys are kept."""
+        return loss_B
+
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        loss_N = torch.cat([self.loss_W, loss_B.detach().float()])
-        index_N = torch.cat([self.index_W, batch["index"]])
-        self.loss_W, self.index_W = largest(self.count, loss_N, index_N)
+        loss_B = loss_B.detach().float()
+        rows = (self.key(batch["index"], loss_B), batch["index"], loss_B)
+        kept = [torch.cat(pair) for pair in zip((self.key_W, self.index_W, self.loss_W), rows, strict=True)]
+        self.key_W, self.index_W, self.loss_W = largest(self.count, *kept)
 
     def found(self) -> list[tuple[int, float]]:
-        """Index and loss, the worst first."""
-        loss_W, index_W = largest(self.count, self.loss_W.flatten(), self.index_W.flatten())
+        """Index and loss, the largest key first."""
+        _, index_W, loss_W = largest(self.count, *(x.flatten() for x in (self.key_W, self.index_W, self.loss_W)))
         return [(i, loss) for i, loss in zip(index_W.tolist(), loss_W.tolist(), strict=True) if i >= 0]
+
+
+HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
+
+
+def spread(index_B: Tensor) -> Tensor:
+    """Keys that choose a fixed random sample: the same indices in every evaluation, world and order."""
+    return -(index_B * HASH % MODULUS)
+
+
+class RandomSamples(Worst):
+    """A fixed random sample, right and wrong ones as they come."""
+
+    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
+        return spread(index_B).float()
 
 
 # --- Panels about classes: the confusion matrix, metrics by class or by label, calibration ---
@@ -271,8 +294,63 @@ class Calibration(Panel):
         error = sum(abs(p - r) for _, p, r in filled) / max(1.0, sum(count_B))
         line = [(p / n, r / n) for n, p, r in filled]
         series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
-        note = f"Expected calibration error {error:.4f}, in {BINS} bins of equal width."
-        return [Lines("Calibration", "probability of the prediction", "fraction that is right", series, note)]
+        x, note = (
+            "probability of the prediction",
+            f"Expected calibration error {error:.4f}, in {BINS} bins of equal width.",
+        )
+        edges = [place / BINS for place in range(BINS + 1)]
+        return [
+            Lines("Calibration", x, "fraction that is right", series, note),
+            Bars(
+                "Predictions by probability",
+                x,
+                "samples",
+                edges,
+                count_B,
+                "How many samples each bin of the calibration has.",
+            ),
+        ]
+
+
+LEVELS, LEVEL = 56, 0.5  # thresholds: bins of the probability's logit, from -14 to 14
+SHOWN = 8  # curves that one chart shows
+
+
+class PrecisionRecall(Panel):
+    """Precision over recall of each class, one against the rest. `scores` gives probability_BK, and whether a sample is of a class."""
+
+    counts_2KT: Tensor  # of samples that are not, and that are, of the class
+
+    def __init__(self, names: Sequence[str], scores: Inputs) -> None:
+        super().__init__()
+        self.names, self.scores = [str(name) for name in names], scores
+        self.add_state("counts_2KT", torch.zeros(2, len(names), LEVELS, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        probability_BK, is_BK = self.scores(output, batch)
+        level_BK = (probability_BK.float().logit(1e-6) / LEVEL + LEVELS / 2).long().clamp(0, LEVELS - 1)
+        size = len(self.names)
+        place_BK = (is_BK.long() * size + torch.arange(size, device=level_BK.device)) * LEVELS + level_BK
+        self.counts_2KT.view(-1).index_add_(0, place_BK.flatten(), torch.ones_like(place_BK).flatten())
+
+    def contents(self) -> Sequence[Content]:
+        right_KT, taken_KT = (x.cpu().flip(1).cumsum(1) for x in (self.counts_2KT[1], self.counts_2KT.sum(0)))
+        recall_KT = right_KT / right_KT[:, -1:].clamp(min=1)
+        precision_KT = right_KT / taken_KT.clamp(min=1)
+        gain_KT = recall_KT.diff(dim=1, prepend=torch.zeros(len(recall_KT), 1))
+        found = []
+        for place in right_KT[:, -1].nonzero().flatten().tolist():
+            average = float((gain_KT[place] * precision_KT[place]).sum())
+            new_T = gain_KT[place] > 0
+            points = list(zip(recall_KT[place][new_T].tolist(), precision_KT[place][new_T].tolist(), strict=True))
+            found.append((average, place, [(0.0, points[0][1]), *points]))
+        if not found:
+            return []
+        found.sort()
+        note = f"Mean average precision {sum(average for average, *_ in found) / len(found):.4f}."
+        note += f" The {SHOWN} with the lowest average precision are shown." if len(found) > SHOWN else ""
+        curves = {f"{self.names[place]} ({average:.3f})": points for average, place, points in found[:SHOWN]}
+        return [Lines("Precision and recall", "recall", "precision", curves, note)]
 
 
 class ByLabel(Panel):
@@ -303,7 +381,6 @@ class ByLabel(Panel):
 
 SAMPLES = 1000  # points of a scatter plot
 TARGETS = 6  # targets that are drawn
-HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
 
 
 class Residuals(Panel):
@@ -328,7 +405,7 @@ class Residuals(Panel):
         pairs_B2T = torch.stack([x.reshape(len(index_B), -1).float() for x in (target, output)], 1)
         self.key_N, self.index_N, self.pairs_N2T = largest(
             SAMPLES,
-            torch.cat([self.key_N, -(index_B * HASH % MODULUS)]),
+            torch.cat([self.key_N, spread(index_B)]),
             torch.cat([self.index_N, index_B]),
             torch.cat([self.pairs_N2T, pairs_B2T]),
         )
