@@ -29,6 +29,7 @@ from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
+from lockstep.reporting.page import LivePage
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
@@ -134,6 +135,7 @@ def trainer(cfg: DictConfig, world: World, data: pl.LightningDataModule) -> pl.T
         summary.FirstBatch(),
         *([] if custom else [stopping.CollectivesGuard()]),
         CutAtResume(RunFolder(run_dir(cfg))),
+        LivePage(RunFolder(run_dir(cfg)), cfg),
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(summary.Progress(cfg.checkpoint.monitor))

@@ -15,7 +15,8 @@ from torchmetrics.classification import (
 )
 
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
-from lockstep.tasks.panel import PrecisionRecall, RandomSamples, Share, Worst, largest, wilson
+from lockstep.tasks.panel import PrecisionRecall, Share, largest, wilson
+from lockstep.training.panels import RandomSamples, Worst
 
 random = torch.Generator().manual_seed(0)
 
@@ -79,7 +80,7 @@ def test_with_bce_the_probability_of_a_class_is_its_sigmoid():
     torch.testing.assert_close(task.top(LOGITS, 2)["probability_2"], LOGITS.sigmoid().topk(2, 1).values[:, 1])
     *_, calibration, _ = shown(task, LOGITS, CLASSES, world=1)
     gap = float((probability_B - (guess_B == CLASSES).float()).mean().abs())
-    assert float(calibration.note.split()[3].rstrip(",")) >= gap - 1e-4  # bins can only add to it
+    assert float(calibration.note.split()[3].rstrip(".")) >= gap - 1e-4  # bins can only add to it
 
 
 @pytest.mark.parametrize("world", [1, 2])

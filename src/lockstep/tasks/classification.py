@@ -5,7 +5,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
@@ -98,13 +97,12 @@ class Classification(Task):
     def test_panels(self) -> dict[str, Panel]:
         return {
             "confusion": Confusion(self.value_names, self.metric_inputs),
-            "precision_recall": PrecisionRecall(self.value_names, self.one_against_rest),
-            "calibration": Calibration(self.metric_inputs, self.probabilities),
+            "precision_recall": PrecisionRecall(self.value_names, self.scores),
+            "calibration": Calibration(self.scores),
         }
 
-    def one_against_rest(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        place_K = torch.arange(len(self.value_names), device=output.device)
-        return self.probabilities(output)[:, : len(place_K)], batch["target"][:, None] == place_K
+    def scores(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        return self.probabilities(output), batch["target"]
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         names, probability_BK = self.value_names, self.probabilities(output)

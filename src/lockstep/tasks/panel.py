@@ -154,49 +154,12 @@ def largest(count: int, key_N: Tensor, index_N: Tensor, *values: Tensor) -> list
     return [value[order] for value in (key_N, index_N, *values)]
 
 
-class Worst(Panel):
-    """The samples with the largest losses, which the engine then describes."""
-
-    key_W: Tensor
-    index_W: Tensor
-    loss_W: Tensor
-
-    def __init__(self, count: int = 24) -> None:
-        super().__init__()
-        self.count = count
-        for state in ("key_W", "loss_W"):
-            self.add_state(state, torch.full((count,), -math.inf), dist_reduce_fx=None)
-        self.add_state("index_W", torch.full((count,), -1), dist_reduce_fx=None)
-
-    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
-        """The samples with the largest keys are kept."""
-        return loss_B
-
-    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        loss_B = loss_B.detach().float()
-        rows = (self.key(batch["index"], loss_B), batch["index"], loss_B)
-        kept = [torch.cat(pair) for pair in zip((self.key_W, self.index_W, self.loss_W), rows, strict=True)]
-        self.key_W, self.index_W, self.loss_W = largest(self.count, *kept)
-
-    def found(self) -> list[tuple[int, float]]:
-        """Index and loss, the largest key first."""
-        _, index_W, loss_W = largest(self.count, *(x.flatten() for x in (self.key_W, self.index_W, self.loss_W)))
-        return [(i, loss) for i, loss in zip(index_W.tolist(), loss_W.tolist(), strict=True) if i >= 0]
-
-
 HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
 
 
 def spread(index_B: Tensor) -> Tensor:
     """Keys that choose a fixed random sample: the same indices in every evaluation, world and order."""
     return -(index_B * HASH % MODULUS)
-
-
-class RandomSamples(Worst):
-    """A fixed random sample, right and wrong ones as they come."""
-
-    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
-        return spread(index_B).float()
 
 
 # --- Panels about classes: the confusion matrix, metrics by class or by label, calibration ---
@@ -241,17 +204,14 @@ class Confusion(Panel):
         rows = [(self.names[a], self.names[b], n, Share(n, sum(values[a]))) for n, a, b in pairs]
         yield Table("Most frequent confusions", ("target", "taken for", "count", "of the target"), rows)
 
-    def by_class(self) -> Table:
-        counts_KK = self.confusion_KK
-        columns = (counts_KK.diagonal().tolist(), counts_KK.sum(1).tolist(), counts_KK.sum(0).tolist())
-        rows = [(name, *self.of_class(*counts)) for name, *counts in zip(self.names, *columns, strict=True)]
-        return Table("Metrics by class", ("class", *self.columns), rows)
-
     def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
         return precision_and_recall(right, target, guess)
 
     def contents(self) -> Sequence[Content]:
-        return [*self.matrix(), self.by_class()]
+        counts_KK = self.confusion_KK
+        columns = (counts_KK.diagonal().tolist(), counts_KK.sum(1).tolist(), counts_KK.sum(0).tolist())
+        rows = [(name, *self.of_class(*counts)) for name, *counts in zip(self.names, *columns, strict=True)]
+        return [*self.matrix(), Table("Metrics by class", ("class", *self.columns), rows)]
 
 
 def precision_and_recall(right: int, target: int, guess: int) -> tuple[Any, ...]:
@@ -274,14 +234,14 @@ class Calibration(Panel):
 
     bins_3B: Tensor
 
-    def __init__(self, inputs: Inputs, probabilities: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, scores: Inputs) -> None:
         super().__init__()
-        self.inputs, self.probabilities = inputs, probabilities
+        self.scores = scores  # probability_BK and target_B
         self.add_state("bins_3B", torch.zeros(3, BINS, dtype=EXACT), dist_reduce_fx="sum")
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        output, target_B = self.inputs(output, batch)
-        probability_B, guess_B = self.probabilities(output).max(1)
+        probability_BK, target_B = self.scores(output, batch)
+        probability_B, guess_B = probability_BK.max(1)
         right_B = guess_B == target_B
         edges = torch.linspace(0, 1, BINS + 1, dtype=probability_B.dtype).to(probability_B)
         place_B = (torch.bucketize(probability_B, edges, right=True) - 1).clamp(0, BINS - 1)
@@ -294,22 +254,10 @@ class Calibration(Panel):
         error = sum(abs(p - r) for _, p, r in filled) / max(1.0, sum(count_B))
         line = [(p / n, r / n) for n, p, r in filled]
         series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
-        x, note = (
-            "probability of the prediction",
-            f"Expected calibration error {error:.4f}, in {BINS} bins of equal width.",
-        )
-        edges = [place / BINS for place in range(BINS + 1)]
-        return [
-            Lines("Calibration", x, "fraction that is right", series, note),
-            Bars(
-                "Predictions by probability",
-                x,
-                "samples",
-                edges,
-                count_B,
-                "How many samples each bin of the calibration has.",
-            ),
-        ]
+        x, note = "probability of the prediction", f"Expected calibration error {error:.4f}."
+        edges, counted = [place / BINS for place in range(BINS + 1)], "Samples in each bin of the calibration."
+        bins = Bars("Predictions by probability", x, "samples", edges, count_B, counted)
+        return [Lines("Calibration", x, "fraction that is right", series, note), bins]
 
 
 LEVELS, LEVEL = 56, 0.5  # thresholds: bins of the probability's logit, from -14 to 14
@@ -317,7 +265,7 @@ SHOWN = 8  # curves that one chart shows
 
 
 class PrecisionRecall(Panel):
-    """Precision over recall of each class, one against the rest. `scores` gives probability_BK, and whether a sample is of a class."""
+    """Precision over recall of each class against the rest. `scores` gives probability_BK, and target_B or target_BK of 0 and 1."""
 
     counts_2KT: Tensor  # of samples that are not, and that are, of the class
 
@@ -327,30 +275,28 @@ class PrecisionRecall(Panel):
         self.add_state("counts_2KT", torch.zeros(2, len(names), LEVELS, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        probability_BK, is_BK = self.scores(output, batch)
-        level_BK = (probability_BK.float().logit(1e-6) / LEVEL + LEVELS / 2).long().clamp(0, LEVELS - 1)
-        size = len(self.names)
-        place_BK = (is_BK.long() * size + torch.arange(size, device=level_BK.device)) * LEVELS + level_BK
-        self.counts_2KT.view(-1).index_add_(0, place_BK.flatten(), torch.ones_like(place_BK).flatten())
+        (probability_BK, target), size = self.scores(output, batch), len(self.names)
+        level_BK = probability_BK[:, :size].float().logit(1e-6) / LEVEL + LEVELS / 2
+        level_BK = level_BK.long().clamp(0, LEVELS - 1)
+        class_K = torch.arange(size).to(level_BK)
+        is_BK = target if target.dim() == 2 else target[:, None] == class_K
+        place_N = ((is_BK.long() * size + class_K) * LEVELS + level_BK).flatten()
+        self.counts_2KT.view(-1).index_add_(0, place_N, torch.ones_like(place_N))
 
     def contents(self) -> Sequence[Content]:
         right_KT, taken_KT = (x.cpu().flip(1).cumsum(1) for x in (self.counts_2KT[1], self.counts_2KT.sum(0)))
-        recall_KT = right_KT / right_KT[:, -1:].clamp(min=1)
-        precision_KT = right_KT / taken_KT.clamp(min=1)
+        recall_KT, precision_KT = right_KT / right_KT[:, -1:].clamp(min=1), right_KT / taken_KT.clamp(min=1)
         gain_KT = recall_KT.diff(dim=1, prepend=torch.zeros(len(recall_KT), 1))
-        found = []
-        for place in right_KT[:, -1].nonzero().flatten().tolist():
-            average = float((gain_KT[place] * precision_KT[place]).sum())
+        average_K = (gain_KT * precision_KT).sum(1)
+        known = sorted(right_KT[:, -1].nonzero().flatten().tolist(), key=average_K.tolist().__getitem__)
+        curves: dict[str, list[Point]] = {}
+        for place in known[:SHOWN]:
             new_T = gain_KT[place] > 0
-            points = list(zip(recall_KT[place][new_T].tolist(), precision_KT[place][new_T].tolist(), strict=True))
-            found.append((average, place, [(0.0, points[0][1]), *points]))
-        if not found:
-            return []
-        found.sort()
-        note = f"Mean average precision {sum(average for average, *_ in found) / len(found):.4f}."
-        note += f" The {SHOWN} with the lowest average precision are shown." if len(found) > SHOWN else ""
-        curves = {f"{self.names[place]} ({average:.3f})": points for average, place, points in found[:SHOWN]}
-        return [Lines("Precision and recall", "recall", "precision", curves, note)]
+            points = torch.stack([recall_KT[place][new_T], precision_KT[place][new_T]], 1).tolist()
+            curves[f"{self.names[place]} ({average_K[place]:.3f})"] = [(0.0, points[0][1]), *map(tuple, points)]
+        note = f"Mean average precision {average_K[known].mean():.4f}."
+        note += f" The {SHOWN} with the lowest average precision are shown." if len(known) > SHOWN else ""
+        return [Lines("Precision and recall", "recall", "precision", curves, note)] if known else []
 
 
 class ByLabel(Panel):

@@ -1,5 +1,5 @@
 "use strict";
-// Sorting, the switch of the x axis, copying, and the values under the pointer. Without it the page is whole but still.
+// Sorting, filters, the switch of the x axis, copying, values under the pointer, enlarged images. Without it the page is whole but still.
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
 
 for (const table of all("table.sortable")) all("th", table).forEach((th, column) => {
@@ -19,9 +19,38 @@ for (const table of all("table.sortable")) all("th", table).forEach((th, column)
   };
 });
 
-for (const button of all("[data-unit-to]")) button.onclick = () => {
-  document.body.dataset.unit = button.dataset.unitTo;
-  all("[data-unit-to]").forEach(each => each.setAttribute("aria-pressed", each === button));
+const switchUnit = unit => {
+  document.body.dataset.unit = unit;
+  all("[data-unit-to]").forEach(each => each.setAttribute("aria-pressed", each.dataset.unitTo === unit));
+};
+for (const button of all("[data-unit-to]")) button.onclick = () => switchUnit(button.dataset.unitTo);
+
+const dialog = document.querySelector("dialog"), { everyS, writtenS } = document.body.dataset;
+if (everyS) {  // the page of a run that trains is written again and again; the last one has no such attribute
+  switchUnit(window.name || "x");  // a name outlives the reload
+  setInterval(() => {
+    const age = Date.now() / 1000 - writtenS;
+    if (age > 60 + 5 * everyS) document.getElementById("news").textContent = `no news for ${Math.round(age / 60)} min: the run may have died`;
+    window.name = document.body.dataset.unit;
+    location.reload();
+  }, 1000 * everyS);
+}
+
+const filters = all("select[data-filters]");
+const passes = (figure, select) => !select.value || figure.dataset[select.dataset.filters]?.split(", ").includes(select.value);
+for (const select of filters) select.onchange = () => all(".gallery figure").forEach(figure => figure.hidden = !filters.every(each => passes(figure, each)));
+
+let zoomed;
+const zoom = button => {
+  zoomed = button;
+  dialog.replaceChildren(...[button.firstElementChild, button.closest("figure").querySelector("figcaption")].map(each => each.cloneNode(true)));
+  if (!dialog.open) dialog.showModal();
+};
+for (const button of all("button.zoom")) button.onclick = () => zoom(button);
+if (dialog) dialog.onclick = () => dialog.close();
+if (dialog) dialog.onkeydown = event => {
+  const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key], shown = all("button.zoom").filter(each => each.offsetParent);
+  if (step) zoom(shown[(shown.indexOf(zoomed) + step + shown.length) % shown.length]);
 };
 
 for (const button of all("button.copy")) button.onclick = async () => {
@@ -62,7 +91,7 @@ for (const chart of all(".chart")) {
     if (one) { leave(); svg.classList.add("one"); shown[0].line.classList.add("on"); }
     const first = one ? shown[0] : best, value = first.values[first.at][0], per = Number(svg.dataset.per);
     const title = per && document.body.dataset.unit === "per" ? `${short(value * per)} ${svg.dataset.perX}` : `${svg.dataset.x} ${short(value)}`;
-    tip.textContent = [title, ...shown.map(each => `${each.name}  ${short(each.values[each.at][1])}`)].join("\n");
+    tip.textContent = [title, ...shown.map(each => `${each.name}  ${svg.dataset.percent === undefined ? short(each.values[each.at][1]) : `${(100 * each.values[each.at][1]).toFixed(2)}%`}`)].join("\n");
     const at = first.places[first.at][0];
     for (const [name, place] of [["x1", at], ["x2", at], ["y1", 14], ["y2", 190]]) guide.setAttribute(name, place);
     guide.style.display = ""; tip.hidden = false;
