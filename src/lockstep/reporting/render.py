@@ -149,6 +149,7 @@ ENVIRONMENT.filters |= {
     "logged": lambda value, name: percent(value) if FRACTION.search(name) else f"{value:,.6g}",
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
+ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # keys in their order
 ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 
