@@ -15,8 +15,8 @@ from torchmetrics.classification import (
 )
 
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
-from lockstep.tasks.panel import PrecisionRecall, Share, largest, wilson
-from lockstep.training.panels import RandomSamples, Worst
+from lockstep.tasks.panel import Kept, PrecisionRecall, Share, largest, wilson
+from lockstep.training.panels import Worst
 
 random = torch.Generator().manual_seed(0)
 
@@ -151,7 +151,7 @@ def test_a_fixed_sample_of_targets_is_drawn(shape):
     pairs = set(zip(target.view(len(target), -1)[:, 0].tolist(), output[:, 0].tolist(), strict=True))
     assert set(scatter.points) <= pairs
     assert len(scatter.points) == min(1000, len(target)) == sum(residuals.counts)
-    assert ("fixed sample of 1,000 of 3,000" in scatter.note) == (len(target) > 1000)
+    assert ("random sample of 1,000 of 3,000" in scatter.note) == (len(target) > 1000)
     errors = np.array([guess - wanted for wanted, guess in scatter.points])
     assert residuals.counts == np.histogram(errors, residuals.edges)[0].tolist()
 
@@ -176,21 +176,21 @@ def test_the_largest_losses_are_found_whatever_the_batches():
     loss[77] = math.nan
     order = sorted(range(500), key=lambda i: (0 if i == 77 else 1, -loss[i].item(), i))[:24]
     for parts in (1, 7, 500):
-        worst = Worst()
+        worst = Worst(24)
         for chunk in torch.arange(500).flip(0).chunk(parts):
             worst.update(None, {"index": chunk}, loss[chunk])
         assert [index for index, _ in worst.found()] == order
     chosen = []
     for order in (torch.arange(500), torch.arange(500).flip(0)):
-        sample = RandomSamples(16)
+        sample = Kept(16)
         for chunk in order.chunk(7):
             sample.update(None, {"index": chunk}, chunk / 500)
         chosen.append(sample.found())
     assert chosen[0] == chosen[1] and len({index for index, _ in chosen[0]}) == 16
     assert all(loss == pytest.approx(index / 500) for index, loss in chosen[0])
-    few = Worst()
+    few = Worst(24)
     few.update(None, {"index": torch.tensor([4, 2])}, torch.tensor([1.0, 1.0]))
-    assert few.found() == [(2, 1.0), (4, 1.0)]
+    assert few.found() == [(2, 1.0), (4, 1.0)]  # the smaller index first
     assert largest(2, torch.tensor([1, 3, 3]), torch.tensor([0, 9, 1]))[1].tolist() == [1, 9]
 
 

@@ -21,7 +21,9 @@ def number(value: Any) -> str:
     return f"{value:,}" if type(value) is int else "" if value is None else str(value)
 
 
-FRACTION = re.compile(r"(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall)(?:$|[/_])")  # metrics shown as percentages
+FRACTION = re.compile(
+    r"^P\(|(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall)(?:$|[/_])"
+)  # metrics shown as percentages
 
 
 def metric(name: str, value: Any) -> str:

@@ -212,21 +212,19 @@ class LivePage(pl.Callback):
         self.first_step, self.began_s, self.due_s = 0, 0.0, math.inf
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            self.first_step, self.began_s = steps_done(trainer), time.monotonic()
-            self.write(trainer, pl_module)
+        self.first_step, self.began_s, self.due_s = steps_done(trainer), time.monotonic(), 0.0
+        self.renew(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if time.monotonic() > self.due_s and completes_step(trainer, batch_idx):
-            self.write(trainer, pl_module)
+        if completes_step(trainer, batch_idx):
+            self.renew(trainer, pl_module)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if time.monotonic() > self.due_s:
-            self.write(trainer, pl_module)
-
-    def write(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def renew(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Writes the page if it is time."""
+        if not trainer.is_global_zero or time.monotonic() < self.due_s:
+            return
         began_s = time.monotonic()
         try:
             report = self.folder.report() | {"status": "running"}
@@ -237,6 +235,8 @@ class LivePage(pl.Callback):
             )
         now_s = time.monotonic()
         self.due_s = now_s + max(self.EVERY_S, self.PAUSE * (now_s - began_s))
+
+    on_train_end = renew
 
     def progress(self, trainer: pl.Trainer) -> dict[str, Any]:
         """How far the run is, for the page."""

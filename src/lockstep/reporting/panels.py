@@ -16,7 +16,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.config.words import number, percent
+from lockstep.config.words import metric
 from lockstep.machine.files import write_text
 from lockstep.reporting.render import ENVIRONMENT, chart, coloured
 from lockstep.run.folder import told_if_damaged
@@ -211,7 +211,7 @@ def texts(sample: Sample) -> dict[str, str]:
 def text(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(text(name, each) for each in value)
-    return percent(value) if isinstance(value, float) and name.startswith("P(") else number(value)
+    return metric(name, value)
 
 
 def look(sample: Sample) -> str:

@@ -157,9 +157,36 @@ def largest(count: int, key_N: Tensor, index_N: Tensor, *values: Tensor) -> list
 HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
 
 
-def spread(index_B: Tensor) -> Tensor:
-    """Keys that choose a fixed random sample: the same indices in every evaluation, world and order."""
-    return -(index_B * HASH % MODULUS)
+class Kept(Panel):
+    """Values of the samples with the largest keys; here of a fixed random sample, the same in every evaluation, world and order."""
+
+    key_N: Tensor
+    index_N: Tensor
+    value_N: Tensor
+
+    def __init__(self, count: int, *shape: int) -> None:
+        super().__init__()
+        self.kept = count
+        self.add_state("key_N", torch.full((count,), -math.inf), dist_reduce_fx=None)
+        self.add_state("index_N", torch.full((count,), -1), dist_reduce_fx=None)
+        self.add_state("value_N", torch.zeros(count, *shape), dist_reduce_fx=None)
+
+    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
+        return -(index_B * HASH % MODULUS).float()
+
+    def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
+        return loss_B.detach().float()
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        index_B, value_B = batch["index"], self.value(output, batch, loss_B)
+        pairs = ((self.key_N, self.key(index_B, loss_B)), (self.index_N, index_B), (self.value_N, value_B))
+        self.key_N, self.index_N, self.value_N = largest(self.kept, *(torch.cat(pair) for pair in pairs))
+
+    def found(self) -> list[tuple[int, Tensor]]:
+        """Index and value, the largest key first."""
+        parts = self.value_N.flatten(end_dim=self.index_N.dim() - 1)  # of all processes
+        _, index_N, value_N = largest(self.kept, self.key_N.flatten(), self.index_N.flatten(), parts)
+        return [(index, value) for index, value in zip(index_N.tolist(), value_N, strict=True) if index >= 0]
 
 
 # --- Panels about classes: the confusion matrix, metrics by class or by label, calibration ---
@@ -323,45 +350,35 @@ class ByLabel(Panel):
         return [Table("Metrics by label", ("label", "count", "recall", "precision", "F1"), rows, note)]
 
 
-# --- Panels about numbers: targets and predictions, residuals, the loss by position of a token ---
+# --- Panels about numbers: targets and predictions, residuals ---
 
 SAMPLES = 1000  # points of a scatter plot
 TARGETS = 6  # targets that are drawn
 
 
-class Residuals(Panel):
-    """Target and prediction of a fixed sample: the same indices in every evaluation, world and order."""
+class Residuals(Kept):
+    """Target and prediction of a fixed random sample."""
 
-    key_N: Tensor
-    index_N: Tensor
-    pairs_N2T: Tensor
     count: Tensor
 
     def __init__(self, names: Sequence[str], inputs: Inputs) -> None:
-        super().__init__()
+        super().__init__(SAMPLES, 2, len(names))
         self.inputs = inputs
         self.names = [str(name) for name in names]
-        self.add_state("key_N", torch.full((SAMPLES,), -MODULUS), dist_reduce_fx=None)
-        self.add_state("index_N", torch.full((SAMPLES,), -1), dist_reduce_fx=None)
-        self.add_state("pairs_N2T", torch.zeros(SAMPLES, 2, len(self.names)), dist_reduce_fx=None)
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
+    def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
+        output, target = self.inputs(output, batch)
+        return torch.stack([x.reshape(len(batch["index"]), -1).float() for x in (target, output)], 1)
+
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        index_B, (output, target) = batch["index"], self.inputs(output, batch)
-        pairs_B2T = torch.stack([x.reshape(len(index_B), -1).float() for x in (target, output)], 1)
-        self.key_N, self.index_N, self.pairs_N2T = largest(
-            SAMPLES,
-            torch.cat([self.key_N, spread(index_B)]),
-            torch.cat([self.index_N, index_B]),
-            torch.cat([self.pairs_N2T, pairs_B2T]),
-        )
-        self.count += len(index_B)
+        super().update(output, batch, loss_B)
+        self.count += len(batch["index"])
 
     def contents(self) -> Sequence[Content]:
-        key_N, index_N = self.key_N.flatten(), self.index_N.flatten()
-        _, index_N, pairs_N2T = largest(SAMPLES, key_N, index_N, self.pairs_N2T.flatten(end_dim=-3))
-        pairs_N2T = pairs_N2T[index_N >= 0]
-        note = "" if self.count <= SAMPLES else f"A fixed sample of {SAMPLES:,} of {self.count:,}."
+        found = [value for _, value in self.found()]
+        pairs_N2T = torch.stack(found) if found else self.value_N[:0]
+        note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} of {self.count:,}."
         return [each for place in range(min(TARGETS, len(self.names))) for each in self.of(place, pairs_N2T, note)]
 
     def of(self, place: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
@@ -375,23 +392,3 @@ class Residuals(Panel):
             counts, edges = torch.histogram(residual_N, 25, range=(low, high if high > low else low + 1))
             words = "prediction - target"
             yield Bars(f"Residuals of {name}", words, "samples", edges.tolist(), counts.tolist(), note)
-
-
-class ByPosition(Panel):
-    """The mean loss of the tokens at each place of a sequence; `losses` gives loss_BT and which tokens count."""
-
-    sums_2T: Tensor
-
-    def __init__(self, length: int, losses: Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self.losses = losses
-        self.add_state("sums_2T", torch.zeros(2, length, dtype=EXACT), dist_reduce_fx="sum")
-
-    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        loss_BT, counts_BT = self.losses(output, batch)
-        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=EXACT), counts_BT.sum(0).to(EXACT)])
-        self.sums_2T[:, : sums_2T.shape[1]] += sums_2T
-
-    def contents(self) -> Sequence[Content]:
-        points = [(float(at), loss / n) for at, (loss, n) in enumerate(self.sums_2T.T.tolist(), 1) if n]
-        return [Lines("Loss by position", "place in the sequence", "mean loss of a token", {"loss": points})]

@@ -4,7 +4,6 @@ A panel that fails is left out with a warning, on every process: an error in a d
 """
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
-from lockstep.tasks.panel import Content, Gallery, Panel, Sample, largest, spread
+from lockstep.tasks.panel import Content, Gallery, Kept, Panel, Sample
 from lockstep.training.trees import samples_at, without_fillers
 
 if TYPE_CHECKING:
@@ -26,41 +25,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("lockstep")
 
 
-class Worst(Panel):
-    """The samples with the largest losses, which the engine then describes."""
-
-    key_W: Tensor
-    index_W: Tensor
-    loss_W: Tensor
-
-    def __init__(self, count: int = 24) -> None:
-        super().__init__()
-        self.count = count
-        for state in ("key_W", "loss_W"):
-            self.add_state(state, torch.full((count,), -math.inf), dist_reduce_fx=None)
-        self.add_state("index_W", torch.full((count,), -1), dist_reduce_fx=None)
+class Worst(Kept):
+    """The samples with the largest losses, which are then described."""
 
     def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
-        """The samples with the largest keys are kept."""
-        return loss_B
-
-    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        loss_B = loss_B.detach().float()
-        rows = (self.key(batch["index"], loss_B), batch["index"], loss_B)
-        kept = [torch.cat(pair) for pair in zip((self.key_W, self.index_W, self.loss_W), rows, strict=True)]
-        self.key_W, self.index_W, self.loss_W = largest(self.count, *kept)
-
-    def found(self) -> list[tuple[int, float]]:
-        """Index and loss, the largest key first."""
-        _, index_W, loss_W = largest(self.count, *(x.flatten() for x in (self.key_W, self.index_W, self.loss_W)))
-        return [(i, loss) for i, loss in zip(index_W.tolist(), loss_W.tolist(), strict=True) if i >= 0]
-
-
-class RandomSamples(Worst):
-    """A fixed random sample, right and wrong ones as they come."""
-
-    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
-        return spread(index_B).float()
+        return loss_B.detach().float()
 
 
 class TestPanels:
@@ -69,7 +38,7 @@ class TestPanels:
     __test__ = False  # for pytest
 
     def __init__(self, task: Task, contents: list[Content], *, compiled: bool) -> None:
-        self.task, self.worst, self.random, self.compiled = task, Worst(), RandomSamples(16), compiled
+        self.task, self.worst, self.random, self.compiled = task, Worst(24), Kept(16), compiled
         self.panels: dict[str, Panel] = {}
         self.failed: set[str] = set()
         self.contents = contents
@@ -102,7 +71,9 @@ class TestPanels:
             with of_all_processes([panel]), self.attempt(name):
                 self.contents += panel.contents()
         with of_all_processes([self.worst, self.random]):
-            worst, sample = self.worst.found(), self.random.found()
+            worst, sample = (
+                [(index, loss.item()) for index, loss in kept.found()] for kept in (self.worst, self.random)
+            )
         found = [*worst, *sample]
         described: dict[int, Sample] = {}
         for rows, output, batch, raw in self.again(module, [index for index, _ in found]):
