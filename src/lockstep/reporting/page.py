@@ -17,7 +17,7 @@ from lockstep.config.project import command
 from lockstep.config.words import FRACTION, metric, number, size
 from lockstep.machine.files import write_json, write_text
 from lockstep.reporting.console import clock, metrics_table, say, warnings_in
-from lockstep.reporting.panels import classes_of, write_panels
+from lockstep.reporting.panels import classes_of, is_right, write_panels
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import metric_series, tested
@@ -194,6 +194,7 @@ def write_page(
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": galleries,
         "classes": classes_of(galleries),
+        "judged": any(is_right(sample) is not None for panel in galleries for sample in panel.samples),
         "durations": [(*PARTS[part], s) for part in PARTS if (s := report.get(f"time/{part}_s"))],
         "command": command,
     }
@@ -221,14 +222,14 @@ class LivePage(pl.Callback):
         if completes_step(trainer, batch_idx):
             self.renew(trainer, pl_module)
 
-    def renew(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def renew(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the page if it is time."""
         if not trainer.is_global_zero or time.monotonic() < self.due_s:
             return
         began_s = time.monotonic()
         try:
             report = self.folder.report() | {"status": "running"}
-            write_page(self.folder, self.config, report, module, (), self.progress(trainer))
+            write_page(self.folder, self.config, report, pl_module, (), self.progress(trainer))
         except Exception as e:  # a decoration must not cost the run
             logging.getLogger("lockstep").warning(
                 "report.html could not be renewed at step %s: %s", steps_done(trainer), e

@@ -142,7 +142,10 @@ def read_panels(folder: Path) -> list[Content]:
 
 def drawn(panel: Lines | Points | Bars) -> Markup:
     if isinstance(panel, Lines):
-        return chart(panel.title, panel.x, panel.series, colours=dict(keys(panel)))
+        fractions = all(y <= 1 for points in panel.series.values() for _, y in points)
+        return chart(
+            panel.title, panel.x, panel.series, colours=dict(keys(panel)), highest=1.0 if fractions else math.inf
+        )
     if isinstance(panel, Points):
         return chart(panel.title, panel.x, {}, scatter=panel.points, diagonal=panel.diagonal)
     return chart(panel.title, panel.x, {}, bars=list(zip(panel.edges, panel.edges[1:], panel.counts, strict=False)))
