@@ -16,7 +16,6 @@ from torchmetrics.classification import (
 
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
 from lockstep.tasks.panel import Kept, PrecisionRecall, Share, largest, wilson
-from lockstep.training.panels import Worst
 
 random = torch.Generator().manual_seed(0)
 
@@ -176,7 +175,7 @@ def test_the_largest_losses_are_found_whatever_the_batches():
     loss[77] = math.nan
     order = sorted(range(500), key=lambda i: (0 if i == 77 else 1, -loss[i].item(), i))[:24]
     for parts in (1, 7, 500):
-        worst = Worst(24)
+        worst = Kept(24, by_loss=True)
         for chunk in torch.arange(500).flip(0).chunk(parts):
             worst.update(None, {"index": chunk}, loss[chunk])
         assert [index for index, _ in worst.found()] == order
@@ -188,7 +187,7 @@ def test_the_largest_losses_are_found_whatever_the_batches():
         chosen.append(sample.found())
     assert chosen[0] == chosen[1] and len({index for index, _ in chosen[0]}) == 16
     assert all(loss == pytest.approx(index / 500) for index, loss in chosen[0])
-    few = Worst(24)
+    few = Kept(24, by_loss=True)
     few.update(None, {"index": torch.tensor([4, 2])}, torch.tensor([1.0, 1.0]))
     assert few.found() == [(2, 1.0), (4, 1.0)]  # the smaller index first
     assert largest(2, torch.tensor([1, 3, 3]), torch.tensor([0, 9, 1]))[1].tolist() == [1, 9]

@@ -158,28 +158,26 @@ HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indice
 
 
 class Kept(Panel):
-    """Values of the samples with the largest keys; here of a fixed random sample, the same in every evaluation, world and order."""
+    """Values of the samples with the largest losses; or of a random sample, which is the same in every evaluation, world and order."""
 
     key_N: Tensor
     index_N: Tensor
     value_N: Tensor
 
-    def __init__(self, count: int, *shape: int) -> None:
+    def __init__(self, count: int, *shape: int, by_loss: bool = False) -> None:
         super().__init__()
-        self.kept = count
+        self.kept, self.by_loss = count, by_loss
         self.add_state("key_N", torch.full((count,), -math.inf), dist_reduce_fx=None)
         self.add_state("index_N", torch.full((count,), -1), dist_reduce_fx=None)
         self.add_state("value_N", torch.zeros(count, *shape), dist_reduce_fx=None)
-
-    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
-        return -(index_B * HASH % MODULUS).float()
 
     def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
         return loss_B.detach().float()
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        index_B, value_B = batch["index"], self.value(output, batch, loss_B)
-        pairs = ((self.key_N, self.key(index_B, loss_B)), (self.index_N, index_B), (self.value_N, value_B))
+        index_B = batch["index"]
+        key_B = loss_B.detach().float() if self.by_loss else -(index_B * HASH % MODULUS).float()
+        pairs = ((self.key_N, key_B), (self.index_N, index_B), (self.value_N, self.value(output, batch, loss_B)))
         self.key_N, self.index_N, self.value_N = largest(self.kept, *(torch.cat(pair) for pair in pairs))
 
     def found(self) -> list[tuple[int, Tensor]]:

@@ -25,20 +25,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("lockstep")
 
 
-class Worst(Kept):
-    """The samples with the largest losses, which are then described."""
-
-    def key(self, index_B: Tensor, loss_B: Tensor) -> Tensor:
-        return loss_B.detach().float()
-
-
 class TestPanels:
     """Panels of one test: `begin`, `update` with each batch, `finish`. `contents` has what the report shows, on rank 0."""
 
     __test__ = False  # for pytest
 
     def __init__(self, task: Task, contents: list[Content], *, compiled: bool) -> None:
-        self.task, self.worst, self.random, self.compiled = task, Worst(24), Kept(16), compiled
+        self.task, self.worst, self.random, self.compiled = task, Kept(24, by_loss=True), Kept(16), compiled
         self.panels: dict[str, Panel] = {}
         self.failed: set[str] = set()
         self.contents = contents
