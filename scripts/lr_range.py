@@ -100,7 +100,9 @@ def main() -> None:
         "value": f"{steepest:.2g}",
         "note": note,
         "heading": "Smoothed loss over learning rate",
-        "svg": chart("log10 of optim.lr", {"loss": points}, mark=("suggested", math.log10(steepest))),
+        "svg": chart(
+            "Loss by learning rate", "log10 of optim.lr", {"loss": points}, mark=("suggested", math.log10(steepest))
+        ),
     }
     write_text(folder / "lr_range.html", render("chart.html.j2", folder.name, values))
     print(f"{told}\ncurve: {folder / 'lr_range.html'}")

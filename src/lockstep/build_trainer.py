@@ -27,6 +27,7 @@ from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
+from lockstep.reporting.page import LivePage
 from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.workload import Workload
@@ -114,6 +115,7 @@ def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
         summary.FirstBatch(),
         *([] if work.task is None else [stopping.CollectivesGuard()]),
         CutAtResume(RunFolder(run_dir(cfg))),
+        LivePage(RunFolder(run_dir(cfg)), cfg, work),
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(summary.Progress(cfg.checkpoint.monitor))

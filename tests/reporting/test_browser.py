@@ -1,5 +1,7 @@
-"""The pages in a real browser: nothing is wider than a desktop's or a phone's window, nothing fails, and what can be clicked works."""
+"""The pages in a real browser: they fit a desktop's and a phone's window, axe-core finds no barrier, and what can be clicked works."""
 
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import browser
@@ -7,6 +9,8 @@ import pytest
 from your_own import Page, forget
 
 import lockstep
+from lockstep.reporting import page as pages
+from lockstep.run.folder import RunFolder
 
 why = browser.missing()
 pytestmark = [
@@ -26,11 +30,28 @@ PAGES = {
     "segmentation": ("data.count=70", "data.image_size=16", "model.width=4"),
     "language-model": ("model.width=16", "data.sequence_length=16"),
 }
-WINDOWS = [(1280, False), (1280, True), (360, False), (360, True)]
+WINDOWS = [(1280, False), (1280, True), (390, False), (390, True)]
 WIDER = """
 const inside = element => element.closest(".scroll, nav .in, pre, svg, .tip");
 return [...document.querySelectorAll("body *")].filter(e => !inside(e) || inside(e) === e)
   .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 120))
+"""
+# The words of labels that stand on two lines; a line may end after a hyphen or a slash.
+BROKEN = """
+const broken = [];
+for (const label of document.querySelectorAll("th, dt, h1, h2, h3, button, nav a, summary, .key, .chip, .plain td:first-child:not(.mono), figcaption b")) {
+  const texts = document.createTreeWalker(label, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) for (const word of texts.currentNode.data.matchAll(/[^\\s\\-\\/]+/g)) {
+    const range = document.createRange();
+    range.setStart(texts.currentNode, word.index); range.setEnd(texts.currentNode, word.index + word[0].length);
+    if (new Set([...range.getClientRects()].map(box => Math.round(box.top))).size > 1) broken.push(word[0]);
+  }
+}
+return broken;
+"""
+AXE = """
+const done = arguments[0];
+axe.run().then(found => done(found.violations.map(each => `${each.id}: ${each.nodes[0].html}`)));
 """
 
 
@@ -97,16 +118,114 @@ def test_a_page_fits_its_window(driver, page, width, dark):
     assert driver.get_log("browser") == []
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
     assert driver.execute_script(WIDER) == []
+    assert driver.execute_script(BROKEN) == []
     paper = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(18, 20, 24)" if dark else "rgb(255, 255, 255)")
     assert texts(driver, ".headline h1")[0]
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_axe_finds_no_barrier(driver, page, width, dark):
+    axe = find_spec("axe_core_python")
+    if axe is None:
+        pytest.skip("no axe-core-python (uv sync installs it)")
+    browser.show(driver, page, width=width, dark=dark)
+    driver.execute_script("document.querySelectorAll('details').forEach(e => e.open = true)")
+    driver.execute_script(
+        "[...document.querySelectorAll('input[name=compare]')].slice(0, 2).forEach(box => box.click())"
+    )
+    driver.execute_script(Path(axe.origin).with_name("axe.min.js").read_text())
+    assert driver.execute_async_script(AXE) == []
+
+
+def test_samples_are_filtered_and_enlarged(driver, page):
+    browser.show(driver, page, width=1280)
+    shown = "return [...document.querySelectorAll('#samples figure')].filter(e => e.offsetParent).map(e => [e.dataset.class ?? '', e.dataset.right ?? ''])"
+    everything = driver.execute_script(shown)
+    for name, place in (("class", 0), ("right", 1)):
+        for value in texts(driver, f"select[data-filters={name}] option")[1:]:
+            change = (
+                f"const e = document.querySelector('select[data-filters={name}]'); e.value = arguments[0]; e.onchange()"
+            )
+            driver.execute_script(change, value)
+            wanted = [each for each in everything if value in each[place].split(", ")]
+            assert driver.execute_script(shown) == wanted
+        driver.execute_script(
+            "document.querySelectorAll('select[data-filters]').forEach(e => { e.value = ''; e.onchange() })"
+        )
+    buttons = driver.execute_script("return document.querySelectorAll('button.zoom').length")
+    if buttons:
+        driver.execute_script("document.querySelector('button.zoom').click()")
+        wide = "return document.querySelector('dialog[open] img')?.clientWidth"
+        first = driver.execute_script("return document.querySelector('dialog img').src")
+        assert driver.execute_script(wide) > 400
+        driver.execute_script("document.querySelector('dialog').onkeydown({key: 'ArrowRight'})")
+        assert (driver.execute_script("return document.querySelector('dialog img').src") != first) == (buttons > 1)
+        driver.execute_script("document.querySelector('dialog').click()")
+        assert driver.execute_script(wide) is None
+    assert driver.get_log("browser") == []
+
+
+def test_two_runs_are_compared(driver, run_folder):
+    browser.show(driver, run_folder / "runs.html", width=1280)
+    boxes = "[...document.querySelectorAll('input[name=compare]')]"
+    names = driver.execute_script(f"return {boxes}.map(e => e.value)")
+    driver.execute_script(f"{boxes}.forEach(e => e.click())")  # of three, the last two
+    chosen = driver.execute_script(f"return {boxes}.filter(e => e.checked).map(e => e.value)")
+    assert chosen == names[-2:] and len(names) == 3
+    driver.execute_script(f"{boxes}.filter(e => e.value == 'bad').forEach(e => e.click())")
+    assert texts(driver, ".compare *") == []
+    driver.execute_script(f"{boxes}.filter(e => e.value.startsWith('lr') && !e.checked).forEach(e => e.click())")
+    assert "optim.lr" in texts(driver, ".compare tbody th") and "val/acc" in texts(driver, ".compare tbody th")
+    changes = [int(text.replace("−", "-")) for text in texts(driver, ".compare .matrix tbody td") if text]
+    assert sum(changes) == 0 and any(changes)  # both are counts of the same test set
+    drawn = driver.execute_script("return [...document.querySelectorAll('.compare polyline')].map(e => e.dataset.name)")
+    assert set(drawn) == {name for name in names if name != "bad"}
+    assert driver.get_log("browser") == []
+
+
+def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, run_folder):
+    folder = RunFolder(run_folder / "lr-0.001")
+    report, progress = (
+        folder.report(),
+        {"step": 3, "total": 12, "epoch": 1, "left": "0:09", "checkpoint": "", "every_s": 0.5},
+    )
+    last = folder.page_file.read_text()
+
+    def write(step: int, ago_s: float = 0) -> None:
+        now = {**progress, "step": step, "written_s": time.time() - ago_s}
+        pages.write_page(folder, folder.config(), report | {"status": "running"}, None, (), now)
+
+    def until(script: str, wanted: object) -> None:
+        deadline_s = time.monotonic() + 20
+        while driver.execute_script(script) != wanted:
+            assert time.monotonic() < deadline_s, script
+            time.sleep(0.1)
+
+    write(3)
+    browser.show(driver, folder.page_file, width=1280)
+    value = "return document.querySelector('progress')?.value ?? document.querySelector('.chip')?.textContent"
+    until(value, 3)
+    driver.execute_script("document.querySelector('[data-unit-to=per]').click()")
+    write(9)
+    until(value, 9)
+    until("return document.body.dataset.unit", "per")  # what was chosen outlives the reload
+    write(9, ago_s=1000)
+    until("return document.getElementById('news')?.textContent.startsWith('no news for 17 min')", True)
+    folder.page_file.write_text(last)
+    until(value, "done")
+    driver.execute_script("document.body.dataset.mine = 'there'")
+    time.sleep(1.5)
+    assert driver.execute_script("return document.body.dataset.mine") == "there"  # it is not loaded again
+    driver.get_log("browser")
 
 
 def test_tables_are_sorted_by_a_click(driver, page):
     browser.show(driver, page, width=1280)
     driver.execute_script("document.querySelectorAll('details').forEach(e => e.open = true)")
     table = "table.sortable" if page.name == "runs.html" else "#figures table.sortable"
-    for column, order in (("1", sorted), ("1", lambda found: sorted(found, reverse=True))):
+    column = 2 if page.name == "runs.html" else 1  # after the boxes
+    for order in (sorted, lambda found: sorted(found, reverse=True)):
         driver.execute_script(f"document.querySelector('{table} th:nth-child({column}) button').click()")
         found = texts(driver, f"{table} tbody td:nth-child({column})")
         keys = [text.casefold() for text in found]

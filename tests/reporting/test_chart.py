@@ -19,7 +19,7 @@ def polylines(svg: str) -> list[list[tuple[float, float]]]:
 
 
 def test_points_lie_where_their_values_say():
-    (places,) = polylines(render.chart("step", {"a": [(0, 1.0), (5, 3.0), (10, 2.0)]}))
+    (places,) = polylines(render.chart("Title", "step", {"a": [(0, 1.0), (5, 3.0), (10, 2.0)]}))
     (x0, y0), (x1, y1), (x2, y2) = places
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y0 - y1 == pytest.approx(2 * (y2 - y1), abs=0.2)  # downwards
@@ -32,13 +32,13 @@ def words(svg: str) -> list[str]:
 
 
 def test_names_and_round_numbers_are_written():
-    svg = render.chart("step <1>", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
+    svg = render.chart("Title", "step <1>", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
     assert {"step <1>", "10k", "0.4"} <= set(words(svg))
     assert 'data-name="train/loss" data-values="0,0 20000,1"' in svg  # what the pointer shows
 
 
 def test_a_second_unit_has_its_own_round_numbers():
-    svg = render.chart("step", {"a": [(0, 0.0), (50, 1.0)]}, x_range=(0.0, 50.0), second_x=("images seen", 64))
+    svg = render.chart("Title", "step", {"a": [(0, 0.0), (50, 1.0)]}, x_range=(0.0, 50.0), second_x=("images seen", 64))
     assert {"50", "3,000", "step", "images seen"} <= set(words(svg))
     steps, images = (re.search(rf'class="{name}">(.*?)</g>', svg)[1] for name in ("in-x", "in-per"))
     place = {
@@ -48,25 +48,25 @@ def test_a_second_unit_has_its_own_round_numbers():
 
 
 def test_a_mark_bars_and_dots_are_drawn():
-    marked = [render.chart("step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", x)) for x in (5.0, 50.0)]
+    marked = [render.chart("Title", "step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", x)) for x in (5.0, 50.0)]
     assert [words(svg).count("best") for svg in marked] == [1, 0]
-    bars = render.chart("x", {}, bars=[(0.0, 1.0, 3.0), (1.0, 2.0, 6.0)])
+    bars = render.chart("Title", "x", {}, bars=[(0.0, 1.0, 3.0), (1.0, 2.0, 6.0)])
     low, high = (float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', bars))
     assert high == pytest.approx(2 * low, abs=0.2)
-    dots = render.chart("x", {}, scatter=[(0.0, 0.0), (1.0, 1.0), (math.nan, 1.0)], diagonal=True)
+    dots = render.chart("Title", "x", {}, scatter=[(0.0, 0.0), (1.0, 1.0), (math.nan, 1.0)], diagonal=True)
     assert dots.count("<circle") == 2
 
 
 def test_what_is_not_finite_is_left_out():
     series = {"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "b": [(0, math.nan)], "c": []}
-    (places,) = polylines(render.chart("", series))
+    (places,) = polylines(render.chart("Title", "", series))
     assert len(places) == 2
-    assert render.chart("", {"b": [(0, math.nan)]}) == ""
+    assert render.chart("Title", "", {"b": [(0, math.nan)]}) == ""
 
 
 def test_one_value_has_a_range_around_it():
     for value in (0.0, -2.0, 1e9):
-        ((place,),) = polylines(render.chart("", {"a": [(7, value)]}))
+        ((place,),) = polylines(render.chart("Title", "", {"a": [(7, value)]}))
         assert place == ((render.LEFT + render.RIGHT) / 2, (render.TOP + render.BOTTOM) / 2)
 
 

@@ -79,7 +79,7 @@ def test_every_panel_comes_back_from_its_file(tmp_path):
 def test_a_notebook_shows_the_figures_and_the_whole_page(run_a):
     shown = lockstep.load_report("a")._repr_html_()
     table, frame = shown.split("</table>")
-    assert f"<tr><th>test/acc</th><td>{run_a['test/acc']:.4f}</td></tr>" in table
+    assert f"<tr><th>test/acc</th><td>{run_a['test/acc']:.2%}</td></tr>" in table
     source = re.search('srcdoc="([^"]*)"', frame)[1]
     assert html.unescape(source) == Path("runs/a/report.html").read_text()
     assert 'sandbox="allow-scripts' in frame  # not allow-same-origin: the page's script must not reach the notebook

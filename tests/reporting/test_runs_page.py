@@ -20,9 +20,20 @@ CONFIG = {
 }  # fmt: skip
 
 
-def write_run(folder: Path, *, steps: int = 3, lr: float = 1e-3, batch: int = 64, acc: float = 0.9, **report) -> None:
+def write_run(
+    folder: Path,
+    *,
+    steps: int = 3,
+    lr: float = 1e-3,
+    batch: int = 64,
+    acc: float = 0.9,
+    seed: int = 0,
+    optim: str = "",
+    **report,
+) -> None:
     folder.mkdir(parents=True)
-    config = {**CONFIG, "run": folder.name, "optim": {"lr": lr}, "data": {"batch_size": batch, "num_workers": 2}}
+    config = {**CONFIG, "run": folder.name, "seed": seed, "optim": {"_target_": optim, "lr": lr}}
+    config |= {"data": {"batch_size": batch, "num_workers": 2}}
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     rows = [f"{step},{1 / step:.4f},{acc - 0.1 / step:.4f}" for step in range(1, steps + 1)]
     (folder / "metrics.csv").write_text("\n".join(["step,train/loss,val/acc", *rows]) + "\n")
@@ -33,7 +44,7 @@ def write_run(folder: Path, *, steps: int = 3, lr: float = 1e-3, batch: int = 64
 
 
 def headings(page: str) -> list[str]:
-    return re.findall(r'<th class="[^"]*"[^>]*><button type="button">(.*?)</button>', page)
+    return re.findall(r'<th scope="col" class="[^"]*"[^>]*><button type="button">(.*?)</button>', page)
 
 
 def page_of(folder: Path, *args: str, monkeypatch, out: str = "runs.html") -> str:
@@ -43,18 +54,39 @@ def page_of(folder: Path, *args: str, monkeypatch, out: str = "runs.html") -> st
     return Path(out).read_text()
 
 
-def test_settings_that_differ_are_columns(tmp_path, monkeypatch):
+def test_metrics_come_first_then_settings_that_differ_then_classes(tmp_path, monkeypatch):
     for number, lr in enumerate((1e-5, 3e-4)):
-        write_run(tmp_path / f"runs/sweep/{number}", lr=lr, acc=0.9 + number / 100)
+        write_run(
+            tmp_path / f"runs/sweep/{number}", lr=lr, acc=0.905 + number / 50, optim=f"torch.optim.{'AS'[number]}"
+        )
     page = page_of(tmp_path, monkeypatch=monkeypatch)
-    assert headings(page) == ["run", "status", "lr", "val/acc", "test/acc", "steps", "images/s", "time"]
+    assert headings(page) == ["run", "status", "val/acc", "test/acc", "steps", "images/s", "time", "lr", "_target_"]
     assert ">1e-05<" in page and ">0.0003<" in page  # all digits of a setting
-    assert re.search(r'class="value">0.9100</p>', page) and "the best of 2 runs" in page
+    assert ">92.50%<" in page and re.findall(r'<tr data-run="(\S+)" class="best"', page) == ["sweep/1"]
     assert 'href="runs/sweep/1/report.html"' in page
-    assert page.count("<polyline") == 4  # of two figures
+    assert page.count("<polyline") == 4  # of two metrics
     chosen = page_of(tmp_path, "sweep/1", monkeypatch=monkeypatch, out="deep.html")
     assert "lr" not in headings(chosen)
     assert chosen.count("<polyline") == 2
+
+
+def test_runs_that_differ_by_their_seed_are_put_together(tmp_path, monkeypatch):
+    for number, (lr, acc) in enumerate([(1e-3, 0.90), (1e-3, 0.92), (1e-2, 0.80), (1e-3, 0.1)]):
+        status = "failed" if acc == 0.1 else "done"
+        write_run(tmp_path / f"runs/{number}", lr=lr, acc=acc, seed=number, status=status)
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    rows = page.split("By settings, over seeds")[1].split("<tbody>")[1].split("</tbody>")[0].strip().split("\n")
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+    assert cells == [["0.001", "2", "91.00% ± 1.41%", "90.00% ± 1.41%"], ["0.01", "1", "80.00%", "79.00%"]]
+
+
+def test_runs_of_different_data_are_not_ranked_together(tmp_path, monkeypatch):
+    for name, data, acc in (("a", "mnist", 0.9), ("b", "mnist", 0.95), ("c", "photos", 0.7), ("d", "photos", 0.6)):
+        write_run(tmp_path / f"runs/{name}", acc=acc, **{"data/name": data, "data/sha256": data})
+    page = page_of(tmp_path, monkeypatch=monkeypatch)
+    assert re.findall(r'<tr data-run="(\w)" class="best"', page) == ["b", "c"]
+    assert re.findall(r"<h2>(\w+)<small> (\d) runs", page) == [("mnist", "2"), ("photos", "2")]
+    assert [set(json.loads(each)) for each in re.findall(r"json\">(.*?)</script>", page)] == [{"a", "b"}, {"c", "d"}]
 
 
 def test_runs_with_other_batches_are_also_drawn_over_the_samples_seen(tmp_path, monkeypatch):
@@ -69,7 +101,7 @@ def test_conditions_choose_and_none_is_refused(tmp_path, monkeypatch):
     for number in range(3):
         write_run(tmp_path / f"runs/{number}", acc=0.7 + number / 10)
     page = page_of(tmp_path, "--where", "val/acc>0.75", "--sort", "-val/acc", monkeypatch=monkeypatch)
-    assert re.findall(r'<tr data-run="(\d)">', page) == ["2", "1"]
+    assert re.findall(r'<tr data-run="(\d)"', page) == ["2", "1"]
     with pytest.raises(UserError, match="no run meets"):
         page_of(tmp_path, "--where", "val/acc>2", monkeypatch=monkeypatch)
 
@@ -84,7 +116,9 @@ def test_damaged_runs_are_rows_and_names_are_text(tmp_path, monkeypatch):
     page = page_of(tmp_path, monkeypatch=monkeypatch)
     assert 'class="chip damaged"' in page
     assert page.count("<polyline") == 4  # of the other two
-    assert page.count("<script>") == page.count("</script>") == 1  # the page's own
+    assert (
+        "<script>alert" not in page and page.count("</script>") == page.count("<script") == 2
+    )  # the page's own and the runs' values
 
 
 def test_a_hundred_runs_stay_small(tmp_path):

@@ -11,10 +11,11 @@ from torchmetrics.classification import (
     MulticlassConfusionMatrix,
     MulticlassF1Score,
     MulticlassJaccardIndex,
+    MultilabelAveragePrecision,
 )
 
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Segmentation, Task
-from lockstep.tasks.panel import Share, Worst, largest, wilson
+from lockstep.tasks.panel import Kept, PrecisionRecall, Share, largest, wilson
 
 random = torch.Generator().manual_seed(0)
 
@@ -55,7 +56,7 @@ LOGITS[torch.arange(150), CLASSES[:150]] += 2
 @pytest.mark.parametrize("world", [1, 2])
 def test_classes_are_counted_as_torchmetrics_does(world):
     task = bound(Classification(), classes=list("abcde"))
-    matrix, table, calibration = shown(task, LOGITS, CLASSES, world=world)
+    matrix, table, curves, calibration, bins = shown(task, LOGITS, CLASSES, world=world)
     assert matrix.values == MulticlassConfusionMatrix(5)(LOGITS, CLASSES).tolist()
     f1 = MulticlassF1Score(5, average="none")(LOGITS, CLASSES)
     assert [row[4] for row in table.rows] == pytest.approx(f1.tolist())
@@ -64,6 +65,8 @@ def test_classes_are_counted_as_torchmetrics_does(world):
     error = MulticlassCalibrationError(5, n_bins=15)(LOGITS.softmax(1), CLASSES)
     assert f"error {error:.4f}" in calibration.note
     assert all(0 <= x <= 1 and 0 <= y <= 1 for x, y in calibration.series["measured"])
+    assert (sum(bins.counts), len(bins.edges)) == (200, 16)
+    assert len(curves.series) == 5
 
 
 def test_with_bce_the_probability_of_a_class_is_its_sigmoid():
@@ -74,9 +77,28 @@ def test_with_bce_the_probability_of_a_class_is_its_sigmoid():
     torch.testing.assert_close(found["probability"], probability_B)
     assert found["class"] == ["abcde"[place] for place in guess_B] and task.activation == "sigmoid"
     torch.testing.assert_close(task.top(LOGITS, 2)["probability_2"], LOGITS.sigmoid().topk(2, 1).values[:, 1])
-    *_, calibration = shown(task, LOGITS, CLASSES, world=1)
+    *_, calibration, _ = shown(task, LOGITS, CLASSES, world=1)
     gap = float((probability_B - (guess_B == CLASSES).float()).mean().abs())
-    assert float(calibration.note.split()[3].rstrip(",")) >= gap - 1e-4  # bins can only add to it
+    assert float(calibration.note.split()[3].rstrip(".")) >= gap - 1e-4  # bins can only add to it
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_precision_over_recall_is_torchmetrics(world):
+    """Of probabilities that lie in the middle of the panel's bins."""
+    task = bound(Multilabel(), labels=list("abcdefghi"))
+    logits = (torch.randn(60, 9, generator=random) * 2).floor() / 2 + 0.25
+    target = torch.randint(2, (60, 9), generator=random)
+    target[:, 4] = 0
+    _, curves = shown(task, logits, target, world=world)
+    present = [place for place in range(9) if place != 4]
+    average = MultilabelAveragePrecision(8, average="none")(logits.sigmoid()[:, present], target[:, present])
+    found = {name[0]: float(name[3:-1]) for name in curves.series}
+    # the sigmoid of equal logits may differ in its last bit, which breaks ties there
+    assert found == pytest.approx({"abcdefghi"[p]: float(v) for p, v in zip(present, average, strict=True)}, abs=4e-3)
+    assert list(found.values()) == sorted(found.values())
+    assert float(curves.note.split()[3].rstrip(".")) == pytest.approx(sum(found.values()) / 8, abs=1e-3)
+    assert all(points[-1][0] == 1 and points[0][0] == 0 for points in curves.series.values())
+    assert PrecisionRecall(["a"], task.metric_inputs).contents() == []
 
 
 def test_many_classes_show_the_most_frequent_confusions():
@@ -105,7 +127,7 @@ def test_pixels_that_are_ignored_do_not_count(world):
 def test_labels_are_counted(world):
     task = bound(Multilabel(threshold=0.4), labels=["rain", "snow"])
     logits, target = torch.randn(50, 2, generator=random), torch.randint(2, (50, 2), generator=random)
-    (table,) = shown(task, logits, target, world=world)
+    table, _ = shown(task, logits, target, world=world)
     guess = (logits.sigmoid() > 0.4).long()
     for place, (name, count, recall, precision, f1) in enumerate(table.rows):
         a, b = target[:, place], guess[:, place]
@@ -128,7 +150,7 @@ def test_a_fixed_sample_of_targets_is_drawn(shape):
     pairs = set(zip(target.view(len(target), -1)[:, 0].tolist(), output[:, 0].tolist(), strict=True))
     assert set(scatter.points) <= pairs
     assert len(scatter.points) == min(1000, len(target)) == sum(residuals.counts)
-    assert ("fixed sample of 1,000 of 3,000" in scatter.note) == (len(target) > 1000)
+    assert ("random sample of 1,000 of 3,000" in scatter.note) == (len(target) > 1000)
     errors = np.array([guess - wanted for wanted, guess in scatter.points])
     assert residuals.counts == np.histogram(errors, residuals.edges)[0].tolist()
 
@@ -153,13 +175,21 @@ def test_the_largest_losses_are_found_whatever_the_batches():
     loss[77] = math.nan
     order = sorted(range(500), key=lambda i: (0 if i == 77 else 1, -loss[i].item(), i))[:24]
     for parts in (1, 7, 500):
-        worst = Worst()
+        worst = Kept(24, by_loss=True)
         for chunk in torch.arange(500).flip(0).chunk(parts):
             worst.update(None, {"index": chunk}, loss[chunk])
         assert [index for index, _ in worst.found()] == order
-    few = Worst()
+    chosen = []
+    for order in (torch.arange(500), torch.arange(500).flip(0)):
+        sample = Kept(16)
+        for chunk in order.chunk(7):
+            sample.update(None, {"index": chunk}, chunk / 500)
+        chosen.append(sample.found())
+    assert chosen[0] == chosen[1] and len({index for index, _ in chosen[0]}) == 16
+    assert all(loss == pytest.approx(index / 500) for index, loss in chosen[0])
+    few = Kept(24, by_loss=True)
     few.update(None, {"index": torch.tensor([4, 2])}, torch.tensor([1.0, 1.0]))
-    assert few.found() == [(2, 1.0), (4, 1.0)]
+    assert few.found() == [(2, 1.0), (4, 1.0)]  # the smaller index first
     assert largest(2, torch.tensor([1, 3, 3]), torch.tensor([0, 9, 1]))[1].tolist() == [1, 9]
 
 

@@ -1,29 +1,37 @@
-"""What a run shows at its end: report.html (0.4 s to write, 80 kB for MNIST on two cores) and a table on the terminal."""
+"""What a run shows: report.html, which renews itself while the run trains, and a table on the terminal at the end."""
 
+import logging
+import math
 import re
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.checkpoints.finding import found_in
 from lockstep.config.compose import as_overrides, typed
 from lockstep.config.project import command
-from lockstep.config.words import counted, number, seconds, size
+from lockstep.config.words import FRACTION, counted, metric, number, seconds, size
 from lockstep.machine.files import write_json, write_text
-from lockstep.reporting.console import metrics_table, say, warnings_in
-from lockstep.reporting.panels import write_panels
+from lockstep.reporting.console import clock, metrics_table, say, warnings_in
+from lockstep.reporting.panels import classes_of, is_right, write_panels
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import metric_series
 from lockstep.tasks.panel import Content, Gallery
+from lockstep.training.arithmetic import completes_step, steps_done, total_steps
+from lockstep.training.workload import headline
 
 if TYPE_CHECKING:
     from lockstep.training.workload import Curve, Workload
 
+# Of the time: the name, and the colour, which for training, validation and test is that of their curves.
 PARTS = {
-    "start": "start", "steps": "training steps", "wait": "waiting for data", "validation": "validation", "saving": "saving",
-    "test": "test and end",
+    "start": ("start", "start"), "steps": ("training steps", "train"), "wait": ("waiting for data", "wait"),
+    "validation": ("validation", "val"), "saving": ("saving", "saving"), "test": ("test and end", "test"),
 }  # fmt: skip
 ROWS, LINES = 5, 40  # of a failed run: rows of metrics.csv and lines of train.log
 Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs of step and value
@@ -34,13 +42,13 @@ Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs 
 
 def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str, Any]:
     """The main metric as the page shows it: a number in large digits, its unit, what it is of, and its interval."""
-    name, text, ends = work.headline(report) if work else ("test", "nothing was logged", None)
+    name, text, ends = work.headline(report) if work else (*headline(report), None)
     value, _, rest = text.partition(" ")
     if not re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value):
         value, rest = "", ""
     unit, scale, digits = ("%", 100, 2) if value.endswith("%") else ("", 1, 4)
     return {
-        "name": "Result" if name == "test" else name[:1].upper() + name[1:],
+        "name": name[:1].upper() + name[1:],
         "number": value.removesuffix("%"),
         "text": text,
         "unit": unit,
@@ -72,15 +80,22 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
         lines = {label: columns[name] for label, name in zip(labels(names), names, strict=True) if name in columns}
         shown = {"title": title, "unit": y_unit, "svg": "", "keys": [], "values": []}
         if lines and all(len(points) == 1 for points in lines.values()):
-            values = [("" if len(lines) == 1 else label, f"{points[0][1]:.4g}") for label, points in lines.items()]
+            found = [
+                (label, name, columns[name][0][1])
+                for label, name in zip(labels(names), names, strict=True)
+                if name in columns
+            ]
+            values = [("" if len(found) == 1 else label, metric(name, value)) for label, name, value in found]
             yield shown | {"values": values}
             continue
         validated = any(name.startswith("val") and name in columns for name in names)
         svg = chart(
+            title,
             "step",
             lines,
             x_range=(0.0, max(1.0, last_step)),
             highest=max(map(work.highest, names)),
+            percent=all(FRACTION.search(name) for name in names),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             second_x=(f"{unit} seen", batch) if batch else None,
         )
@@ -108,13 +123,22 @@ def in_runs_dir(config: DictConfig) -> str:
 
 
 def write_page(
-    folder: RunFolder, config: DictConfig, report: dict[str, Any], work: "Workload | None", panels: Sequence[Content]
+    folder: RunFolder,
+    config: DictConfig,
+    report: dict[str, Any],
+    work: "Workload | None",
+    panels: Sequence[Content],
+    progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes report.html and panels.json of a run that is done or has failed."""
-    write_panels(folder.path, panels)
+    """Writes report.html, and with it panels.json of a run that is done or has failed. `progress`: of a run that still trains."""
+    if progress is None:
+        write_panels(folder.path, panels)
     metrics, has_log = folder.metrics(), folder.log_file.is_file()
     log_lines = folder.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if has_log else []
-    failed, there = report["status"] != "done", in_runs_dir(config)
+    failed, there = report["status"] not in ("done", "running"), in_runs_dir(config)
+    galleries = [panel for panel in panels if isinstance(panel, Gallery)]
+    if failed and metrics:
+        report = {"train/steps": int(metrics[-1]["step"]), **report}
     values: dict[str, Any] = {
         "run": typed(str(config.run)),
         "folder": folder.path if there else config.run,
@@ -122,6 +146,7 @@ def write_page(
         "overrides": as_overrides(config),
         "config": OmegaConf.to_yaml(config, resolve=True),
         "report": report,
+        "progress": progress,
         "unit": report.get("unit", "samples"),
         "headline": headline_parts(work, report),
         "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
@@ -129,11 +154,70 @@ def write_page(
         "log_lines": log_lines[-LINES:] if failed else [],
         "curves": list(drawn_curves(work, metric_series(metrics), report)) if work else [],
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
-        "galleries": [panel for panel in panels if isinstance(panel, Gallery)],
-        "durations": {PARTS[part]: s for part in PARTS if (s := report.get(f"time/{part}_s"))},
+        "galleries": galleries,
+        "classes": classes_of(galleries),
+        "judged": any(is_right(sample) is not None for panel in galleries for sample in panel.samples),
+        "durations": [(*PARTS[part], s) for part in PARTS if (s := report.get(f"time/{part}_s"))],
         "command": command,
     }
     write_text(folder.page_file, render("report.html.j2", str(report["run"]), values))
+    if failed:
+        say(f"report: {folder.page_file}")
+
+
+class LivePage(pl.Callback):
+    """Keeps report.html up to date while the run trains: every EVERY_S seconds, and at most a hundredth of the time. Rank 0 writes."""
+
+    EVERY_S, PAUSE = 10.0, 100  # PAUSE: as a multiple of what a page takes
+
+    def __init__(self, folder: RunFolder, config: DictConfig, work: "Workload") -> None:
+        self.folder, self.config, self.work = folder, config, work
+        self.first_step, self.began_s, self.due_s = 0, 0.0, math.inf
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.first_step, self.began_s, self.due_s = steps_done(trainer), time.monotonic(), 0.0
+        self.renew(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if completes_step(trainer, batch_idx):
+            self.renew(trainer, pl_module)
+
+    def renew(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Writes the page if it is time."""
+        if not trainer.is_global_zero or time.monotonic() < self.due_s:
+            return
+        began_s = time.monotonic()
+        try:
+            report = self.folder.report() | {"status": "running"}
+            write_page(self.folder, self.config, report, self.work, (), self.progress(trainer))
+        except Exception as e:  # a decoration must not cost the run
+            logging.getLogger("lockstep").warning(
+                "report.html could not be renewed at step %s: %s", steps_done(trainer), e
+            )
+        now_s = time.monotonic()
+        self.due_s = now_s + max(self.EVERY_S, self.PAUSE * (now_s - began_s))
+
+    on_train_end = renew
+
+    def progress(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """How far the run is, for the page."""
+        step, total, elapsed_s = steps_done(trainer), total_steps(trainer), time.monotonic() - self.began_s
+        done = step - self.first_step
+        left = clock(elapsed_s * (total - step) / done) if done and math.isfinite(total) else ""
+        saved = max(found_in(self.folder.path), key=lambda path: path.stat().st_mtime, default=None)
+        return {
+            "step": step,
+            "total": int(total) if math.isfinite(total) else None,
+            "epoch": trainer.current_epoch + 1,
+            "left": left,
+            "checkpoint": f"{saved.name}, {time.strftime('%H:%M:%S', time.localtime(saved.stat().st_mtime))}"
+            if saved
+            else "",
+            "every_s": self.EVERY_S,
+            "written_s": time.time(),
+        }
 
 
 # --- The end of a run, an evaluation or a prediction on the terminal ---

@@ -1,6 +1,7 @@
 """The panels of the test set: their images, as data (panels.json), and drawn for report.html."""
 
 import base64
+import colorsys
 import io
 import json
 import math
@@ -15,20 +16,28 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.config.words import number, percent
+from lockstep.config.words import metric
 from lockstep.machine.files import write_text
 from lockstep.reporting.render import ENVIRONMENT, chart, coloured
 from lockstep.run.folder import told_if_damaged
-from lockstep.tasks.panel import Bars, Content, Lines, Mask, Points, Sample, Share, Tokens
+from lockstep.tasks.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Tokens
 
 # --- Small images for a page, as data URIs ---
 
 SIDE = 128  # pixels of a thumbnail, at most
-# Colours of the classes of a mask: those of Okabe and Ito, which colour-blind people can tell apart.
-COLOURS = np.array(
-    [[0, 0, 0], [230, 159, 0], [86, 180, 233], [0, 158, 115], [240, 228, 66], [0, 114, 178], [213, 94, 0], [204, 121, 167]],
-    np.float32,
-)  # fmt: skip
+# Colours of the classes of a mask: those of Okabe and Ito, which colour-blind people can tell apart, then hues a golden angle apart.
+OKABE_ITO = (
+    (0, 0, 0),
+    (230, 159, 0),
+    (86, 180, 233),
+    (0, 158, 115),
+    (240, 228, 66),
+    (0, 114, 178),
+    (213, 94, 0),
+    (204, 121, 167),
+)
+HUES = [colorsys.hsv_to_rgb(0.618 * k % 1, (0.9, 0.55)[k % 2], (0.95, 0.7)[k // 2 % 2]) for k in range(8, 256)]
+COLOURS = np.concatenate([np.array(OKABE_ITO), 255 * np.array(HUES)]).astype(np.float32)
 OPACITY = 0.55
 
 
@@ -63,8 +72,13 @@ def blended(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | 
     """The mask over the image; class 0 and what is ignored stay clear."""
     image = image_HW3.astype(np.float32)
     drawn = ((classes != 0) & (classes != ignored))[..., None]
-    colour = COLOURS[np.where(classes > 0, (classes - 1) % (len(COLOURS) - 1) + 1, 0)]
-    return Image.fromarray(np.where(drawn, OPACITY * colour + (1 - OPACITY) * image, image).round().astype(np.uint8))
+    return Image.fromarray(
+        np.where(drawn, OPACITY * colour_of(classes) + (1 - OPACITY) * image, image).round().astype(np.uint8)
+    )
+
+
+def colour_of(classes: Any) -> NDArray[np.float32]:
+    return COLOURS[np.where(np.asarray(classes) > 0, (np.asarray(classes) - 1) % (len(COLOURS) - 1) + 1, 0)]
 
 
 def data_uri(image: Image.Image) -> str:
@@ -128,10 +142,49 @@ def read_panels(folder: Path) -> list[Content]:
 
 def drawn(panel: Lines | Points | Bars) -> Markup:
     if isinstance(panel, Lines):
-        return chart(panel.x, panel.series)
+        fractions = all(y <= 1 for points in panel.series.values() for _, y in points)
+        return chart(
+            panel.title, panel.x, panel.series, colours=dict(keys(panel)), highest=1.0 if fractions else math.inf
+        )
     if isinstance(panel, Points):
-        return chart(panel.x, {}, scatter=panel.points, diagonal=panel.diagonal)
-    return chart(panel.x, {}, bars=list(zip(panel.edges, panel.edges[1:], panel.counts, strict=False)))
+        return chart(panel.title, panel.x, {}, scatter=panel.points, diagonal=panel.diagonal)
+    return chart(panel.title, panel.x, {}, bars=list(zip(panel.edges, panel.edges[1:], panel.counts, strict=False)))
+
+
+def keys(panel: Lines) -> list[tuple[str, str]]:
+    """The series and their colours; a single one has that of the test set."""
+    return coloured([name for name, points in panel.series.items() if points], one="test")
+
+
+def most_errors(panel: Matrix) -> int:
+    """The darkest red of a matrix."""
+    return max((n for i, row in enumerate(panel.values) for j, n in enumerate(row) if i != j), default=0)
+
+
+def is_right(sample: Sample) -> bool | None:
+    """None of samples without a prediction in words."""
+    pair = [sample.facts.get(name) for name in ("target", "prediction")]
+    return pair[0] == pair[1] if all(isinstance(each, str) for each in pair) else None
+
+
+def classes_of(galleries: Sequence[Gallery]) -> list[str]:
+    """The targets that all samples name in words, by which the page filters; of several labels, each."""
+    targets = [s.facts["target"] for panel in galleries for s in panel.samples if "target" in s.facts]
+    words = {word for target in targets if isinstance(target, str) for word in target.split(", ")}
+    return sorted(words, key=lambda word: (len(word) if word.isdigit() else 0, word)) if len(words) > 1 else []
+
+
+def mask_legend(panel: Gallery) -> list[tuple[str, str]]:
+    """The classes of the masks that are drawn, with their colours."""
+    masks = [
+        fact for sample in panel.samples for fact in sample.facts.values() if isinstance(fact, Mask) and fact.names
+    ]
+    there = sorted({int(k) for mask in masks for k in np.unique(mask.classes_HW) if k != mask.ignored and k > 0})
+    return [
+        (str(masks[0].names[k]), "rgb({:.0f} {:.0f} {:.0f})".format(*colour_of(k)))
+        for k in there
+        if k < len(masks[0].names)
+    ]
 
 
 def images(sample: Sample) -> list[tuple[str, str, bool]]:
@@ -161,7 +214,7 @@ def texts(sample: Sample) -> dict[str, str]:
 def text(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(text(name, each) for each in value)
-    return percent(value) if isinstance(value, float) and name.startswith("P(") else number(value)
+    return metric(name, value)
 
 
 def look(sample: Sample) -> str:
@@ -169,8 +222,6 @@ def look(sample: Sample) -> str:
     return "texts" if Tokens in kinds else "masks" if Mask in kinds and sample.image_CHW is not None else "images"
 
 
-ENVIRONMENT.filters |= {each.__name__: each for each in (drawn, images, tokens, texts, look)}
-ENVIRONMENT.filters |= {
-    "kind": lambda panel: type(panel).__name__,
-    "keys": lambda panel: coloured([name for name, points in panel.series.items() if points]),
-}
+FILTERS = (drawn, keys, most_errors, is_right, mask_legend, images, tokens, texts, look)
+ENVIRONMENT.filters |= {each.__name__: each for each in FILTERS}
+ENVIRONMENT.filters["kind"] = lambda panel: type(panel).__name__

@@ -80,7 +80,7 @@ class Recorder:
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
         folder.metrics()  # rejects what is no log before training appends to it
-        files = (folder.config_file, folder.report_file)
+        files = (folder.config_file, folder.report_file, folder.page_file)
         self.earlier = {file: file.read_text() if file.is_file() else None for file in files}
         if resumed_from:
             self.resumed_at = step_of(Path(resumed_from))

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.config.words import number, percent, seconds, shown, size
+from lockstep.config.words import FRACTION, metric, number, percent, seconds, shown, size
 
 # --- Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run ---
 
@@ -18,25 +18,29 @@ Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 420, 232
 LEFT, RIGHT, TOP, BOTTOM = 46, 410, 14, 190  # the frame around the curves
-COLOURS = 8  # classes c0 to c7 of the CSS
-FEW, MANY = 30, 1000  # up to this many points get markers; more than `many` are thinned out
+COLOURS = 8  # classes c0 to c7 of the CSS, besides those of the splits
+SPLITS = ("train", "val", "test")
+FEW, MANY = 16, 1000  # up to this many points get markers; more than `many` are thinned out
 
 
 def chart(
+    title: str,
     xlabel: str,
     series: Mapping[str, Points],
     *,
+    colours: Mapping[str, str] | None = None,
     scatter: Points = (),
     bars: Sequence[tuple[float, float, float]] = (),
     diagonal: bool = False,
     x_range: tuple[float, float] | None = None,
     highest: float = math.inf,
+    percent: bool = False,
     mark: tuple[str, float] | None = None,
     second_x: tuple[str, float] | None = None,
     many: int = MANY,
 ) -> Markup:
-    """One SVG; empty if there is no finite point. `bars` are (from, to, height). `mark` names a place on the x axis. The y axis
-    ends at `highest`, the largest value that there can be.
+    """One SVG; empty if there is no finite point. `colours`: the CSS class of each series, else that of `coloured`. `bars` are (from,
+    to, height). `mark` names a place on the x axis. The y axis ends at `highest`, the largest value that there can be.
 
     `second_x`: a second unit of the x axis, and how many of it are one of x; the page switches between the two.
     """
@@ -59,6 +63,8 @@ def chart(
     axes = [("in-x", xlabel, 1.0), ("in-per", *second_x)] if second_x else [("", xlabel, 1.0)]
     values: dict[str, Any] = {
         "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
+        "title": title,
+        "percent": percent,
         "at_x": lambda x: LEFT + (x - left) / (right - left) * (RIGHT - LEFT),
         "at_y": lambda y: BOTTOM - (y - bottom) / (top - bottom) * (BOTTOM - TOP),
         "xlabel": xlabel,
@@ -71,17 +77,19 @@ def chart(
         "label_y": label_y,
         "bars": bars,
         "dots": scatter,
-        "curves": [(name, css, lines[name]) for name, css in coloured(lines)],
+        "curves": [(name, (colours or dict(coloured(lines)))[name], points) for name, points in lines.items()],
         "few": FEW,
     }
     return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
 
 
-def coloured(names: Collection[str]) -> list[tuple[str, str]]:
-    """Each series with its colour: training is quiet beside others, and so is what would be perfect."""
-    quiet = [name for name in names if len(names) > 1 and (name.startswith("train") or name == "perfect")]
-    loud = [name for name in names if name not in quiet]
-    return [(name, "quiet" if name in quiet else f"c{loud.index(name) % COLOURS}") for name in names]
+def coloured(names: Collection[str], one: str = "c0") -> list[tuple[str, str]]:
+    """Each series with its colour: a split has the same in every chart, what would be perfect is quiet. `one`: of a single series."""
+    known = {name: split for name in names for split in SPLITS if name.startswith(split)}
+    known |= {"perfect": "quiet"} if "perfect" in names else {}
+    others = [name for name in names if name not in known]
+    known |= {name: one if len(others) == 1 else f"c{place % COLOURS}" for place, name in enumerate(others)}
+    return [(name, known[name]) for name in names]
 
 
 def compact(value: float) -> str:
@@ -137,8 +145,11 @@ ENVIRONMENT.filters |= {
     "shown": shown,
     "size": size,
     "compact": compact,
+    "metric": lambda value, name: metric(name, value),
+    "logged": lambda value, name: percent(value) if FRACTION.search(name) else f"{value:,.6g}",
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
+ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # keys in their order
 ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 

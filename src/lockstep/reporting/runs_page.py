@@ -1,17 +1,20 @@
-"""The reports of runs: one for Python, and the page of many with overlaid curves and the settings that differ. Free of torch."""
+"""The reports of runs: one for Python, and the page of many with their curves, metrics, settings and differences. Free of torch."""
 
+import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.config.compose import PLACE, dotted
-from lockstep.config.words import number, seconds, shown
+from lockstep.config.words import FRACTION, metric, number, seconds, shown
 from lockstep.errors import UserError
-from lockstep.reporting.render import chart, coloured, render
+from lockstep.reporting.render import COLOURS, chart, render
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import ListedRun, metric_series, tested
 
@@ -63,30 +66,40 @@ class Report(dict[str, Any]):
         return pd.DataFrame(self.run.metrics())
 
     def _repr_html_(self) -> str:
-        """A table of the main figures, which viewers without frames show as well; then the page."""
+        """A table of the main metrics, which viewers without frames show as well; then the page."""
         names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
-        rows = {name: number(self[name]) for name in names if self.get(name) is not None}
+        rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
         page = self.run.page_file
         return f"<table>{cells}</table>" + (FRAME.format(escape(page.read_text("utf-8"))) if page.is_file() else "")
 
 
-# --- The page of many runs: overlaid curves, and a table of metrics and of the settings that differ. Free of torch ---
+# --- The page of many runs: a section for each data set, as only runs of the same data can be ranked. Free of torch ---
 
 METRICS, POINTS, SETTINGS = 6, 100, 12  # 100 runs with as many of each stay below 5 MB
 # Decided by Lockstep, not by a person.
 DERIVED = ("logger.", "data.source", "data.num_workers", "trainer.precision", "trainer.log_every_n_steps")
+Values = dict[str, Any]
+
+
+class Column(NamedTuple):
+    head: str
+    title: str
+    form: Callable[[Any], str]  # of a number
+    values: list[Any]  # one for each run
 
 
 def differing(runs: Sequence[ListedRun]) -> list[str]:
-    """The keys of the configs that do not have one value."""
+    """The keys of the configs that do not have one value; those that name classes come last."""
     configs = [{key: shown(value) for key, value in dotted(run.config).items()} for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
-    ignored = (*PLACE, *DERIVED)
-    return [k for k in keys if not k.startswith(ignored) and len({config.get(k) for config in configs}) > 1]
+    found = [key for key in keys if not key.startswith((*PLACE, *DERIVED)) and len({c.get(key) for c in configs}) > 1]
+    return sorted(found, key=lambda key: key.endswith("_target_"))
 
 
-def curve_charts(runs: Sequence[ListedRun], monitors: Sequence[str], unit: str) -> Iterator[dict[str, Any]]:
+def curve_charts(
+    runs: Sequence[ListedRun], monitors: Sequence[str], unit: str, colours: Mapping[str, str]
+) -> Iterator[Values]:
     """A chart for each metric, the monitored ones first; a second one over samples seen if the runs' batches differ."""
     batches = {run.name: int(run.report.get("batch_size") or 1) for run in runs}
     columns = {run.name: series for run in runs if (series := metric_series(run.metrics()))}
@@ -98,58 +111,116 @@ def curve_charts(runs: Sequence[ListedRun], monitors: Sequence[str], unit: str) 
         if all(len(points) == 1 for points in by_step.values()):
             continue  # the table has these numbers
         second_x = (f"{unit} seen", sizes[0]) if len(sizes) == 1 else None
-        svgs = [("" if second_x else " in-x", chart("step", by_step, second_x=second_x, many=POINTS))]
+        draw = partial(chart, name, colours=colours, percent=bool(FRACTION.search(name)), many=POINTS)
+        svgs = [("" if second_x else " in-x", draw("step", by_step, second_x=second_x))]
         if not second_x:
             by_sample = {run: [(x * batches[run], y) for x, y in points] for run, points in by_step.items()}
-            svgs.append((" in-per", chart(f"{unit} seen", by_sample, many=POINTS)))
-        yield {"name": name, "svgs": svgs, "keys": coloured(by_step)}
+            svgs.append((" in-per", draw(f"{unit} seen", by_sample)))
+        yield {"name": name, "svgs": svgs}
 
 
-def best_of(runs: Sequence[ListedRun], monitor: str) -> dict[str, str]:
-    """The best monitored validation figure, as `name`, `value` and `run`."""
-    scored = [(run.report[monitor], run) for run in runs if isinstance(run.report.get(monitor), int | float)]
-    modes = {run.report.get("monitor_mode") for _, run in scored if run.report.get("monitor") == monitor}
+def best_of(runs: Sequence[ListedRun], monitor: str) -> ListedRun | None:
+    """The run with the best monitored value; None if the runs disagree on what is best."""
+    scored = [run for run in runs if isinstance(run.report.get(monitor), int | float)]
+    modes = {run.report.get("monitor_mode") for run in scored if run.report.get("monitor") == monitor}
     if not scored or len(modes) != 1:
-        return {"name": "", "value": "", "run": ""}
-    value, run = (max if modes == {"max"} else min)(scored, key=lambda pair: pair[0])
-    return {"name": monitor, "value": number(float(value)), "run": run.name}
+        return None
+    return (max if modes == {"max"} else min)(scored, key=lambda run: run.report[monitor])
 
 
-def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
-    """HTML. Links to the runs' own pages are relative to `out`."""
+def confusion(run: ListedRun) -> Values | None:
+    """Of panels.json as it is: reporting/panels.py, which decodes it, imports torch."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        panels = json.loads((run.folder.path / "panels.json").read_text("utf-8"))
+        matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
+        return matrix and {key: matrix[key] for key in ("names", "values")}
+    return None
+
+
+def repeats(
+    runs: Sequence[ListedRun], settings: Sequence[str], metrics: Sequence[str]
+) -> list[tuple[Values, list[Any]]]:
+    """Finished runs that differ by their seed only: what else differs, how many there are, and mean and deviation of each metric."""
+    groups: dict[tuple[str, ...], list[ListedRun]] = {}
+    others = [key for key in settings if key != "seed"]
+    for run in runs:
+        config = dotted(run.config)
+        if run.report["status"] == "done":
+            groups.setdefault(tuple(shown(config.get(key)) for key in others), []).append(run)
+    found = []
+    for key, same in groups.items():
+        cells: list[Any] = [len(same)]
+        for name in metrics:
+            values = [float(v) for run in same if isinstance(v := run.report.get(name), int | float)]
+            cells.append((fmean(values), stdev(values) if len(values) > 1 else None) if values else None)
+        found.append((dict(zip(others, key, strict=True)), cells))
+    return found if any(len(same) > 1 for same in groups.values()) else []
+
+
+def section(title: str, runs: Sequence[ListedRun], out: Path) -> Values:
+    """What the page shows of the runs of one data set."""
     monitors = Counter(str(run.report["monitor"]) for run in runs if run.report.get("monitor"))
     common = [name for name, _ in monitors.most_common()]
     unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
     settings, configs = differing(runs), [dotted(run.config) for run in runs]
     of_test = [name for run in runs for name in tested(run.report) if not name.endswith("/count")]
     metrics = [n for n in dict.fromkeys([*common, *of_test]) if any(n in run.report for run in runs)]
-    short = {key: key.rpartition(".")[2] for key in settings[:SETTINGS]}
-    names = Counter(short.values())
+    short = Counter(key.rpartition(".")[2] for key in settings[:SETTINGS])
+    heads = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in settings[:SETTINGS]}
     whole = "{:,.0f}".format
-    measured = [(name, name, number) for name in metrics]
-    measured += [
+    measured: list[tuple[str, str, Callable[[Any], str]]] = [
+        *((name, name, partial(metric, name)) for name in metrics),
         ("steps", "train/steps", whole),
         (f"{unit}/s", f"train/{unit}_per_s", whole),
         ("time", "wall_s", seconds),
     ]
-    columns = [  # head, title, how numbers are shown, values
-        *(
-            (n if names[n] == 1 else key, key, shown, [config.get(key) for config in configs])
-            for key, n in short.items()
-        ),
-        *((head, "", form, [run.report.get(key) for run in runs]) for head, key, form in measured),
-    ]
+    columns = [Column(head, key, form, [run.report.get(key) for run in runs]) for head, key, form in measured]
+    columns += [Column(head, key, shown, [config.get(key) for config in configs]) for key, head in heads.items()]
     pages = [run.folder.page_file for run in runs]
-    links = [Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else "" for page in pages]
-    counts = Counter(str(run.report["status"]) for run in runs)
-    values = {
-        "folder": str(folder),
-        "best": best_of(runs, next(iter(common), "")),
-        "facts": [(status.capitalize(), number(count)) for status, count in counts.most_common()],
-        "charts": list(curve_charts(runs, common, unit)),
+    colours = {run.name: f"c{place % COLOURS}" for place, run in enumerate(runs)}
+    best = best_of(runs, common[0]) if common else None
+    compared = {
+        run.name: {
+            "settings": {key: shown(config.get(key)) for key in settings},
+            "metrics": {c.head: c.form(v) for c in columns[: len(measured)] if (v := c.values[place]) is not None},
+            "confusion": confusion(run),
+        }
+        for place, (run, config) in enumerate(zip(runs, configs, strict=True))
+    }
+    return {
+        "title": title,
+        "best": best and {"run": best.name, "name": common[0], "value": metric(common[0], best.report[common[0]])},
+        "charts": list(curve_charts(runs, common, unit, colours)),
+        "colours": colours,
         "unit": unit,
         "columns": columns,
-        "rows": list(zip(runs, links, zip(*(values for *_, values in columns), strict=True), strict=True)),
-        "left_out": max(0, len(settings) - SETTINGS),
+        "rows": [
+            (
+                run,
+                Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else "",
+                [c.values[place] for c in columns],
+            )
+            for place, (run, page) in enumerate(zip(runs, pages, strict=True))
+        ],
+        "left_out": settings[SETTINGS:],
+        "metrics": metrics,
+        "heads": {key: head for key, head in heads.items() if key != "seed"},
+        "repeats": repeats(runs, settings, metrics),
+        "compared": compared,
+    }
+
+
+def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
+    """HTML. Links to the runs' own pages are relative to `out`."""
+    by_data: dict[tuple[Any, Any], list[ListedRun]] = {}
+    for run in runs:
+        by_data.setdefault((run.report.get("data/name"), run.report.get("data/sha256")), []).append(run)
+    counts, names = Counter(str(run.report["status"]) for run in runs), Counter(name for name, _ in by_data)
+    titles = [f"{name or 'unknown data'}{f' {sha256!s:.8}' if names[name] > 1 else ''}" for name, sha256 in by_data]
+    values = {
+        "folder": str(folder),
+        "count": len(runs),
+        "facts": [(status.capitalize(), number(count)) for status, count in counts.most_common()],
+        "sections": [section(title, same, out) for title, same in zip(titles, by_data.values(), strict=True)],
     }
     return render("runs.html.j2", f"{len(runs)} runs", values)

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import Calibration, Confusion, Panel, wilson
+from lockstep.tasks.panel import Calibration, Confusion, Panel, PrecisionRecall, wilson
 from lockstep.tasks.task import Task, loss_factors, validate_outputs
 
 ACCURACY = ("val/acc", "val/loss", None)  # monitors of runs whose headline is the accuracy
@@ -97,8 +97,12 @@ class Classification(Task):
     def test_panels(self) -> dict[str, Panel]:
         return {
             "confusion": Confusion(self.value_names, self.metric_inputs),
-            "calibration": Calibration(self.metric_inputs, self.probabilities),
+            "precision_recall": PrecisionRecall(self.value_names, self.scores),
+            "calibration": Calibration(self.scores),
         }
+
+    def scores(self, output: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        return self.probabilities(output), batch["target"]
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         names, probability_BK = self.value_names, self.probabilities(output)

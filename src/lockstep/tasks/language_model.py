@@ -2,7 +2,7 @@
 
 # B batch · T token of a sequence · V token of the vocabulary
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from lockstep.tasks.panel import ByPosition, Panel, Tokens
+from lockstep.tasks.panel import EXACT, Content, Lines, Panel, Tokens
 from lockstep.tasks.task import Task, validate_outputs
 
 
@@ -82,6 +82,26 @@ class LanguageModel(Task):
         words = self.value_names
         texts = ([(str(words[t]), loss) for t, loss, counts in zip(*row, strict=True) if counts] for row in rows)
         return [{"text": Tokens(text)} for text in texts]
+
+
+class ByPosition(Panel):
+    """The mean loss of the tokens at each place of a sequence; `losses` gives loss_BT and which tokens count."""
+
+    sums_2T: Tensor
+
+    def __init__(self, length: int, losses: Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.losses = losses
+        self.add_state("sums_2T", torch.zeros(2, length, dtype=EXACT), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        loss_BT, counts_BT = self.losses(output, batch)
+        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=EXACT), counts_BT.sum(0).to(EXACT)])
+        self.sums_2T[:, : sums_2T.shape[1]] += sums_2T
+
+    def contents(self) -> Sequence[Content]:
+        points = [(float(at), loss / n) for at, (loss, n) in enumerate(self.sums_2T.T.tolist(), 1) if n]
+        return [Lines("Loss by position", "place in the sequence", "mean loss of a token", {"loss": points})]
 
 
 class TokenMean(Metric):

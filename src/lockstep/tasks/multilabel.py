@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MultilabelAccuracy, MultilabelF1Score
 
 from lockstep.errors import UserError
-from lockstep.tasks.panel import ByLabel, Panel
+from lockstep.tasks.panel import ByLabel, Panel, PrecisionRecall
 from lockstep.tasks.task import Task, loss_factors, validate_outputs
 
 
@@ -70,7 +70,10 @@ class Multilabel(Task):
         return [[name for name, there in zip(names, row, strict=True) if there] for row in there_BL.tolist()]
 
     def test_panels(self) -> dict[str, Panel]:
-        return {"labels": ByLabel(self.value_names, self.metric_inputs, self.threshold)}
+        return {
+            "labels": ByLabel(self.value_names, self.metric_inputs, self.threshold),
+            "precision_recall": PrecisionRecall(self.value_names, self.metric_inputs),
+        }
 
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         found = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}

@@ -86,10 +86,11 @@ class Bars:
 
 @dataclass(frozen=True)
 class Mask:
-    """A class for each pixel, drawn over the sample's image. Pixels that are `ignored` stay clear."""
+    """A class for each pixel, drawn over the sample's image with a legend of `names`. Class 0 and pixels that are `ignored` stay clear."""
 
     classes_HW: Any
     ignored: int = -1
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -153,27 +154,37 @@ def largest(count: int, key_N: Tensor, index_N: Tensor, *values: Tensor) -> list
     return [value[order] for value in (key_N, index_N, *values)]
 
 
-class Worst(Panel):
-    """The samples with the largest losses, which the engine then describes."""
+HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
 
-    loss_W: Tensor
-    index_W: Tensor
 
-    def __init__(self, count: int = 24) -> None:
+class Kept(Panel):
+    """Values of the samples with the largest losses; or of a random sample, which is the same in every evaluation, world and order."""
+
+    key_N: Tensor
+    index_N: Tensor
+    value_N: Tensor
+
+    def __init__(self, count: int, *shape: int, by_loss: bool = False) -> None:
         super().__init__()
-        self.count = count
-        self.add_state("loss_W", torch.full((count,), -math.inf, dtype=torch.float32), dist_reduce_fx=None)
-        self.add_state("index_W", torch.full((count,), -1), dist_reduce_fx=None)
+        self.kept, self.by_loss = count, by_loss
+        self.add_state("key_N", torch.full((count,), -math.inf), dist_reduce_fx=None)
+        self.add_state("index_N", torch.full((count,), -1), dist_reduce_fx=None)
+        self.add_state("value_N", torch.zeros(count, *shape), dist_reduce_fx=None)
+
+    def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
+        return loss_B.detach().float()
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        loss_N = torch.cat([self.loss_W, loss_B.detach().float()])
-        index_N = torch.cat([self.index_W, batch["index"]])
-        self.loss_W, self.index_W = largest(self.count, loss_N, index_N)
+        index_B = batch["index"]
+        key_B = loss_B.detach().float() if self.by_loss else -(index_B * HASH % MODULUS).float()
+        pairs = ((self.key_N, key_B), (self.index_N, index_B), (self.value_N, self.value(output, batch, loss_B)))
+        self.key_N, self.index_N, self.value_N = largest(self.kept, *(torch.cat(pair) for pair in pairs))
 
-    def found(self) -> list[tuple[int, float]]:
-        """Index and loss, the worst first."""
-        loss_W, index_W = largest(self.count, self.loss_W.flatten(), self.index_W.flatten())
-        return [(i, loss) for i, loss in zip(index_W.tolist(), loss_W.tolist(), strict=True) if i >= 0]
+    def found(self) -> list[tuple[int, Tensor]]:
+        """Index and value, the largest key first."""
+        parts = self.value_N.flatten(end_dim=self.index_N.dim() - 1)  # of all processes
+        _, index_N, value_N = largest(self.kept, self.key_N.flatten(), self.index_N.flatten(), parts)
+        return [(index, value) for index, value in zip(index_N.tolist(), value_N, strict=True) if index >= 0]
 
 
 # --- Panels about classes: the confusion matrix, metrics by class or by label, calibration ---
@@ -218,17 +229,14 @@ class Confusion(Panel):
         rows = [(self.names[a], self.names[b], n, Share(n, sum(values[a]))) for n, a, b in pairs]
         yield Table("Most frequent confusions", ("target", "taken for", "count", "of the target"), rows)
 
-    def by_class(self) -> Table:
-        counts_KK = self.confusion_KK
-        columns = (counts_KK.diagonal().tolist(), counts_KK.sum(1).tolist(), counts_KK.sum(0).tolist())
-        rows = [(name, *self.of_class(*counts)) for name, *counts in zip(self.names, *columns, strict=True)]
-        return Table("Metrics by class", ("class", *self.columns), rows)
-
     def of_class(self, right: int, target: int, guess: int) -> tuple[Any, ...]:
         return precision_and_recall(right, target, guess)
 
     def contents(self) -> Sequence[Content]:
-        return [*self.matrix(), self.by_class()]
+        counts_KK = self.confusion_KK
+        columns = (counts_KK.diagonal().tolist(), counts_KK.sum(1).tolist(), counts_KK.sum(0).tolist())
+        rows = [(name, *self.of_class(*counts)) for name, *counts in zip(self.names, *columns, strict=True)]
+        return [*self.matrix(), Table("Metrics by class", ("class", *self.columns), rows)]
 
 
 def precision_and_recall(right: int, target: int, guess: int) -> tuple[Any, ...]:
@@ -251,14 +259,14 @@ class Calibration(Panel):
 
     bins_3B: Tensor
 
-    def __init__(self, inputs: Inputs, probabilities: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, scores: Inputs) -> None:
         super().__init__()
-        self.inputs, self.probabilities = inputs, probabilities
+        self.scores = scores  # probability_BK and target_B
         self.add_state("bins_3B", torch.zeros(3, BINS, dtype=EXACT), dist_reduce_fx="sum")
 
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        output, target_B = self.inputs(output, batch)
-        probability_B, guess_B = self.probabilities(output).max(1)
+        probability_BK, target_B = self.scores(output, batch)
+        probability_B, guess_B = probability_BK.max(1)
         right_B = guess_B == target_B
         edges = torch.linspace(0, 1, BINS + 1, dtype=probability_B.dtype).to(probability_B)
         place_B = (torch.bucketize(probability_B, edges, right=True) - 1).clamp(0, BINS - 1)
@@ -271,8 +279,49 @@ class Calibration(Panel):
         error = sum(abs(p - r) for _, p, r in filled) / max(1.0, sum(count_B))
         line = [(p / n, r / n) for n, p, r in filled]
         series = {"perfect": [(0.0, 0.0), (1.0, 1.0)], "measured": line}
-        note = f"Expected calibration error {error:.4f}, in {BINS} bins of equal width."
-        return [Lines("Calibration", "probability of the prediction", "fraction that is right", series, note)]
+        x, note = "probability of the prediction", f"Expected calibration error {error:.4f}."
+        edges, counted = [place / BINS for place in range(BINS + 1)], "Samples in each bin of the calibration."
+        bins = Bars("Predictions by probability", x, "samples", edges, count_B, counted)
+        return [Lines("Calibration", x, "fraction that is right", series, note), bins]
+
+
+LEVELS, LEVEL = 56, 0.5  # thresholds: bins of the probability's logit, from -14 to 14
+SHOWN = 8  # curves that one chart shows
+
+
+class PrecisionRecall(Panel):
+    """Precision over recall of each class against the rest. `scores` gives probability_BK, and target_B or target_BK of 0 and 1."""
+
+    counts_2KT: Tensor  # of samples that are not, and that are, of the class
+
+    def __init__(self, names: Sequence[str], scores: Inputs) -> None:
+        super().__init__()
+        self.names, self.scores = [str(name) for name in names], scores
+        self.add_state("counts_2KT", torch.zeros(2, len(names), LEVELS, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
+        (probability_BK, target), size = self.scores(output, batch), len(self.names)
+        level_BK = probability_BK[:, :size].float().logit(1e-6) / LEVEL + LEVELS / 2
+        level_BK = level_BK.long().clamp(0, LEVELS - 1)
+        class_K = torch.arange(size).to(level_BK)
+        is_BK = target if target.dim() == 2 else target[:, None] == class_K
+        place_N = ((is_BK.long() * size + class_K) * LEVELS + level_BK).flatten()
+        self.counts_2KT.view(-1).index_add_(0, place_N, torch.ones_like(place_N))
+
+    def contents(self) -> Sequence[Content]:
+        right_KT, taken_KT = (x.cpu().flip(1).cumsum(1) for x in (self.counts_2KT[1], self.counts_2KT.sum(0)))
+        recall_KT, precision_KT = right_KT / right_KT[:, -1:].clamp(min=1), right_KT / taken_KT.clamp(min=1)
+        gain_KT = recall_KT.diff(dim=1, prepend=torch.zeros(len(recall_KT), 1))
+        average_K = (gain_KT * precision_KT).sum(1)
+        known = sorted(right_KT[:, -1].nonzero().flatten().tolist(), key=average_K.tolist().__getitem__)
+        curves: dict[str, list[Point]] = {}
+        for place in known[:SHOWN]:
+            new_T = gain_KT[place] > 0
+            points = torch.stack([recall_KT[place][new_T], precision_KT[place][new_T]], 1).tolist()
+            curves[f"{self.names[place]} ({average_K[place]:.3f})"] = [(0.0, points[0][1]), *map(tuple, points)]
+        note = f"Mean average precision {average_K[known].mean():.4f}."
+        note += f" The {SHOWN} with the lowest average precision are shown." if len(known) > SHOWN else ""
+        return [Lines("Precision and recall", "recall", "precision", curves, note)] if known else []
 
 
 class ByLabel(Panel):
@@ -299,46 +348,35 @@ class ByLabel(Panel):
         return [Table("Metrics by label", ("label", "count", "recall", "precision", "F1"), rows, note)]
 
 
-# --- Panels about numbers: targets and predictions, residuals, the loss by position of a token ---
+# --- Panels about numbers: targets and predictions, residuals ---
 
 SAMPLES = 1000  # points of a scatter plot
 TARGETS = 6  # targets that are drawn
-HASH, MODULUS = 2654435761, 2**32  # Knuth's multiplicative hash: spreads indices evenly, and no two below 2^32 meet
 
 
-class Residuals(Panel):
-    """Target and prediction of a fixed sample: the same indices in every evaluation, world and order."""
+class Residuals(Kept):
+    """Target and prediction of a fixed random sample."""
 
-    key_N: Tensor
-    index_N: Tensor
-    pairs_N2T: Tensor
     count: Tensor
 
     def __init__(self, names: Sequence[str], inputs: Inputs) -> None:
-        super().__init__()
+        super().__init__(SAMPLES, 2, len(names))
         self.inputs = inputs
         self.names = [str(name) for name in names]
-        self.add_state("key_N", torch.full((SAMPLES,), -MODULUS), dist_reduce_fx=None)
-        self.add_state("index_N", torch.full((SAMPLES,), -1), dist_reduce_fx=None)
-        self.add_state("pairs_N2T", torch.zeros(SAMPLES, 2, len(self.names)), dist_reduce_fx=None)
         self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
 
+    def value(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> Tensor:
+        output, target = self.inputs(output, batch)
+        return torch.stack([x.reshape(len(batch["index"]), -1).float() for x in (target, output)], 1)
+
     def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        index_B, (output, target) = batch["index"], self.inputs(output, batch)
-        pairs_B2T = torch.stack([x.reshape(len(index_B), -1).float() for x in (target, output)], 1)
-        self.key_N, self.index_N, self.pairs_N2T = largest(
-            SAMPLES,
-            torch.cat([self.key_N, -(index_B * HASH % MODULUS)]),
-            torch.cat([self.index_N, index_B]),
-            torch.cat([self.pairs_N2T, pairs_B2T]),
-        )
-        self.count += len(index_B)
+        super().update(output, batch, loss_B)
+        self.count += len(batch["index"])
 
     def contents(self) -> Sequence[Content]:
-        key_N, index_N = self.key_N.flatten(), self.index_N.flatten()
-        _, index_N, pairs_N2T = largest(SAMPLES, key_N, index_N, self.pairs_N2T.flatten(end_dim=-3))
-        pairs_N2T = pairs_N2T[index_N >= 0]
-        note = "" if self.count <= SAMPLES else f"A fixed sample of {SAMPLES:,} of {self.count:,}."
+        found = [value for _, value in self.found()]
+        pairs_N2T = torch.stack(found) if found else self.value_N[:0]
+        note = "" if self.count <= SAMPLES else f"A fixed random sample of {SAMPLES:,} of {self.count:,}."
         return [each for place in range(min(TARGETS, len(self.names))) for each in self.of(place, pairs_N2T, note)]
 
     def of(self, place: int, pairs_N2T: Tensor, note: str) -> Iterator[Content]:
@@ -352,23 +390,3 @@ class Residuals(Panel):
             counts, edges = torch.histogram(residual_N, 25, range=(low, high if high > low else low + 1))
             words = "prediction - target"
             yield Bars(f"Residuals of {name}", words, "samples", edges.tolist(), counts.tolist(), note)
-
-
-class ByPosition(Panel):
-    """The mean loss of the tokens at each place of a sequence; `losses` gives loss_BT and which tokens count."""
-
-    sums_2T: Tensor
-
-    def __init__(self, length: int, losses: Callable[[Any, Mapping[str, Any]], tuple[Tensor, Tensor]]) -> None:
-        super().__init__()
-        self.losses = losses
-        self.add_state("sums_2T", torch.zeros(2, length, dtype=EXACT), dist_reduce_fx="sum")
-
-    def update(self, output: Any, batch: Mapping[str, Any], loss_B: Tensor) -> None:
-        loss_BT, counts_BT = self.losses(output, batch)
-        sums_2T = torch.stack([(loss_BT * counts_BT).sum(0, dtype=EXACT), counts_BT.sum(0).to(EXACT)])
-        self.sums_2T[:, : sums_2T.shape[1]] += sums_2T
-
-    def contents(self) -> Sequence[Content]:
-        points = [(float(at), loss / n) for at, (loss, n) in enumerate(self.sums_2T.T.tolist(), 1) if n]
-        return [Lines("Loss by position", "place in the sequence", "mean loss of a token", {"loss": points})]

@@ -75,7 +75,7 @@ class Segmentation(Task):
         target_BHW, guess_BHW = batch["target"], output.argmax(1)
         shown_BHW = guess_BHW.where(target_BHW != self.ignore_index, self.ignore_index)
         return [
-            {"target": Mask(t, self.ignore_index), "prediction": Mask(g, self.ignore_index)}
+            {name: Mask(x, self.ignore_index, self.value_names) for name, x in (("target", t), ("prediction", g))}
             for t, g in zip(target_BHW.cpu().numpy(), shown_BHW.cpu().numpy(), strict=True)
         ]
 

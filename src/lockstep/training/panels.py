@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
-from lockstep.tasks.panel import Content, Gallery, Panel, Sample, Worst
+from lockstep.tasks.panel import Content, Gallery, Kept, Panel, Sample
 from lockstep.training.metrics import samples_at, without_fillers
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class TestPanels:
     __test__ = False  # for pytest
 
     def __init__(self, task: Task, contents: list[Content], *, compiled: bool) -> None:
-        self.task, self.worst, self.compiled = task, Worst(), compiled
+        self.task, self.worst, self.random, self.compiled = task, Kept(24, by_loss=True), Kept(16), compiled
         self.panels: dict[str, Panel] = {}
         self.failed: set[str] = set()
         self.contents = contents
@@ -40,6 +40,7 @@ class TestPanels:
         with self.attempt("test_panels"):
             self.panels = {name: panel.to(device) for name, panel in self.task.test_panels().items()}
         self.worst.to(device)
+        self.random.to(device)
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
@@ -51,6 +52,7 @@ class TestPanels:
 
     def update(self, output: Any, batch: Batch, loss_B: Tensor, batch_idx: int) -> None:
         self.worst.update(output, batch, loss_B)
+        self.random.update(output, batch, loss_B)
         for name, panel in self.panels.items():
             if name not in self.failed:
                 with self.attempt(name):
@@ -61,18 +63,25 @@ class TestPanels:
         for name, panel in self.whole(module).items():
             with of_all_processes([panel]), self.attempt(name):
                 self.contents += panel.contents()
-        with of_all_processes([self.worst]):
-            found = self.worst.found()
-        described: list[Sample] = []
+        with of_all_processes([self.worst, self.random]):
+            worst, sample = (
+                [(index, loss.item()) for index, loss in kept.found()] for kept in (self.worst, self.random)
+            )
+        found = [*worst, *sample]
+        described: dict[int, Sample] = {}
         for rows, output, batch, raw in self.again(module, [index for index, _ in found]):
             with self.attempt("worst"):
                 facts = self.task.describe(output, batch)
-                images = pictures(raw["input"]) or [None] * len(rows)
+                images = pictures(raw["input"]) or [None] * len(found)
                 for row, more in zip(rows, facts, strict=True):
                     index, loss = found[row]
-                    described.append(Sample(index, {"loss": loss, **more}, images[row]))
-        if described:
-            self.contents.append(Gallery("Largest losses", described, "Of the test set, the largest first."))
+                    described[index] = Sample(index, {"loss": loss, **more}, images[row])
+        for title, kept, note in (
+            ("Largest losses", worst, "Of the test set, the largest first."),
+            ("Random samples", sample, "The same samples of the test set in every run."),
+        ):
+            if samples := [described[index] for index, _ in kept if index in described]:
+                self.contents.append(Gallery(title, samples, note))
 
     def whole(self, module: "TaskModule") -> Mapping[str, Panel]:
         """The panels that failed on no rank."""

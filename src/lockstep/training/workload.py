@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
+from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
 from lockstep.run.report import tested
@@ -25,6 +26,18 @@ Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% inter
 Curve = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CURVES = 8  # of metrics that a module of the user's logs
 STAGE = re.compile(r"(train|val|valid|validation)[/_](.+)")
+
+
+def headline(report: Mapping[str, Any]) -> tuple[str, str]:
+    """Name and value of the first test metric, or else of the monitored one; without either, how far the run has come."""
+    names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
+    if names:
+        return names[0], metric(names[0], report[names[0]])
+    if report["status"] == "done":
+        return "Result", "no metric was logged"
+    step = report.get("train/steps")
+    place = f"the log ends at step {step:,}" if step else "before the first row of the log"
+    return str(report["status"]).capitalize(), place
 
 
 class Workload:
@@ -84,9 +97,7 @@ class Workload:
 
     def headline(self, report: Mapping[str, Any]) -> Headline:
         """Of the report's main metric: the first of the test, or else the monitored one."""
-        names = [*tested(report), *(name for name in report if name == report.get("monitor"))]
-        name, value = next(((name, report[name]) for name in names), ("test", "nothing was logged"))
-        return name, value if isinstance(value, str) else f"{value:.4f}", None
+        return *headline(report), None
 
     def curves(self, logged: Iterable[str]) -> list[Curve]:
         """The report's curves, from the names of what was logged."""
