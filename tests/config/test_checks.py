@@ -190,7 +190,7 @@ BAD = {
     "exact.threads=2": ["no effect without exact.logical_ranks"],
     "exact.digests=true": ["exact.digests=true has no effect without exact.logical_ranks"],
     "task=segmentation task.class_weights=balanced": ["not a key of the chosen task", "task=<name>"],
-    "exact.logical_rank=8": ["exact.shard is not a key", "did you mean exact.logical_ranks?"],
+    "exact.logical_rank=8": ["exact.logical_rank is not a key", "did you mean exact.logical_ranks?"],
 }
 
 
