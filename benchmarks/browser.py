@@ -95,7 +95,9 @@ def screenshot(driver: Any, path: Path, *, width: int, height: int | None = None
     clip = {"x": 0, "y": top, "width": width, "height": height or whole, "scale": 1}
     shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
-    image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)  # a third of the bytes
+    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )  # a third of the bytes
 
 
 if __name__ == "__main__":

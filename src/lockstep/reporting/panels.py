@@ -219,7 +219,9 @@ def text(name: str, value: Any) -> str:
 
 def look(sample: Sample) -> str:
     kinds = {type(value) for value in sample.facts.values()}
-    return "texts" if Tokens in kinds else "masks" if Mask in kinds and sample.image_CHW is not None else "images"
+    if sample.image_CHW is None:
+        return "texts" if Tokens in kinds else "facts"
+    return "masks" if Mask in kinds else "images"
 
 
 FILTERS = (drawn, keys, most_errors, is_right, mask_legend, images, tokens, texts, look)
