@@ -90,7 +90,9 @@ class Monitor:
             process.store.set(f"{self.name}/left/{self.rank}", "")
             if process.store.add(f"{self.name}/left", 1) == self.size:
                 process.store.set(f"{self.name}/over", "")
-                process.store.get(f"{self.name}/over")  # `set` does not wait for the store, which may end with this process
+                process.store.get(
+                    f"{self.name}/over"
+                )  # `set` does not wait for the store, which may end with this process
             elif not failed:
                 process.store.wait([f"{self.name}/over"], FOR_EVER)
         self.over.set()  # not before: where rank 0 is stopped, the requests wait for ever
