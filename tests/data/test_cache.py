@@ -42,7 +42,7 @@ def same(found: Parts, expected: Parts) -> bool:
 
 
 def decoded(root: Path) -> Parts:
-    return Mnist.read(Mnist.find(root))
+    return Mnist.read_files(Mnist.find(root))
 
 
 def unwanted(*_: object) -> Parts:
@@ -64,7 +64,7 @@ def test_the_arrays_are_mapped_and_cannot_be_changed(root, cache):
 @pytest.mark.parametrize("source", ["disk", "embedded"])
 def test_files_are_read_once(root, cache, monkeypatch, source):
     first = prepared(root, cache, source=source)
-    monkeypatch.setattr(Mnist, "read", unwanted)
+    monkeypatch.setattr(Mnist, "read_files", unwanted)
     monkeypatch.setattr(published, "read_embedded", unwanted)
     second = prepared(root, cache, source=source)
     assert (second.cached, second.source) == (first.cached, source)
@@ -74,7 +74,7 @@ def test_files_are_read_once(root, cache, monkeypatch, source):
 def test_fetched_files_are_read_once_wherever_they_came_from(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(Mnist, "fetch", lambda dataset: write_mnist(dataset.root, 60, 20))
     fetched = prepared(tmp_path / "data", cache)
-    monkeypatch.setattr(Mnist, "read", unwanted)
+    monkeypatch.setattr(Mnist, "read_files", unwanted)
     found = prepared(tmp_path / "data", cache)
     assert (fetched.source, found.source) == ("download", "disk")
     assert found.cached == fetched.cached
@@ -167,7 +167,7 @@ def test_a_damaged_cache_is_made_anew_with_a_warning(root, cache, damage, capsys
 
 def test_a_cache_is_hashed_only_if_its_files_were_touched(root, cache, monkeypatch):
     first = prepared(root, cache).cached
-    monkeypatch.setattr(Mnist, "read", unwanted)
+    monkeypatch.setattr(Mnist, "read_files", unwanted)
     os.utime(first.folder / "train" / "input.npy")  # a copy of the cache
     assert prepared(root, cache).cached == first
     monkeypatch.setattr(cache_module, "digest_of", unwanted)

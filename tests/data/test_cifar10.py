@@ -23,7 +23,7 @@ class Touch:
 
 def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
     monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 6))
-    parts = Cifar10.read(Cifar10.find(tmp_path))
+    parts = Cifar10.read_files(Cifar10.find(tmp_path))
     batches = [pickle.loads((tmp_path / Cifar10.folders[0] / name).read_bytes()) for name in Cifar10.md5]
     assert parts["train/input"].shape == (30, 3, 32, 32)
     assert parts["test/input"].shape == (6, 3, 32, 32)
@@ -50,11 +50,11 @@ def test_a_changed_cifar10_file_is_refused_before_it_is_unpickled(tmp_path, monk
     path, marker = tmp_path / Cifar10.folders[0] / name, tmp_path / "marker"
     path.write_bytes(pickle.dumps(Touch(marker)))
     with pytest.raises(UserError, match=rf"{name} .*data\.source=download"):
-        Cifar10.read(Cifar10.find(tmp_path))
+        Cifar10.read_files(Cifar10.find(tmp_path))
     assert not marker.exists()
     pickle.loads(path.read_bytes())
     assert marker.exists()  # it would have run
     monkeypatch.undo()  # all made-up files have other checksums than the published ones
     with pytest.raises(UserError) as error:
-        Cifar10.read(Cifar10.find(tmp_path))
+        Cifar10.read_files(Cifar10.find(tmp_path))
     assert all(name in str(error.value) for name in Cifar10.md5)

@@ -123,7 +123,7 @@ def served_mnist(server, dead_url, tmp_path, monkeypatch) -> Path:
 def test_mnist_is_fetched_to_where_it_is_looked_for_and_again_only_where_it_is_damaged(served_mnist, server, tmp_path):
     root = tmp_path / "data"
     fetch_mnist(root)
-    fetched, made = Mnist.read(Mnist.find(root)), Mnist.read(Mnist.find(served_mnist))
+    fetched, made = Mnist.read_files(Mnist.find(root)), Mnist.read_files(Mnist.find(served_mnist))
     assert np.array_equal(fetched["train/input"], made["train/input"])
     assert np.array_equal(fetched["test/target"], made["test/target"])
     server.asked.clear()
@@ -149,10 +149,10 @@ def served_cifar10(server, tmp_path, monkeypatch) -> Path:
 
 
 def test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_network(served_cifar10, server, tmp_path):
-    root, made = tmp_path / "data", Cifar10.read(Cifar10.find(served_cifar10))
+    root, made = tmp_path / "data", Cifar10.read_files(Cifar10.find(served_cifar10))
     for _ in range(2):
         fetch_cifar10(root)
-        fetched = Cifar10.read(Cifar10.find(root))
+        fetched = Cifar10.read_files(Cifar10.find(root))
         assert np.array_equal(fetched["train/input"], made["train/input"])
         assert np.array_equal(fetched["test/target"], made["test/target"])
         (root / Cifar10.folders[0] / "data_batch_2").write_bytes(b"half")  # a damaged file

@@ -42,11 +42,11 @@ def test_labels_and_images_that_do_not_match_are_refused(tmp_path, part, kind, w
     folder = write_mnist(tmp_path, 20, 20) / "MNIST" / "raw"
     write_idx(folder / f"{part}-{kind}-ubyte.gz", wrong)
     with pytest.raises(UserError, match=rf"{folder}/{part}-images-idx3-ubyte\.gz does not hold MNIST"):
-        Mnist.read(Mnist.find(tmp_path))
+        Mnist.read_files(Mnist.find(tmp_path))
 
 
 def test_mnist_is_read_in_its_order(tmp_path):
-    parts = Mnist.read(Mnist.find(write_mnist(tmp_path, 30, 20)))
+    parts = Mnist.read_files(Mnist.find(write_mnist(tmp_path, 30, 20)))
     raw = tmp_path / "MNIST" / "raw"
     for part, ours in (("train", "train"), ("t10k", "test")):
         images, labels = parts[f"{ours}/input"], parts[f"{ours}/target"]

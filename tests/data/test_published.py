@@ -60,12 +60,12 @@ def test_files_that_are_not_there_are_fetched(tmp_path, cache, monkeypatch, sour
     monkeypatch.setattr(Mnist, "fetch", write_made_up)
     dataset = prepared(tmp_path / "data", cache, source=source)
     assert dataset.source == "download"
-    assert_holds(dataset, Mnist.read(Mnist.find(tmp_path / "data")))
+    assert_holds(dataset, Mnist.read_files(Mnist.find(tmp_path / "data")))
 
 
 @pytest.mark.parametrize("damaged", ["train-images-idx3-ubyte.gz", "train-images-idx3-ubyte"])
 def test_a_download_puts_damaged_files_right(root, cache, monkeypatch, damaged):
-    expected = Mnist.read(Mnist.find(root))
+    expected = Mnist.read_files(Mnist.find(root))
     content = raw(root, "train-images-idx3-ubyte.gz").read_bytes()
     raw(root, "train-images-idx3-ubyte.gz").unlink()
     raw(root, damaged).write_bytes(content[:100])
