@@ -360,7 +360,7 @@ def test_the_card_has_the_data_the_figures_and_what_differs(run, place, tmp_path
     card = (made / "README.md").read_text()
     for said in (
         f"sha256: `{report['data/sha256']}`", "classes: blue, green, red", f"| test/acc | {report['test/acc']:.4f} | 3 |",
-        "- `data.image_size=12`", "- `model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
+        "- `data.image_size=12`", "- `++model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
         "`source` has the licence of the project", "is not known here", "python load.py <folder or files>",
     ):  # fmt: skip
         assert said in card, said

@@ -9,9 +9,11 @@ import wave
 from collections.abc import Iterator
 from pathlib import Path
 
+import browser
 import numpy as np
 import pytest
 import torch
+from pages import Text
 
 import lockstep
 from lockstep.checkpoints import finding
@@ -23,10 +25,10 @@ pytestmark = pytest.mark.xdist_group("files")
 CPU = ["trainer.accelerator=cpu"]
 OWN = ["data=own", "model=own"]
 SEVERAL = [
-    "data._target_=ears.data.Several",
+    "data._target_=mywork.data.Several",
     "+data.root=sounds",
-    "model._target_=ears.nets.Several",
-    "task._target_=ears.task.OfSeveral",
+    "model._target_=mywork.nets.Several",
+    "task._target_=mywork.task.OfSeveral",
 ]
 RATE, LENGTH = 8000, 400
 DATA = """
@@ -37,39 +39,20 @@ import numpy as np
 
 from lockstep.data import Arrays, Batch, DataSet
 
+from mywork.sounds import Sounds
+
 
 class Read(DataSet):
     def __init__(self, *, root: str) -> None:
         self.about = {**self.explained(Path(root)), "classes": ["high", "low"]}
         files = sorted(path for path in Path(root).rglob("*") if path.name.endswith(self.endings))
-        found = [(self.read(path), "low" in path.name) for path in files]
-        parts = [(each if isinstance(each, Arrays) else {"input": each["input"][None]}, low) for each, low in found]
-        inputs = np.concatenate([each[np.arange(len(each))]["input"] if isinstance(each, Arrays) else each["input"] for each, _ in parts])
-        targets = np.concatenate([np.full(len(each) if isinstance(each, Arrays) else 1, int(low)) for each, low in parts])
-        self.train, self.test = (Arrays(input=inputs[part], target=targets[part]) for part in (slice(0, None, 2), slice(1, None, 2)))
+        parts = [self.read(path).arrays["input"] for path in files]
+        inputs = np.concatenate(parts)
+        targets = np.repeat([int("low" in path.name) for path in files], [len(part) for part in parts])
+        self.train, self.test = (Arrays(input=inputs[part::2], target=targets[part::2]) for part in (0, 1))
 
     def explained(self, root: Path) -> dict:
         return {}
-
-
-class Sounds(Read):
-    unit, endings = "clips", (".wav",)
-
-    def explained(self, root: Path) -> dict:
-        return {"sample_rate": 8000, "length": 400}
-
-    def read(self, path: Path) -> dict:
-        with wave.open(str(path)) as file:
-            if file.getframerate() != self.about["sample_rate"]:
-                raise ValueError(f"its rate is {file.getframerate()} Hz")
-            wave_T = np.frombuffer(file.readframes(self.about["length"]), "<i2")
-        return {"input": np.pad(wave_T, (0, self.about["length"] - len(wave_T)))}
-
-    def preprocess(self, batch: Batch) -> Batch:
-        return {**batch, "input": batch["input"].float() / 32768}
-
-    def network_arguments(self) -> dict:
-        return {"size": self.about["length"]}
 
 
 class Table(Read):
@@ -166,7 +149,8 @@ class Changed(Classification):
     def outputs(self, net, batch):
         return net(batch["input"], 3)
 """
-KINDS = {"sounds": ("Sounds", "Dense"), "tables": ("Table", "Dense"), "lines": ("Lines", "Bag")}
+SOUNDS = Text(lockstep.ROOT / "docs/predict-export.md").files["src/mywork/sounds.py"]
+KINDS = {"sounds": ("sounds.Sounds", "Dense"), "tables": ("data.Table", "Dense"), "lines": ("data.Lines", "Bag")}
 
 
 def write_sound(path: Path, hertz: float, rate: int = RATE, length: int = LENGTH) -> None:
@@ -194,10 +178,10 @@ def write_inputs(folder: Path, seed: int, count: int = 12) -> None:
 def place(tmp_path_factory, forked) -> Iterator[Path]:
     """A project with a run of each of KINDS, its data, and `new` files."""
     place = tmp_path_factory.mktemp("files")
-    package = place / "src/ears"
+    package = place / "src/mywork"
     package.mkdir(parents=True)
     (place / "pyproject.toml").write_text("[tool.lockstep]\n")
-    for name, text in {"__init__": "", "data": DATA, "nets": NETS, "task": TASK}.items():
+    for name, text in {"__init__": "", "data": DATA, "nets": NETS, "task": TASK, "sounds": SOUNDS}.items():
         (package / f"{name}.py").write_text(text)
     write_inputs(place, 0)
     write_inputs(place / "new", 1, 3)
@@ -205,11 +189,11 @@ def place(tmp_path_factory, forked) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         for kind, (data, net) in KINDS.items():
-            named = [f"data._target_=ears.data.{data}", f"+data.root={kind}", f"model._target_=ears.nets.{net}"]
+            named = [f"data._target_=mywork.{data}", f"+data.root={kind}", f"model._target_=mywork.nets.{net}"]
             lockstep.train([f"run={kind}", *OWN, *named, *options])
         lockstep.train(["run=several", *OWN, *SEVERAL, *options])
         yield place
-    for name in [name for name in sys.modules if name.split(".")[0] == "ears"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "mywork"]:
         del sys.modules[name]
 
 
@@ -261,7 +245,7 @@ def test_mistakes_are_named(place, tmp_path):
         lockstep.predict(["run=sounds", "input=lines", f"output={tmp_path}/a.csv", *CPU])
     with pytest.raises(UserError, match=r"none of 1 files can be read:\n  pyproject.toml: file does not start"):
         lockstep.predict(["run=sounds", "input=pyproject.toml", f"output={tmp_path}/a.csv", *CPU])
-    forgets = ["data._target_=ears.data.Forgetful", "input=sounds", f"output={tmp_path}/a.csv"]
+    forgets = ["data._target_=mywork.data.Forgetful", "input=sounds", f"output={tmp_path}/a.csv"]
     with pytest.raises(AttributeError, match="no attribute 'length'") as caught:
         lockstep.predict(["run=sounds", *forgets, *CPU])
     assert caught.value.__notes__ == ["Forgetful.read has self.about only: __init__ was not called."]
@@ -283,6 +267,34 @@ def test_the_gallery_shows_sounds_rows_and_lines(place, tmp_path):
     assert f'<p class="tokens">{line.replace("<", "&lt;")}</p>' in pages["lines"]
 
 
+def test_the_report_draws_and_plays_sounds(place):
+    gallery = lockstep.load_report("runs/sounds").panels["Largest losses"]
+    sound = gallery.samples[0].facts["sound"]
+    sample = np.frombuffer((place / "sounds/high-0.wav").read_bytes()[44:], "<i2")
+    assert (sound.rate, len(sound.wave_T), sound.wave_T.dtype) == (RATE, len(sample), np.int16)
+    page = Path("runs/sounds/report.html").read_text()
+    assert page.count('<svg class="wave"') == page.count('src="data:audio/wav;base64,') == len(gallery.samples) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser.missing() is not None, reason=str(browser.missing()))
+@pytest.mark.filterwarnings("ignore")  # of selenium
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gallery_fits_its_window_and_its_sounds_can_be_played(place, tmp_path, kind):
+    predicted(f"run={kind}", f"input=new/{kind}", "gallery=true", output=tmp_path / "table.jsonl")
+    with browser.browser() as driver:
+        for width, dark in ((1280, False), (360, True)):
+            browser.show(driver, tmp_path / "table.jsonl.html", width=width, dark=dark)
+            assert driver.execute_script("return document.documentElement.scrollWidth") <= width
+            paper = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+            assert paper == ("rgb(18, 20, 24)" if dark else "rgb(255, 255, 255)")
+        loaded = """const done = arguments[0], all = [...document.querySelectorAll('audio')];
+          Promise.all(all.map(a => new Promise(ok => { a.onloadedmetadata = a.onerror = () => ok(a.duration); a.preload = 'auto'; a.load() }))).then(done)"""
+        durations = driver.execute_async_script(loaded)
+        assert durations == pytest.approx([LENGTH / RATE] * 6 if kind == "sounds" else [], abs=0.01)
+        assert driver.get_log("browser") == []
+
+
 # --- exported folders ---
 
 WITHOUT_LOCKSTEP = """
@@ -291,7 +303,7 @@ from importlib.machinery import PathFinder
 
 class Elsewhere:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"lockstep", "lightning", "hydra", "omegaconf", "ears"} and path is None:
+        if name.split(".")[0] in {"lockstep", "lightning", "hydra", "omegaconf", "mywork"} and path is None:
             return PathFinder.find_spec(name, [each for each in sys.path if "exported" in each])
 
 sys.meta_path[:] = [Elsewhere(), *(each for each in sys.meta_path if "editable" not in str(each).lower())]
@@ -358,12 +370,12 @@ def test_load_py_needs_no_lockstep(place, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (["task._target_=ears.task.Changed", "model._target_=ears.nets.Constant"], "Changed uses int besides tensors for a batch"),
-        (["model._target_=ears.nets.Branching"], r"--pt2: torch cannot export this network"),
+        (["task._target_=mywork.task.Changed", "model._target_=mywork.nets.Constant"], "Changed uses int besides tensors for a batch"),
+        (["model._target_=mywork.nets.Branching"], r"--pt2: torch cannot export this network"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_refused_before_the_first_step_of_a_run_that_asks(place, changed, said):
-    asked = ["run=asked", *OWN, "data._target_=ears.data.Sounds", "+data.root=sounds", *changed]
+    asked = ["run=asked", *OWN, "data._target_=mywork.sounds.Sounds", "+data.root=sounds", *changed]
     with pytest.raises(UserError, match=said):
         lockstep.train([*asked, "callbacks=[default,exportable]", "data.batch_size=8", "trainer.max_steps=2", *CPU])
     assert not Path("runs/asked").exists()

@@ -185,6 +185,17 @@ class Sound:
     file: str = ""
 
 
+def picture(value: Any) -> NDArray[np.uint8] | None:
+    """uint8 image_CHW; None if it is no image of 1 or 3 channels. Numbers of another type span from black to white."""
+    image_CHW = np.asarray(value)
+    if image_CHW.ndim != 3 or image_CHW.shape[0] not in (1, 3):
+        return None
+    if image_CHW.dtype != np.uint8:
+        image_CHW = image_CHW.astype(np.float32)
+        image_CHW = (image_CHW - image_CHW.min()) / max(1e-12, np.ptp(image_CHW)) * 255
+    return image_CHW.round().clip(0, 255).astype(np.uint8)
+
+
 class DataSet:
     """The data of a run. A subclass sets `train` and `test` (and `val` if the data has a validation part), or overrides `open_part`.
 
@@ -265,13 +276,11 @@ class DataSet:
         of a table by `inputs`.
         """
         value, about = sample["input"], self.about
-        array = np.asarray(value)
         if isinstance(value, str):
             return {"text": value}
-        if array.ndim == 3 and array.shape[0] in (1, 3):
-            if array.dtype != np.uint8:  # of a data set with a scale of its own
-                array = (array - array.min()) / max(1e-12, array.max() - array.min()) * 255
-            return {"image": array.round().clip(0, 255).astype(np.uint8)}
+        if (image_CHW := picture(value)) is not None:
+            return {"image": image_CHW}
+        array = np.asarray(value)
         if "sample_rate" in about and array.ndim in (1, 2):
             wave_T = array.reshape(-1, array.shape[-1])[0, :SHOWN]
             most = 32768.0 if wave_T.dtype == np.int16 else max(1.0, float(np.abs(wave_T).max(initial=0)))

@@ -15,17 +15,16 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, mapped
 from lockstep.checkpoints.saving import Position
 from lockstep.checkpoints.weights import load_into, read
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
+from lockstep.config.compose import as_overrides
 from lockstep.config.instantiate import WEIGHTS, create, create_data, has_own_loaders, network
 from lockstep.config.run_config import model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
-from lockstep.config.words import shown
 from lockstep.data import dataset, pixels, preprocess
 from lockstep.data.dataset import Batch, DataSet, samples_of
 from lockstep.data.images import NEEDED, Images, find_inputs
@@ -135,11 +134,14 @@ class Exported:
         task, content = self.task, {**write_network(part, self.config, self.offered, self.net), **self.signature()}
         if content["reader"]:
             try:
+                type(self.data).for_files(task.about).preprocess(
+                    dict(self.batch or {})
+                )  # which may need what only `__init__` sets
                 copy(needed(type(self.data).__module__, OFFERED), part / "source")
                 copy({"lockstep.data.dataset": Path(inspect.getfile(dataset))}, part / "standin")
                 names = ", ".join(name.rpartition(".")[2] for name in sorted(OFFERED))
                 (part / "standin/lockstep/data/__init__.py").write_text(f"from lockstep.data.dataset import {names}\n")
-            except UserError as e:
+            except (UserError, AttributeError) as e:
                 print(f"WARNING: load.py of the folder cannot read files: {e}", file=sys.stderr)
                 content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
@@ -309,13 +311,15 @@ OUTPUTS = {
     "identity": "a number for each of the {names}",
     "none": "what the network itself returns",
 }
-NOT_SETTINGS = ("run", "runs_dir", "resume", "init_from", "logger", "callbacks", "hydra", "experiment", "debug")
+LIBRARIES = ("timm", "torchvision")  # that networks come from
 
 
 def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, float]) -> str:
     """`found`: by file, the largest difference of its outputs from the trained network's."""
     cfg: Any = OmegaConf.create(dict(checkpoint.config))
     report, task = report_of(path), what.task
+    model = json.loads((part / "model.json").read_text())
+    library = "timm" if model["timm"] else model["target"].partition(".")[0]
     examples = () if what.takes_images else leaves(what.examples()[0])
     inputs = [f"{str(x.dtype).partition('.')[2]} of shape {('batch', *x.shape[1:])}" for _, x in examples]
     values = {
@@ -325,7 +329,7 @@ def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: 
         "task": title(cfg.task).replace("_", " "),
         "about": task.about,
         "inputs": [text.replace("'", "") for text in inputs],
-        "model_json": json.loads((part / "model.json").read_text()),
+        "reader": model["reader"],
         "output": OUTPUTS[what.activation].format(names=f"{len(task.value_names)} {task.names}"),
         "file": path.name,
         "run": cfg.run,
@@ -338,19 +342,13 @@ def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: 
         "unit": what.data.unit,
         "differences": found,
         "compared": len(what.batch["index"]) if what.batch else 0,
-        "packages": packages(part),
+        "packages": ["torch", "safetensors", "Pillow", *({library} & {*LIBRARIES})],
         "files": [each.name for each in part.iterdir()],
         "onnx_output": "values" if what.activation == "identity" else "probabilities",
-        "settings": settings(cfg),
+        "settings": as_overrides(cfg),
         "versions": versions(),
     }
     return ENVIRONMENT.get_template("card.md.j2").render(values) + "\n"
-
-
-def packages(part: Path) -> list[str]:
-    about = json.loads((part / "model.json").read_text())
-    library = "timm" if about["timm"] else str(about["target"]).partition(".")[0]
-    return ["torch", "safetensors", "Pillow", *([library] if library in ("timm", "torchvision") else [])]
 
 
 def report_of(path: Path) -> dict[str, Any]:
@@ -358,13 +356,3 @@ def report_of(path: Path) -> dict[str, Any]:
     run = path.resolve().parents[1]
     report = RunFolder(run).report()
     return report if report.get("checkpoint") and (run / report["checkpoint"]).resolve() == path.resolve() else {}
-
-
-def settings(cfg: DictConfig) -> dict[str, str]:
-    """What differs from the defaults."""
-    try:
-        defaults = dotted(OmegaConf.to_container(compose_config("train", []), resolve=True))
-    except CONFIG_ERRORS:
-        defaults = {}
-    own = dotted(OmegaConf.to_container(cfg, resolve=True)).items()
-    return {k: shown(v) for k, v in own if k.partition(".")[0] not in NOT_SETTINGS and defaults.get(k) != v}

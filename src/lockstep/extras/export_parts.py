@@ -156,15 +156,6 @@ def varying(one: Any, other: Any) -> Any:
     return type(one)(varying(a, b) for a, b in zip(one, other, strict=True))
 
 
-def captured(model: Model, what: str, examples: Sequence[Inputs]) -> Any:
-    """The graph of torch.export, for any size of the dimensions in which two `examples` of the arguments differ."""
-    try:
-        with torch.no_grad():
-            return torch.export.export(Whole(model).eval(), examples[0], dynamic_shapes={"inputs": varying(*examples)})
-    except Exception as e:  # of torch's tracing: anything
-        raise not_exportable(what, e) from e
-
-
 def not_exportable(what: str, error: Exception) -> UserError:
     why = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return UserError(
@@ -176,9 +167,13 @@ def write_graphs(model: Model, formats: list[str], folder: Path, examples: Seque
     """Writes model.onnx and model.pt2 as asked for; returns how to run each file."""
     if not formats:
         return {}
+    shapes = {"inputs": varying(*examples)}  # any size of the dimensions in which the examples differ
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # the exporters warn about themselves
-        graph = captured(model, " ".join(f"--{name}" for name in formats), examples)
+        try:
+            graph = torch.export.export(Whole(model).eval(), examples[0], dynamic_shapes=shapes)
+        except Exception as e:  # of torch's tracing: anything
+            raise not_exportable(" ".join(f"--{name}" for name in formats), e) from e
         found: dict[str, Run] = {}
         if "pt2" in formats:
             torch.export.save(graph, folder / "model.pt2")

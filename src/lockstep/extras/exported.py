@@ -99,8 +99,9 @@ class Model:
         """A row for each sample: what Lockstep's predict.py writes."""
         output = self.outputs(*inputs)
         if self.activation == "none":
-            values = output if isinstance(output, dict) else {"output": output}
-            return [dict(zip(values, row, strict=True)) for row in zip(*map(as_lists, values.values()), strict=True)]
+            named = output if isinstance(output, dict) else {"output": output}
+            columns = [digits(x.tolist()) if isinstance(x, Tensor) else x for x in named.values()]
+            return [dict(zip(named, row, strict=True)) for row in zip(*columns, strict=True)]
         if self.activation == "identity":
             return [dict(zip(self.classes, map(digits, row), strict=True)) for row in output.tolist()]
         if self.threshold is not None:
@@ -155,13 +156,11 @@ def filled(names: Any, batch: dict[str, Any]) -> Any:
     return tuple(filled(each, batch) for each in names) if isinstance(names, list) else batch[names]
 
 
-def as_lists(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def digits(value: float) -> float:
-    """The digits that float32 has."""
-    return float(f"{value:.7g}")
+def digits(value: Any) -> Any:
+    """A number, or lists of them, with the digits that float32 has."""
+    if isinstance(value, list):
+        return [digits(each) for each in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def module(path: Path) -> ModuleType:
@@ -172,7 +171,7 @@ def module(path: Path) -> ModuleType:
     return loaded
 
 
-def found(folder: Path, target: str) -> Any:
+def located(folder: Path, target: str) -> Any:
     """What model.json names: a class of network.py, of a package in source/, or of an installed library."""
     name, _, made = target.rpartition(".")
     if name == "network":
@@ -202,7 +201,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
 
         net = timm.create_model(model["timm"], **model["arguments"])
     else:
-        net = found(folder, model["target"])(**model["arguments"])
+        net = located(folder, model["target"])(**model["arguments"])
     net.load_state_dict(load_file(folder / "model.safetensors"))
     decode, reader = module(folder / "decode.py"), None
     if model["inputs"] is None:
@@ -212,7 +211,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
         installed = importlib.util.find_spec("lockstep")
         if installed is None or installed.origin is None:
             sys.path.append(str(folder / "standin"))  # its class DataSet
-        reader = found(folder, model["reader"]).for_files(data)
+        reader = located(folder, model["reader"]).for_files(data)
     return Model(
         net=net.eval(),
         reader=reader,
@@ -258,19 +257,6 @@ def text(value: Any) -> Any:
     return "|".join(map(str, value)) if isinstance(value, list) else value
 
 
-def said(row: dict[str, Any]) -> str:
-    """A row as a line."""
-    if row["error"]:
-        return f"cannot be read: {row['error']}"
-    if "class" in row:
-        return f"{row['class']} ({row['probability']:.1%})"
-    shown = {name: value for name, value in row.items() if name not in ("path", "row", "error", "mask")}
-    if "mask" in row:
-        width, height = row["mask"].size
-        shown["mask"] = f"{width} x {height}, classes {np.unique(row['mask']).tolist()}"
-    return ", ".join(f"{name}: {text(value)}" for name, value in shown.items())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicts files with the network of this folder.")
     parser.add_argument("files", nargs="+", help="files, or folders of them")
@@ -284,8 +270,9 @@ def main() -> None:
         write_csv(args.csv, rows)
         return
     for row in rows:
-        place = f", row {row['row']}" if "row" in row else ""
-        print(f"{row['path']}{place}: {said(row)}")
+        path, error = row.pop("path"), row.pop("error")
+        found = ", ".join(f"{name} {text(value)}" for name, value in row.items() if name != "mask")
+        print(f"{path}: {f'cannot be read: {error}' if error else found}")
 
 
 if __name__ == "__main__":

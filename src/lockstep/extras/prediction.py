@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -29,7 +30,8 @@ from lockstep.data.images import find_inputs
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.extras.tables import LISTED, InputFiles, Inputs, Row, listed, text, write_table
+from lockstep.extras.exported import digits, text
+from lockstep.extras.tables import LISTED, InputFiles, Inputs, Row, listed, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
 from lockstep.machine.world import World
@@ -43,18 +45,6 @@ from lockstep.training.workload import workload
 
 
 WIDE = "probabilities"  # a column of a number for each class or label, written on request
-
-
-def digits(value: Any) -> Any:
-    """A float with the digits that float32 has."""
-    if isinstance(value, list):
-        return [digits(each) for each in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def is_mask(value: Any) -> bool:
-    """Whether it is an image of whole numbers for each sample."""
-    return isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
 
 
 def cells(name: str, value: Sequence[Any] | Tensor, names: Sequence[str], *, wide: bool) -> dict[str, list[Any]]:
@@ -107,16 +97,6 @@ def masks(output: Path, column: str) -> Path:
     return output.with_name(f"{output.stem}-{column}")
 
 
-def lines(path: Path) -> Iterator[tuple[int, int, Row]]:
-    """The rows of one process."""
-    if not path.is_file():
-        raise UserError(
-            f"{path} does not exist: output needs a folder that all machines share. Pass a different output=."
-        )
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
-
-
 class Parts:
     """The rows of all processes: `write` makes the table of them, `gallery` a page; what they count is in `count`, `broken`, `wrong`."""
 
@@ -134,8 +114,14 @@ class Parts:
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         """Index and row, in input order: a batch is shared out by rank, so rows of a batch come by rank."""
-        streams = [lines(part(self.output, rank)) for rank in range(self.world)]
-        return ((index, row) for _, index, row in heapq.merge(*streams, key=lambda line: line[0]))
+        paths = [part(self.output, rank) for rank in range(self.world)]
+        if missing := [str(path) for path in paths if not path.is_file()]:
+            raise UserError(
+                f"{missing[0]} does not exist: all machines need to share the folder of output=. Pass another one."
+            )
+        with ExitStack() as files:
+            streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in paths]
+            yield from ((index, row) for _, index, row in heapq.merge(*streams, key=lambda line: line[0]))
 
     def counted(self) -> Iterator[Row]:
         for _, row in self.rows():
@@ -161,17 +147,17 @@ class Parts:
                 remove(masks(self.output, name))
                 (folder_of(self.output) / name).replace(masks(self.output, name))
 
-    def certainty(self, row: Row) -> float:
-        """Its smallest values are shown first."""
-        value = row[str(self.key)]
-        return (-math.inf if math.isnan(value) else -value) if self.key == "loss" else value
-
     def gallery(self, path: Path, data: DataModule, about: Mapping[str, str]) -> None:
         """A page of `KEPT` samples with their predictions. It needs no network, and the files of sounds beside it only to play them."""
         good = (each for each in self.rows() if not each[1].get(ERROR))
-        kept = heapq.nsmallest(KEPT, good, lambda each: self.certainty(each[1])) if self.key else [*islice(good, KEPT)]
-        names = [row["path"] for _, row in kept if "path" in row]
-        common = os.path.commonpath([Path(name).parent for name in names]) if names else ""
+
+        def order(each: tuple[int, Row]) -> float:
+            value = each[1][str(self.key)]
+            return -math.inf if math.isnan(value) else -value if self.key == "loss" else value
+
+        kept = heapq.nsmallest(KEPT, good, order) if self.key else [*islice(good, KEPT)]
+        folders = [Path.cwd() / Path(row["path"]).parent for _, row in kept if "path" in row]
+        common = os.path.commonpath(folders) if folders else ""
         values = {
             "samples": [self.sample(index, row, data, path.parent) for index, row in kept],
             "rows": [row for _, row in kept],
@@ -182,7 +168,7 @@ class Parts:
             "order": SORTED.get(str(self.key), "the first ones"),
             "unit": data.unit,
             "table": self,
-            "about": {**about, **({"Folder": common} if common else {})},
+            "about": about,
         }
         write_text(path, render("gallery.html.j2", self.output.stem, values))
 
@@ -253,7 +239,9 @@ class Writer(pl.Callback):
         if not indices:
             return
         found, problems = self.made(outputs), self.data.problems
-        masks = {name: found.pop(name) for name in list(found) if is_mask(found[name])}
+        # an image of whole numbers for each sample
+        tensors = {name: each for name, each in found.items() if isinstance(each, Tensor)}
+        masks = {n: found.pop(n) for n, each in tensors.items() if each.dim() == 3 and not each.is_floating_point()}
         found |= {name: self.saved(name, mask_BHW, indices, problems) for name, mask_BHW in masks.items()}
         rows = table_rows(found, self.names, wide=self.asked.probabilities)
         if len(rows) != len(indices):

@@ -1,4 +1,4 @@
-"""What predictions are made of and written to: files, and tables as CSV, JSON, JSON lines or Parquet. Free of torch."""
+"""What predictions are made of and written to: files, and tables as CSV, JSON, JSON lines or Parquet."""
 
 import csv
 import hashlib
@@ -15,6 +15,7 @@ from lockstep.config.project import of_users_code
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
 from lockstep.data.images import Listing, reason
 from lockstep.errors import UserError
+from lockstep.extras.exported import text
 from lockstep.machine.files import finite
 
 # --- Files to predict ---
@@ -134,11 +135,6 @@ CHUNK = 10_000  # rows of a Parquet row group
 def write_table(path: Path, ending: str, example: Row, rows: Iterator[Row]) -> None:
     """Writes `rows` to `path` in the format of `ending`, with the columns of `example`; those that a row lacks are empty there."""
     WRITERS[ending](path, example, ({name: row.get(name) for name in example} for row in rows))
-
-
-def text(value: Any) -> Any:
-    """A CSV cell; lists as the CSV of a multilabel data set has them."""
-    return "|".join(map(str, value)) if isinstance(value, list) else value
 
 
 def write_csv(path: Path, example: Row, rows: Iterator[Row]) -> None:
