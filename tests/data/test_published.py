@@ -52,7 +52,7 @@ def test_files_on_disk_are_decoded(root, cache, monkeypatch, name, source):
     monkeypatch.setattr(Cifar10, "md5", write_cifar10(root, 4))
     dataset = prepared(root, cache, name, source=source)
     assert dataset.source == "disk"
-    assert_holds(dataset, CLASSES[name].read(CLASSES[name].find(root)))
+    assert_holds(dataset, CLASSES[name].read_files(CLASSES[name].find(root)))
 
 
 @pytest.mark.parametrize("source", ["auto", "download"])

@@ -13,6 +13,7 @@ import export as export_script
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torchvision.io import write_png
 
@@ -136,10 +137,11 @@ def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
     assert load_file(folder / "model.safetensors").keys() == net.state_dict().keys()
 
 
-def test_a_lightning_module_is_not_exported(tmp_path):
-    config = {**{group: {} for group in GROUPS}, "task": {"_target_": "lightning.pytorch.LightningModule"}}
+def test_a_lightning_module_is_not_exported(tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep.extras.export.target_of", lambda *_: LightningModule)
+    config = {**{group: {} for group in GROUPS}, "task": {"_target_": "mine.Module"}}
     torch.save({"state_dict": {}, "config": config, "DataModule": {"about": {}}}, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=r"a.ckpt: lightning.pytorch.LightningModule is a LightningModule, which makes"):
+    with pytest.raises(UserError, match=r"a.ckpt: mine.Module is a LightningModule, which makes"):
         export(tmp_path / "a.ckpt", tmp_path / "export")
     assert not (tmp_path / "export").exists()
 
