@@ -1,10 +1,10 @@
 """Exports a trained network as a folder that needs only torch and Pillow (and timm, for timm's networks).
 
-python scripts/export.py <run or checkpoint> [<folder>] [--onnx] [--pt2] [--images <folder>]
+python scripts/export.py <run or checkpoint> [<folder>] [--onnx] [--pt2] [--files <folder>]
 
 The folder contains model.safetensors, load.py, which loads it and predicts files, and README.md, the model card. --onnx adds
-model.onnx, --pt2 the graph of torch.export; both take uint8 images of any size. All are compared with the trained network on 100
-test images of the run's data, or on --images, before the folder is kept.
+model.onnx, --pt2 the graph of torch.export; both take uint8 images of any size, or what the network takes. All are compared with the
+trained network on 100 test samples of the run's data, or on --files, before the folder is kept.
 """
 
 import argparse
@@ -30,7 +30,9 @@ def main() -> None:
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx; needs lockstep[onnx]")
     parser.add_argument("--pt2", action="store_true", help="also write model.pt2, for torch.export.load")
     parser.add_argument(
-        "--images", help="compare on these images, if the run's data is not here: a folder, a glob or a CSV"
+        "--files",
+        "--images",
+        help="compare on these files, if the run's data is not here: what predict.py takes as its input",
     )
     args = parser.parse_args()
     path = tested_checkpoint(args.what, "export")
@@ -38,9 +40,7 @@ def main() -> None:
     of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     folder = args.folder or Path("exports") / f"{of_sweep}{run.name}"
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
-    print(
-        f"{path} is exported to {export(path, folder, formats, args.images)}. Try it: python {folder}/load.py <image>"
-    )
+    print(f"{path} is exported to {export(path, folder, formats, args.files)}. Try it: python {folder}/load.py <image>")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_damaged_images_of_the_cases_are_refused(tmp_path):
         for name, content in (digits() | case.files).items():
             (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=case.key):
-            parts = Mnist.read(Mnist.find(tmp_path / "own") or [])
+            parts = Mnist.read_files(Mnist.find(tmp_path / "own") or [])
             raise AssertionError({name: array.shape for name, array in parts.items()})
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,16 @@ def test_a_checkpoint_takes_the_place_of_another_of_either_form(before, after, r
     assert path.is_dir() == (after == "shards")
     assert is_checkpoint(path)
     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about TorchScript
+@pytest.mark.parametrize("kind", ["object", "script"])
+def test_a_file_that_could_run_code_is_refused_without_torchs_advice_to_run_it(tmp_path, kind):
+    path = tmp_path / "hostile.ckpt"
+    torch.save({**CONTENT, "config": {}, "x": Path("x") if kind == "object" else 1}, path)
+    if kind == "script":
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("hostile/constants.pkl", b"")  # by which torch tells TorchScript
+    with pytest.raises(UserError, match=r"it holds objects that could run code") as error:
+        open_file(path)
+    assert "weights_only" not in str(error.value)

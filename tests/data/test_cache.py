@@ -41,7 +41,7 @@ def same(found: Parts, expected: Parts) -> bool:
 
 
 def decoded(root: Path) -> Parts:
-    return Mnist.read(Mnist.find(root))
+    return Mnist.read_files(Mnist.find(root))
 
 
 def unwanted(*_: object) -> Parts:
@@ -54,7 +54,7 @@ def test_files_are_read_once_and_mapped(root, cache, monkeypatch):
     assert first.train.arrays["target"].dtype == first.test.arrays["target"].dtype == np.int64
     assert same(arrays(first.cached), decoded(root))
     assert not any(array.flags.writeable for array in arrays(first.cached).values())
-    monkeypatch.setattr(Mnist, "read", unwanted)
+    monkeypatch.setattr(Mnist, "read_files", unwanted)
     assert prepared(root, cache).cached == first.cached
     assert folders(cache) == [first.cached.folder]
 

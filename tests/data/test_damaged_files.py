@@ -54,7 +54,7 @@ def test_an_archive_or_a_pickle_of_any_bytes(tmp_path, content):
     for path in files:
         path.write_bytes(content)
     with pytest.raises(UserError, match="data_batch_1"):  # a pickle with another checksum is never opened
-        Cifar10.read(files)
+        Cifar10.read_files(files)
 
 
 @FEW

@@ -36,7 +36,7 @@ def cache(tmp_path) -> Path:
 
 
 def test_mnist_is_read_in_its_order(root):
-    parts = Mnist.read(Mnist.find(root))
+    parts = Mnist.read_files(Mnist.find(root))
     for part, ours in (("train", "train"), ("t10k", "test")):
         images, labels = parts[f"{ours}/input"], parts[f"{ours}/target"]
         assert images.tobytes() == gzip.decompress(raw(root, f"{part}-images-idx3-ubyte.gz").read_bytes())[16:]
@@ -46,7 +46,7 @@ def test_mnist_is_read_in_its_order(root):
 
 def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
     monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 6))
-    parts = Cifar10.read(Cifar10.find(tmp_path))
+    parts = Cifar10.read_files(Cifar10.find(tmp_path))
     *train, test = [pickle.loads((tmp_path / Cifar10.folders[0] / name).read_bytes()) for name in Cifar10.md5]
     assert parts["train/input"].shape == (30, 3, 32, 32)
     for part, batches in (("train", train), ("test", [test])):
@@ -89,7 +89,7 @@ def test_cifar10_is_found_in_its_folder_and_in_the_folder_above(tmp_path):
 def test_labels_and_images_that_do_not_match_are_rejected(root, kind, wrong):
     write_idx(raw(root, f"{kind}-ubyte.gz"), wrong)
     with pytest.raises(UserError, match=rf"/{kind[:4]}\w*-images-idx3-ubyte\.gz does not hold MNIST"):
-        Mnist.read(Mnist.find(root))
+        Mnist.read_files(Mnist.find(root))
 
 
 class Touch:
@@ -107,7 +107,7 @@ def test_a_changed_cifar10_file_is_rejected_before_it_is_unpickled(tmp_path, mon
     path, marker = tmp_path / Cifar10.folders[0] / "data_batch_3", tmp_path / "marker"
     path.write_bytes(pickle.dumps(Touch(marker)))
     with pytest.raises(UserError, match=r"data_batch_3 .*data\.source=download"):
-        Cifar10.read(Cifar10.find(tmp_path))
+        Cifar10.read_files(Cifar10.find(tmp_path))
     assert not marker.exists()
     pickle.loads(path.read_bytes())
     assert marker.exists()  # it would have run
@@ -153,7 +153,7 @@ def test_files_on_disk_are_decoded(no_network, root, cache, monkeypatch, name, s
     monkeypatch.setattr(Cifar10, "md5", write_cifar10(root, 4))
     dataset = prepared(root, cache, name, source=source)
     assert dataset.source == "disk"
-    assert_holds(dataset, CLASSES[name].read(CLASSES[name].find(root)))
+    assert_holds(dataset, CLASSES[name].read_files(CLASSES[name].find(root)))
 
 
 @pytest.mark.parametrize("source", ["auto", "download"])
@@ -161,7 +161,7 @@ def test_missing_files_are_fetched_and_damaged_ones_on_request(tmp_path, cache, 
     monkeypatch.setattr(Mnist, "fetch", lambda dataset: write_mnist(dataset.root, 60, 20))
     fetched = prepared(tmp_path / "data", cache, source=source)
     assert fetched.source == "download"
-    expected = Mnist.read(Mnist.find(tmp_path / "data"))
+    expected = Mnist.read_files(Mnist.find(tmp_path / "data"))
     assert_holds(fetched, expected)
     raw(tmp_path / "data", "train-images-idx3-ubyte.gz").write_bytes(b"half")
     with pytest.raises(UserError, match=r"train-images.* data\.source=download"):  # what the message says to set helps:
@@ -238,7 +238,7 @@ def test_mnist_is_fetched_to_where_it_is_looked_for_and_again_only_where_it_is_d
     monkeypatch.setattr(Mnist, "md5", {name: hash_of(raw(root, name), "md5") for name in Mnist.md5})
     fetched = Mnist(root=str(tmp_path / "new"), image_size=28, source="download", cache_dir=str(tmp_path / "cache"))
     fetched.prepare()
-    assert_holds(fetched, Mnist.read(Mnist.find(root)))
+    assert_holds(fetched, Mnist.read_files(Mnist.find(root)))
     path = raw(tmp_path / "new", "t10k-images-idx3-ubyte.gz")
     path.write_bytes(path.read_bytes()[:100])
     content = raw(root, path.name).read_bytes()

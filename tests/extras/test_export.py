@@ -1,4 +1,4 @@
-"""Exported folders: the predictions of the run, for every task whose network takes images, without Lockstep; ONNX and torch.export."""
+"""Exported folders of images: the predictions of the run, for every task whose network takes images, without Lockstep; ONNX and torch.export."""
 
 import ast
 import csv
@@ -20,8 +20,8 @@ import lockstep
 from lockstep.checkpoints import finding
 from lockstep.data import pixels
 from lockstep.errors import UserError
-from lockstep.extras import export_graphs, exported
-from lockstep.extras.export import export, needed
+from lockstep.extras import export_parts, exported
+from lockstep.extras.export import export
 
 pytestmark = pytest.mark.xdist_group("export")
 CPU = ["trainer.accelerator=cpu"]
@@ -246,7 +246,7 @@ def test_all_files_that_a_network_needs_are_copied_and_no_others(run, tmp_path):
         "__init__", "parts", "numbers", "nets/__init__", "nets/small", "nets/pooling")}  # fmt: skip
     assert (made / "source/garden/__init__.py").read_text() == ""
     assert json.loads((made / "model.json").read_text())["target"] == "garden.nets.small.small"
-    code = "import sys; from load import load; m = load(); print(sorted(n for n in sys.modules if n.startswith('garden')), m.image_size)"
+    code = "import sys; from load import load; m = load(); print(sorted(n for n in sys.modules if n.startswith('garden')), m.reader.image_size)"
     blocked = BLOCKED.partition("import runpy")[0] + code
     done = subprocess.run([sys.executable, "-c", blocked], cwd=made, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -256,7 +256,7 @@ def test_all_files_that_a_network_needs_are_copied_and_no_others(run, tmp_path):
 def test_a_file_that_needs_lockstep_is_named(place, run):
     run("own")  # which makes the package importable
     with pytest.raises(UserError, match=r"unused.py imports lockstep: the files of an exported network"):
-        needed("garden.unused")
+        export_parts.needed("garden.unused")
 
 
 # --- comparison ---
@@ -276,7 +276,7 @@ def test_onnx_and_torch_export_give_the_outputs_of_the_network_for_any_batch_and
     graph = torch.export.load(made / "model.pt2").module()
     random = np.random.default_rng(0)
     for batch in (1, 5, 100):
-        for size in ((model.image_size, model.image_size), (37, 50)):
+        for size in ((model.reader.image_size, model.reader.image_size), (37, 50)):
             images = random.integers(0, 256, (batch, 3, *size)).astype(np.uint8)
             expected = model.outputs(torch.from_numpy(images))
             torch.testing.assert_close(graph(torch.from_numpy(images)), expected, atol=1e-4, rtol=0)
@@ -289,12 +289,12 @@ def test_onnx_and_torch_export_give_the_outputs_of_the_network_for_any_batch_and
 def test_a_graph_that_differs_is_refused_with_the_difference_and_nothing_is_kept(run, tmp_path, monkeypatch):
     checkpoint = run("own")
 
-    def wrong(model, formats, part):
+    def wrong(model, formats, part, examples):
         (part / "model.onnx").write_text("")
         return {"model.onnx": lambda image_BCHW: model.outputs(image_BCHW) + 0.01 * (len(image_BCHW) == 1)}
 
-    monkeypatch.setattr(export_graphs, "write_graphs", wrong)
-    with pytest.raises(UserError, match=r"model.onnx differs from the network by 0.01 on 3 images in batches of 1"):
+    monkeypatch.setattr(export_parts, "write_graphs", wrong)
+    with pytest.raises(UserError, match=r"model.onnx differs from the network by 0.01 on 3 samples in batches of 1"):
         export(checkpoint, tmp_path / "exported", ["onnx"])
 
     def frozen(model, *_):
@@ -304,7 +304,7 @@ def test_a_graph_that_differs_is_refused_with_the_difference_and_nothing_is_kept
 
         return {"model.onnx": run}
 
-    monkeypatch.setattr(export_graphs, "write_graphs", frozen)
+    monkeypatch.setattr(export_parts, "write_graphs", frozen)
     with pytest.raises(UserError, match=r"model.onnx does not run on a batch of 5: Got invalid dimensions"):
         export(checkpoint, tmp_path / "exported", ["onnx"])
     assert list(tmp_path.iterdir()) == []
@@ -313,12 +313,10 @@ def test_a_graph_that_differs_is_refused_with_the_difference_and_nothing_is_kept
 @pytest.mark.slow
 def test_data_that_prepares_its_images_otherwise_is_found_out(run, tmp_path):
     lockstep.train(["run=halved", *TRAIN, *RUNS["masks"], "data._target_=garden.data.Halved"])
-    with pytest.raises(UserError, match=r"load.py differs from the network by .* on 8 images"):
+    with pytest.raises(UserError, match=r"load.py differs from the network by .* on 8 samples"):
         export(finding.tested_checkpoint("runs/halved", "export"), tmp_path / "exported")
-    with pytest.raises(
-        UserError, match=r"input=photos: files are read for data of images; halved prepares its batches itself"
-    ):
-        lockstep.predict(["run=halved", "input=photos", *CPU])
+    lockstep.predict(["run=halved", "input=photos", f"output={tmp_path}/table.csv", *CPU])
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 31
 
 
 def test_without_the_runs_data_other_images_are_needed_for_a_graph(run, place, tmp_path, monkeypatch, capsys):
@@ -326,11 +324,11 @@ def test_without_the_runs_data_other_images_are_needed_for_a_graph(run, place, t
     content = torch.load(run("own"), weights_only=True)
     content["config"]["data"] |= {"root": "nowhere", "cache_dir": str(tmp_path / "none")}
     torch.save(content, checkpoint)
-    with pytest.raises(UserError, match=r"it cannot be read: data.root=nowhere .* Type --images <folder of images>"):
+    with pytest.raises(UserError, match=r"it cannot be read: data.root=nowhere .* Pass --files <folder>"):
         export(checkpoint, tmp_path / "exported", ["pt2"])
     export(checkpoint, tmp_path / "exported")
     assert "WARNING: the folder was not compared" in capsys.readouterr().err
-    made = export(checkpoint, tmp_path / "again", images="photos")
+    made = export(checkpoint, tmp_path / "again", files="photos")
     assert "on 30 images" in (made / "README.md").read_text()
 
 
@@ -338,17 +336,20 @@ def test_without_the_runs_data_other_images_are_needed_for_a_graph(run, place, t
 
 
 @pytest.mark.slow
-def test_a_task_with_its_own_predictions_is_refused(place, run, tmp_path):
+def test_of_a_task_with_its_own_predictions_the_networks_outputs_are_exported(place, run, tmp_path):
     (place / "src/garden/task.py").write_text(
         "from lockstep.tasks import Classification\n\n\nclass Own(Classification):\n    def predictions(self, output):\n        return {'best': output.argmax(1)}\n"
     )
     lockstep.train(["run=task", *TRAIN, *RUNS["own"], "task._target_=garden.task.Own"])
-    with pytest.raises(UserError, match=r"garden.task.Own, a task whose predictions are not an activation"):
-        export(finding.tested_checkpoint("runs/task", "export"), tmp_path / "exported")
+    made = export(finding.tested_checkpoint("runs/task", "export"), tmp_path / "exported")
+    images = torch.randint(0, 256, (2, 3, 20, 20), dtype=torch.uint8)
+    rows = exported.load(made).predict(images)
+    assert [len(row["output"]) for row in rows] == [3, 3]
+    assert "returns what the network itself returns" in (made / "README.md").read_text()
 
 
 def test_packages_that_onnx_needs_are_named(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_graphs, "find_spec", lambda _: None)
+    monkeypatch.setattr(export_parts, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"--onnx needs onnx, onnxscript, onnxruntime, which are not installed"):
         export(run("own"), tmp_path / "exported", ["onnx"])
 
@@ -359,8 +360,8 @@ def test_the_card_has_the_data_the_figures_and_what_differs(run, place, tmp_path
     card = (made / "README.md").read_text()
     for said in (
         f"sha256: `{report['data/sha256']}`", "classes: blue, green, red", f"| test/acc | {report['test/acc']:.4f} | 3 |",
-        "- `data.image_size=12`", "- `model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
-        "`source` has the licence of the project", "is not known here", "python load.py <folder or images>",
+        "- `data.image_size=12`", "- `++model.width=8`", f"with {report['parameters']:,} parameters", "torch 2.", "(MIT)",
+        "`source` has the licence of the project", "is not known here", "python load.py <folder or files>",
     ):  # fmt: skip
         assert said in card, said
     assert "`seed=" not in card

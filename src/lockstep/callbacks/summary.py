@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lockstep.config.words import counted
 from lockstep.data.datamodule import DataModule
+from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.panels import restored
@@ -25,7 +26,6 @@ from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import SYNCHRONISED
 from lockstep.tasks.panel import Content, Gallery, Sample
 from lockstep.training.arithmetic import completes_step, has_row, steps_done, total_steps
-from lockstep.training.panels import pictures
 from lockstep.training.workload import Workload
 
 # --- The first lines of a run ---
@@ -220,7 +220,7 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     single = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
     target_B = [str(classes[t]) if 0 <= t < len(classes) else str(t) for t in target[:SHOWN].tolist()] if single else []
     facts: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
-    shown = pictures(images if image_BCHW is None else image_BCHW) or ()
+    shown = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
     return [Sample(*row) for row in zip(index_B, facts, shown, strict=False)]
 
 

@@ -35,12 +35,12 @@ def open_file(path: Path) -> Any:
     """Tensors and plain values, memory-mapped. Raises UserError: the checksums do not cover the table of contents."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except UnpicklingError:  # torch's own message advises to run its code
-        raise UserError(
-            f"{path} is not a checkpoint of Lockstep: it holds objects that could run code, and a checkpoint has only tensors and plain "
-            "values."
-        ) from None
-    except (RuntimeError, ValueError, LookupError, EOFError) as e:
+    except (UnpicklingError, RuntimeError, ValueError, LookupError, EOFError) as e:
+        if "weights_only" in str(e):  # torch's own message advises to run its code
+            raise UserError(
+                f"{path} is not a checkpoint of Lockstep: it holds objects that could run code, and a checkpoint has only tensors and plain "
+                "values."
+            ) from None
         raise UserError(
             f"{path} is damaged ({str(e).splitlines()[0]}). Restore it from a copy, or remove it: resume=auto takes the newest "
             "complete checkpoint."

@@ -3,6 +3,7 @@
 from lockstep.data.dataset import Arrays as Arrays
 from lockstep.data.dataset import Batch as Batch
 from lockstep.data.dataset import DataSet as DataSet
+from lockstep.data.dataset import Sound as Sound
 from lockstep.data.folder import Folder as Folder
 from lockstep.data.images import Images as Images
 from lockstep.data.published import Cifar10 as Cifar10

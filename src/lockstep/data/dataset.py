@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,6 +173,27 @@ def flat(value: Any) -> Iterator[Any]:
 # which come first).
 
 Batch = dict[str, Any]
+SHOWN = 2**15  # samples of a sound that a page plays
+
+
+@dataclass(frozen=True)
+class Sound:
+    """What a page draws and plays: int16 wave_T with `rate` numbers per second, or a `file` that a browser can play."""
+
+    wave_T: Any
+    rate: int
+    file: str = ""
+
+
+def picture(value: Any) -> NDArray[np.uint8] | None:
+    """uint8 image_CHW; None if it is no image of 1 or 3 channels. Numbers of another type span from black to white."""
+    image_CHW = np.asarray(value)
+    if image_CHW.ndim != 3 or image_CHW.shape[0] not in (1, 3):
+        return None
+    if image_CHW.dtype != np.uint8:
+        image_CHW = image_CHW.astype(np.float32)
+        image_CHW = (image_CHW - image_CHW.min()) / max(1e-12, np.ptp(image_CHW)) * 255
+    return image_CHW.round().clip(0, 255).astype(np.uint8)
 
 
 class DataSet:
@@ -223,6 +246,48 @@ class DataSet:
     def paths(self, part: str) -> Any:
         """The files of a part's samples, in their order, for tables of predictions; None if the samples are not files."""
         return None
+
+    endings: ClassVar[tuple[str, ...]] = ("",)  # of the files in a folder that `read` takes; all by default
+
+    def read(self, path: Path) -> "Mapping[str, Any] | Arrays":
+        """What predict.py and exported folders call for a file. Returns one sample, as `train` holds them, or Arrays of several: of the
+        rows of a table, the lines of a text. A `target` may be left out. Any error means that the file cannot be read.
+
+        No training data is needed: `about` comes from the checkpoint and `__init__` is not called. So `read`, `preprocess` and `show` use
+        no attribute but `about`.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def for_files(cls, about: Mapping[str, Any]) -> Self:
+        """The data set without its training data, to read files. `about` comes from a checkpoint. Raises UserError: that is not enough."""
+        made = cls.__new__(cls)
+        made.about = dict(about)
+        return made
+
+    def mask_size(self, path: Path) -> tuple[int, int] | None:
+        """Width and height that the predicted mask of a file is saved with; None: those of the network's output."""
+        return None
+
+    def show(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """What a page shows of a sample, by name: an `image` (uint8, CHW), a Sound, texts, numbers.
+
+        By default images of 1 or 3 channels, texts, and what `about` explains: sounds by `sample_rate`, tokens by `vocabulary`, the columns
+        of a table by `inputs`.
+        """
+        value, about = sample["input"], self.about
+        if isinstance(value, str):
+            return {"text": value}
+        if (image_CHW := picture(value)) is not None:
+            return {"image": image_CHW}
+        array = np.asarray(value)
+        if "sample_rate" in about and array.ndim in (1, 2):
+            wave_T = array.reshape(-1, array.shape[-1])[0, :SHOWN]
+            most = 32768.0 if wave_T.dtype == np.int16 else max(1.0, float(np.abs(wave_T).max(initial=0)))
+            return {"sound": Sound((wave_T / most * 32767).astype(np.int16), int(about["sample_rate"]))}
+        if "vocabulary" in about and array.ndim == 1 and array.dtype.kind in "iu":
+            return {"text": "".join(str(about["vocabulary"][token]) for token in array)}
+        return dict(zip(about["inputs"], array.tolist(), strict=True)) if "inputs" in about and array.ndim == 1 else {}
 
     def network_arguments(self) -> dict[str, Any]:
         """Arguments offered to the network, such as `in_channels`. It gets those that its signature names."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import ENDINGS, PART_NAMES, Files, Images, Listing, images_below, read_all, read_csv, reading
+from lockstep.data.images import ENDINGS, PART_NAMES, Files, Images, Listing, files_below, read_all, read_csv, reading
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 
@@ -103,7 +103,7 @@ def class_folders(root: Path) -> Listing:
     listing, problems, base = Listing(root, []), [], os.path.join(root, "")  # noqa: PTH118  # the paths' beginning
     for part, part_folder in part_folders.items():
         for name in folders(root / part_folder):
-            paths = [path[len(base) :] for path in images_below(os.path.join(root, part_folder, name))]  # noqa: PTH118
+            paths = [path[len(base) :] for path in files_below(os.path.join(root, part_folder, name))]  # noqa: PTH118
             if name not in classes:
                 hint = did_you_mean(name, classes)
                 problems.append(
@@ -243,7 +243,7 @@ class Folder(Images):
     @cached_property
     def cached(self) -> Cached:
         """Reads every file once per machine. Raises UserError that lists the broken ones."""
-        cached = decoded(self.cache / self.key(), self.read)
+        cached = decoded(self.cache / self.key(), self.read_files)
         broken: dict[str, str] = cached.extra["broken"]
         if broken and not self.skip_broken:
             lines = [f"\n  {path}: {why}" for path, why in list(broken.items())[:SHOWN]]
@@ -254,7 +254,7 @@ class Folder(Images):
             )
         return cached
 
-    def read(self) -> tuple[Parts, dict[str, Any]]:
+    def read_files(self) -> tuple[Parts, dict[str, Any]]:
         """Reads all files; returns the arrays of each part if images go into the cache."""
         names, target_N = self.encoded
         digest, parts, broken = hashlib.sha256(repr(names).encode()), Parts(), dict[str, str]()

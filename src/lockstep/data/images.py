@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import Preprocess, refuse_numbers, resize_nearest, to_array
+from lockstep.data.pixels import Preprocess, original_size, refuse_numbers, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
 from lockstep.machine.world import cores, rank_of
@@ -28,6 +28,7 @@ from lockstep.machine.world import cores, rank_of
 # --- Lists image files: below a folder, of a glob, of a CSV ---
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
 PART_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 
@@ -36,8 +37,8 @@ def reading(root: Path) -> AbstractContextManager[None]:
     return explained(f"data.root={root} cannot be read", "Make it readable, or set data.root=<another folder>.")
 
 
-def images_below(folder: str) -> Iterator[str]:
-    """Image files sorted by name, those of a folder before those of the folders in it. Hidden ones are skipped.
+def files_below(folder: str, endings: tuple[str, ...] = ENDINGS) -> Iterator[str]:
+    """Files sorted by name, those of a folder before those of the folders in it. Hidden ones are skipped.
 
     Raises OSError for a folder that cannot be read.
     """
@@ -48,7 +49,7 @@ def images_below(folder: str) -> Iterator[str]:
     for place, below, names in os.walk(folder, onerror=stop, followlinks=True):
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(names):
-            if name.lower().endswith(ENDINGS) and not name.startswith("."):
+            if name.lower().endswith(endings) and not name.startswith("."):
                 yield os.path.join(place, name)  # noqa: PTH118  # a Path takes seven times as long
 
 
@@ -80,28 +81,29 @@ class Listing:
     parts: list[str] = field(default_factory=list)  # of a data set; one without parts of its own has `train` only
 
 
-def find_inputs(given: str) -> Listing:
-    """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one image file.
+def find_inputs(given: str, endings: tuple[str, ...] = ENDINGS, unit: str = "images") -> Listing:
+    """The files of a folder (with all below it), a glob, a CSV with a column `path` (a TSV has tabs), or one file.
 
     Raises:
-        UserError: there is no such thing, it holds no images, or it cannot be read.
+        UserError: there is no such thing, it holds no files with these `endings`, or it cannot be read.
     """
     path = Path(given).expanduser()
     with explained(f"input={given} cannot be read", "Make it readable, or pass another folder or file."):
-        if path.is_file() and path.suffix.lower() in (".csv", ".tsv", ".txt"):
+        if path.is_file() and path.suffix.lower() in LISTS and not path.name.lower().endswith(endings):
             columns, rows = read_csv(path, ("path",), "path,target", f"input={path}")
             targets = [(row["target"] or "").strip() for row in rows] if "target" in columns else []
             return Listing(path.parent, [row["path"] or "" for row in rows], targets)
         if path.is_file():
             return Listing(Path(), [str(path)])
         if path.is_dir():
-            names, empty = list(images_below(str(path))), f"holds no images (files that end in {', '.join(ENDINGS)})"
+            named = f"{unit} (files that end in {', '.join(endings)})" if all(endings) else "files"
+            names, empty = list(files_below(str(path), endings)), f"holds no {named}"
         elif any(letter in given for letter in "*?["):
             matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  # Path.glob refuses absolute ones
             names, empty = sorted(name for name in matches if Path(name).is_file()), "matches no file"
         else:
             raise UserError(
-                f"input={given} does not exist. Pass a folder of images, a glob in quotes, a CSV with a column path, an image file, "
+                f"input={given} does not exist. Pass a folder of {unit}, a glob in quotes, a CSV with a column path, one file, "
                 f"or a part of the run's own data: {', '.join(PARTS)}."
             )
     if not names:
@@ -116,24 +118,18 @@ def find_inputs(given: str) -> Listing:
 AT_ONCE = 1024  # files queued per thread
 
 
-def decoded_all(
-    files: Sequence[Any], *, channels: int, size: int, problems: list[str] | None = None
-) -> NDArray[np.uint8]:
-    """image_BCHW of files, by their paths or opened. `problems` gets why a file cannot be read: its image is then black."""
+def decoded(file: Any, *, channels: int, size: int) -> NDArray[np.uint8]:
+    """image_CHW of a file, by its path or opened."""
     from PIL import Image
 
-    image_BCHW = np.zeros((len(files), channels, size, size), np.uint8)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), Image.open(file) as image:
         warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-        for place, file in enumerate(files):
-            try:
-                with Image.open(file) as image:
-                    image_BCHW[place] = to_array(image, channels=channels, size=size)
-            except Exception as e:  # Pillow raises nearly anything for a broken file
-                if problems is None:
-                    raise
-                problems[place] = reason(e)
-    return image_BCHW
+        return to_array(image, channels=channels, size=size)
+
+
+def decoded_all(files: Sequence[Any], *, channels: int, size: int) -> NDArray[np.uint8]:
+    """image_BCHW of files, by their paths or opened."""
+    return np.stack([decoded(file, channels=channels, size=size) for file in files])
 
 
 def reason(error: Exception) -> str:
@@ -147,9 +143,7 @@ def reason(error: Exception) -> str:
 class Files:
     """Image files and their targets, decoded on access, by workers."""
 
-    def __init__(
-        self, base: Path, names: Iterable[str], target_N: NDArray[Any] | None = None, *, channels: int, size: int
-    ) -> None:
+    def __init__(self, base: Path, names: Iterable[str], target_N: NDArray[Any], *, channels: int, size: int) -> None:
         # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.base, self.name_N = base, np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
         self.target_N, self.channels, self.size = target_N, channels, size
@@ -158,15 +152,8 @@ class Files:
         return len(self.name_N)
 
     def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        assert self.target_N is not None
-        return {"input": self.decoded(indices), "target": self.target_N[indices]}
-
-    def decoded(self, indices: Indices, problems: list[str] | None = None) -> NDArray[np.uint8]:
-        files = [self.base / self.name(index) for index in indices]
-        return decoded_all(files, channels=self.channels, size=self.size, problems=problems)
-
-    def name(self, index: int) -> str:
-        return os.fsdecode(self.name_N[index])
+        files = [self.base / os.fsdecode(self.name_N[index]) for index in indices]
+        return {"input": decoded_all(files, channels=self.channels, size=self.size), "target": self.target_N[indices]}
 
 
 def read_all(
@@ -209,6 +196,7 @@ def read_all(
 Normalisation = tuple[Sequence[float], Sequence[float]]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_STD = (0.449,), (0.226,)  # the means of ImageNet's three channels
+NEEDED = ("image_size", "channels", "mean", "std")  # in `about`, to read files without the training data
 USABLE = {"mean": (-1e3, 1e3), "std": (1e-4, 1e3)}  # of pixels from 0 to 1: beyond, float32 ends in infinities and NaN
 
 
@@ -220,6 +208,7 @@ class Images(DataSet):
     """
 
     unit = "images"
+    endings = ENDINGS
     mean: ClassVar[Sequence[float]] = IMAGENET_MEAN
     std: ClassVar[Sequence[float]] = IMAGENET_STD
     classes: Sequence[str] = ()
@@ -274,6 +263,27 @@ class Images(DataSet):
 
     def network_arguments(self) -> dict[str, Any]:
         return {"in_channels": self.channels, "image_size": self.image_size}
+
+    def read(self, path: Path) -> dict[str, Any]:
+        return {"input": decoded(path, channels=self.channels, size=self.image_size)}
+
+    @classmethod
+    def for_files(cls, about: Mapping[str, Any]) -> Self:
+        if missing := [key for key in NEEDED if not about.get(key)]:
+            raise UserError(
+                f"input: image files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of "
+                f"their data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
+            )
+        made = super().for_files(about)
+        made.image_size, made.channels_last = about["image_size"], True
+        made.pixel_mean, made.pixel_std = about["mean"], about["std"]
+        return made
+
+    def mask_size(self, path: Path) -> tuple[int, int]:
+        from PIL import Image
+
+        with Image.open(path) as image:
+            return original_size(image)
 
     @cached_property
     def preprocessing(self) -> Preprocess:

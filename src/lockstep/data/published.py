@@ -83,7 +83,7 @@ class Published(Images):
         return None
 
     @classmethod
-    def read(cls, files: list[Path]) -> Parts:
+    def read_files(cls, files: list[Path]) -> Parts:
         raise NotImplementedError
 
     def fetch(self) -> None:
@@ -107,7 +107,7 @@ class Published(Images):
     def cached(self) -> Cached:
         self.source, files = self.locate()
         kind = "embedded" if self.source == "embedded" else "disk"
-        return decoded(self.cache / key_of(self.name, files, kind), lambda: (self.read(files), {}))
+        return decoded(self.cache / key_of(self.name, files, kind), lambda: (self.read_files(files), {}))
 
     def locate(self) -> tuple[str, list[Path]]:
         """The source of the data, and its files."""
@@ -184,7 +184,7 @@ class Mnist(Published):
     embedded = True
 
     @classmethod
-    def read(cls, files: list[Path]) -> Parts:
+    def read_files(cls, files: list[Path]) -> Parts:
         if len(files) == 1:
             return read_embedded(files[0])
         parts: Parts = {}
@@ -252,7 +252,7 @@ class Cifar10(Published):
         return [path.name for path in files if hash_of(path, "md5") != cls.md5[path.name]]
 
     @classmethod
-    def read(cls, files: list[Path]) -> Parts:
+    def read_files(cls, files: list[Path]) -> Parts:
         """They are pickles, which can run code: none is opened unless its MD5 is the published one."""
         with reading(files[0].parent):
             if names := cls.changed(files):

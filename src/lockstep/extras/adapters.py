@@ -34,6 +34,10 @@ class Wrapped(Images):
     def __init__(self, *, image_size: int = IMAGE_SIZE, **images: Any) -> None:
         super().__init__(image_size=image_size, **images)
 
+    @classmethod
+    def for_files(cls, about: Mapping[str, Any]) -> Any:
+        return Images.for_files(about)
+
     def open_part(self, part: str) -> Any:
         dataset = self.held[part]
         return None if dataset is None else Items(dataset, channels=self.channels, size=self.image_size)

@@ -1,184 +1,229 @@
 """Exports a trained network as a folder that needs only torch and Pillow, and timm for a timm network."""
 
-import ast
-import importlib.util
 import inspect
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy as copied
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from lockstep.checkpoints.finding import DATA, Checkpoint
+from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, mapped
+from lockstep.checkpoints.saving import Position
 from lockstep.checkpoints.weights import load_into, read
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted
+from lockstep.config.compose import as_overrides
 from lockstep.config.instantiate import WEIGHTS, create, create_data, network
 from lockstep.config.run_config import model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
-from lockstep.config.words import shown
-from lockstep.data import pixels
-from lockstep.data.dataset import samples_of
-from lockstep.data.images import find_inputs
+from lockstep.data import dataset, pixels
+from lockstep.data.dataset import Batch, DataSet, samples_of
+from lockstep.data.images import NEEDED, Images, find_inputs
+from lockstep.data.loaders import fetch
 from lockstep.errors import UserError, raise_problems
-from lockstep.extras import export_graphs, exported
-from lockstep.extras.tables import NEEDED, InputFiles
+from lockstep.extras import export_parts as parts
+from lockstep.extras import exported
+from lockstep.extras.export_parts import ALLOWED, OFFERED, Inputs, copy, needed
+from lockstep.extras.tables import InputFiles
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import ENVIRONMENT
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import tested, versions
 from lockstep.tasks import Task
-
-# --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---
-
-ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable besides Python's own
-
-
-def source_of(module: str) -> Path | None:
-    """The file of a module; None if there is no such module or it is not Python's."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, AttributeError, ValueError):
-        return None
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
-
-
-def needed(module: str) -> dict[str, Path]:
-    """The modules of its package that a module needs, itself first, with their files.
-
-    Raises:
-        UserError: one of them imports a package that the folder may not need.
-    """
-    package, found, foreign = module.partition(".")[0], dict[str, Path](), dict[str, set[str]]()
-    left = [module]
-    while left:
-        name = left.pop(0)
-        if name in found:
-            continue
-        path = source_of(name)
-        assert path is not None, name
-        found[name] = path
-        names = imported(path, name)
-        own = {each for each in names if each.partition(".")[0] == package}
-        if others := {each.partition(".")[0] for each in names - own} - ALLOWED - sys.stdlib_module_names:
-            foreign[path.name] = others
-        left += sorted(each for each in own if source_of(each))
-    if package == "lockstep" and len(found) > 1:
-        foreign[found[module].name] = {"lockstep"}
-    if foreign:
-        which = "; ".join(f"{file} imports {', '.join(sorted(names))}" for file, names in foreign.items())
-        raise UserError(
-            f"{which}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. "
-            "Put other code that they need into your package."
-        )
-    return found
-
-
-def imported(path: Path, module: str) -> set[str]:
-    """The modules that a file imports, in full; without those for type checkers."""
-    inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found = set()
-    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), inside)
-            inner = {f"{base}.{alias.name}" for alias in node.names}
-            modules = {name for name in inner if name.partition(".")[0] == module.partition(".")[0] and source_of(name)}
-            found |= modules | ({base} if len(modules) < len(inner) else set())
-    return found
-
-
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes except those under `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield from walk(child)
-
-
-def copy(modules: dict[str, Path], folder: Path) -> None:
-    """Writes the modules into `folder` as packages; an __init__.py that no other needs is empty."""
-    for name, path in modules.items():
-        *above, last = name.split(".")
-        for depth in range(1, len(above) + 1):
-            init = folder.joinpath(*above[:depth], "__init__.py")
-            init.parent.mkdir(parents=True, exist_ok=True)
-            init.touch()
-        place = folder.joinpath(*above, last)
-        target = place / "__init__.py" if path.name == "__init__.py" else place.with_suffix(".py")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
-
-
-# --- Exports a trained network as a folder that needs only torch and Pillow, and timm for a timm network ---
+from lockstep.training.invariance import same_random_numbers
+from lockstep.training.metrics import samples_at
 
 # B batch · C channel · H W pixel
 
 
 TIMM = "lockstep.models.from_timm"
-IMAGES = 100  # that the files are compared on
+COMPARED, COMPARED_IN_TRIAL = 100, 6  # samples that the files are compared on
 
 
-def export(path: Path, folder: Path, formats: Sequence[str] = (), images: str | None = None) -> Path:
+@dataclass(frozen=True)
+class Exported:
+    """What is exported: a network, what its task and data say of it, and samples to compare it on. Raises UserError: it cannot be."""
+
+    config: Mapping[str, Any]
+    offered: Mapping[str, Any]  # arguments of the network
+    task: Task
+    net: nn.Module
+    data: DataSet  # of the run, or one for files
+    batch: Batch | None  # None: the data of the run cannot be read
+
+    @cached_property
+    def takes_images(self) -> bool:
+        images = self.batch is None or (self.batch["input"].dtype == torch.uint8 and self.batch["input"].dim() == 4)
+        return images and all(self.task.about.get(key) for key in NEEDED)
+
+    @cached_property
+    def activation(self) -> str:
+        """What makes predictions of the network's outputs; `none` if its task has other ones than these."""
+        kind = type(self.task)
+        known = together(kind, "predictions", "activation") and self.task.activation
+        whole = kind.outputs is Task.outputs or (self.batch and self.call(self.data.preprocess(self.batch))[3])
+        return str((known and whole and self.task.activation) or "none")
+
+    @torch.inference_mode()
+    def call(self, batch: Batch) -> tuple[Inputs, list[str], Any, bool]:
+        """What the task gives to the network for a prepared batch, the names of the last of these arguments, the network's outputs, and
+        whether the task's are the same."""
+        calls: list[tuple[Inputs, list[str], Any]] = []
+
+        def recorded(*inputs: Any, **named: Any) -> Any:
+            calls.append(((*inputs, *named.values()), list(named), self.net(*inputs, **named)))
+            return calls[-1][2]
+
+        result = self.task.outputs(recorded, batch)
+        odd = [
+            value
+            for inputs, _, output in calls
+            for _, value in leaves((inputs, output))
+            if not isinstance(value, Tensor)
+        ]
+        if len(calls) != 1 or odd:
+            why = f"calls it {len(calls)} times" if len(calls) != 1 else f"uses {type(odd[0]).__name__} besides tensors"
+            raise UserError(
+                f"the network cannot be exported: {type(self.task).__name__} {why} for a batch. Call it once in the task's `outputs`, with "
+                "tensors (in dicts, lists and tuples), and return tensors from it."
+            )
+        return *calls[0], result is calls[0][2]
+
+    def original(self, batch: Batch) -> tuple[Inputs, Any]:
+        """What an exported file gets for samples of the data, and what it has to return."""
+        inputs, _, output, _ = self.call(self.data.preprocess(batch))
+        return (batch["input"],) if self.takes_images else inputs, exported.ACTIVATIONS[self.activation](output)
+
+    def examples(self) -> list[Inputs]:
+        """Arguments of a file for two batches that differ in what may vary."""
+        if self.takes_images:
+            channels, side = self.task.about["channels"], self.task.about["image_size"]
+            return [(torch.zeros(n, channels, side + n + 1, side + 2 * n, dtype=torch.uint8),) for n in (2, 3)]
+        assert self.batch is not None
+        count = len(self.batch["index"])
+        places = ([0, 1 % count], [0, 1 % count, 2 % count])
+        return [self.original(samples_at(self.batch, each, count))[0] for each in places]
+
+    def signature(self) -> dict[str, Any]:
+        """The arguments of the network as names of a batch's values, and the class that reads files for it, if one can."""
+        if self.takes_images:
+            return {"inputs": None, "named": [], "reader": None}
+        assert self.batch is not None
+        batch = self.data.preprocess(self.batch)
+        inputs, named, _, _ = self.call(batch)
+        names = {id(value): name for name, value in batch.items()}
+        tree = mapped(list(inputs), lambda place, value: names.get(id(value), "_".join(map(str, place))))
+        own = type(self.data).read is not DataSet.read and not isinstance(self.data, Images)
+        reads = own and {name for _, name in leaves(tree)} <= batch.keys()
+        target = f"{type(self.data).__module__}.{type(self.data).__qualname__}"
+        return {"inputs": tree, "named": named, "reader": target if reads else None}
+
+    def write(self, part: Path, formats: Sequence[str]) -> dict[str, float]:
+        """Writes all but the card into a folder; returns, by file, the largest difference of its outputs from the network's."""
+        from safetensors.torch import save
+
+        task, content = self.task, {**write_network(part, self.config, self.offered, self.net), **self.signature()}
+        if content["reader"]:
+            try:
+                type(self.data).for_files(task.about).preprocess(
+                    dict(self.batch or {})
+                )  # which may need what only `__init__` sets
+                copy(needed(type(self.data).__module__, OFFERED), part / "source")
+                copy({"lockstep.data.dataset": Path(inspect.getfile(dataset))}, part / "standin")
+                names = ", ".join(name.rpartition(".")[2] for name in sorted(OFFERED))
+                (part / "standin/lockstep/data/__init__.py").write_text(f"from lockstep.data.dataset import {names}\n")
+            except (UserError, AttributeError) as e:
+                print(f"WARNING: load.py of the folder cannot read files: {e}", file=sys.stderr)
+                content["reader"] = None
+        content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
+        numbers = {key: task.about[key] for key in NEEDED} if self.takes_images else dict(task.about)
+        files = {"model": content, "classes": list(task.value_names), "preprocessing": numbers}
+        for name, values in files.items():
+            (part / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n")
+        # as bytes, because save_file makes a file that only its owner can read, whatever the umask; cloned, because some are tied
+        weights = {name: tensor.detach().contiguous().clone() for name, tensor in self.net.state_dict().items()}
+        (part / "model.safetensors").write_bytes(save(weights))
+        (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(self.config))))
+        for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
+            shutil.copyfile(inspect.getfile(source), part / name)
+        model = exported.load(part)
+        runners: dict[str, Any] = {"load.py": model.outputs}
+        runners |= parts.write_graphs(model, list(formats), part, self.examples() if formats else [])
+        found = parts.compared(runners, self.original, self.batch) if self.batch else {}
+        for compiled in list(part.rglob("__pycache__")):  # of what was loaded to compare
+            remove(compiled)
+        return found
+
+
+class Exportable(pl.Callback):
+    """Rejects a run before its first step if scripts/export.py could not export its network in these `formats`: exports it on trial."""
+
+    def __init__(self, *, formats: Sequence[str] = ("pt2",)) -> None:
+        self.formats = formats
+        raise_problems(parts.missing(list(formats)))
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        config = next(each.config for each in trainer.callbacks if isinstance(each, Position))  # type: ignore[attr-defined]
+        task_class(config, "callbacks.exportable")
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
+        with same_random_numbers(torch.device("cpu")), TemporaryDirectory() as folder:
+            net, task = (copied(each).cpu().eval() for each in (pl_module.net, pl_module.task))
+            Exported(config, pl_module.network_arguments, task, net, data.dataset, batch).write(
+                Path(folder), self.formats
+            )
+
+
+def task_class(config: Mapping[str, Any], what: str) -> type[Task]:
+    """The class of the task. Raises UserError: it is a LightningModule."""
+    kind: Any = target_of(config["task"]["_target_"], "task")
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise UserError(
+            f"{what}: {config['task']['_target_']} is a LightningModule, which makes its own network, and cannot be exported. "
+            "lockstep.load_model(<run>) returns it with its weights; save what you need of it."
+        )
+    return kind
+
+
+def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | None = None) -> Path:
     """Writes the model of the checkpoint `path` to `folder`, which must not exist yet.
 
-    `formats`: onnx, pt2, beside the weights. What was written is compared with the network on `images` (as predict.py's
-    `input`), or on the test images of the run's data, before the folder is there.
+    `formats`: onnx, pt2, beside the weights. What was written is compared with the network on `files` (as predict.py's
+    `input`), or on test samples of the run's data, before the folder is there.
 
     Raises:
-        UserError: the folder exists, the network does not take images, its files need more than torch and timm, a format is not
+        UserError: the folder exists, the network cannot be exported, its files need more than torch and timm, a format is not
             possible, or its outputs differ.
     """
-    exists = [f"{folder} exists. Type another folder, or remove it."] if folder.exists() else []
-    raise_problems([*exists, *export_graphs.missing(list(formats))])
+    exists = [f"{folder} exists. Pass another folder, or remove it."] if folder.exists() else []
+    raise_problems([*exists, *parts.missing(list(formats))])
     checkpoint = read(path)
-    task, content = exportable_task(checkpoint), checkpoint.values
-    weights = {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}
-    net = network(dict(content["config"]["model"]), content["network"], with_weights=False)
-    load_into(net.state_dict(), weights, path)
-    image_BCHW, prepared = compared_images(content, task.about, images, needed=bool(formats))
+    config, about, offered = checkpoint.config, checkpoint.metadata, checkpoint.network or {}
+    task_class(config, str(path))
+    task: Task = create(config["task"], "task")
+    task.bind(about)
+    net = network(config["model"], offered, with_weights=False).eval()
+    load_into(net.state_dict(), checkpoint.weights, path)
+    required = bool(formats) or not all(about.get(key) for key in NEEDED)
+    data, batch = samples_to_compare(config, about, files, required=required)
+    what = Exported(config, offered, task, net, data, batch)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
         part.mkdir()
-        write_all(part, content, task, net, weights)
-        model = exported.load(part)
-        runners: dict[str, Callable[[Tensor], Tensor]] = {"load.py": model.outputs}
-        runners |= export_graphs.write_graphs(model, list(formats), part)
-        activate = exported.ACTIVATIONS[str(task.activation)]
-        found: dict[str, float] = {}
-        if image_BCHW is not None:
-            found = export_graphs.compared(runners, lambda x: activate(net.eval()(prepared(x))), image_BCHW)
-        for compiled in list(part.rglob("__pycache__")):  # of what was loaded to compare
-            remove(compiled)
-        (part / "README.md").write_text(card(path, content, task, net, part, found, len(image_BCHW) if found else 0))  # type: ignore[arg-type]
+        found = what.write(part, formats)
+        (part / "README.md").write_text(card(path, checkpoint, what, part, found))
     return folder
-
-
-def exportable_task(checkpoint: Checkpoint) -> Task:
-    """The task of a checkpoint. Raises UserError if load.py could not say what it says."""
-    node, about, path = checkpoint.config["task"], checkpoint.metadata, checkpoint.path
-    kind: Any = target_of(node["_target_"], "task")
-    why = ""
-    if not (isinstance(kind, type) and issubclass(kind, Task)):
-        why = "a LightningModule, which makes its own network"
-    elif kind.outputs is not Task.outputs or not kind.activation or not together(kind, "predictions", "activation"):
-        why = "a task whose predictions are not an activation of the network's outputs (`activation` of lockstep.tasks.Task)"
-    elif missing := [key for key in NEEDED if not about.get(key)]:
-        why = f"for data without images: {', '.join(missing)} is not in its `about`"
-    if why:
-        raise UserError(
-            f"{path} was trained on {node['_target_']}, {why}; only networks that take images can be exported. "
-            f'lockstep.load_model("{path}") returns the network of any task with its weights; save what you need of it.'
-        )
-    task: Task = create(node, "task")
-    task.bind(about)
-    return task
 
 
 def together(kind: type, *names: str) -> bool:
@@ -187,68 +232,47 @@ def together(kind: type, *names: str) -> bool:
     return vars(base).keys() >= set(names)
 
 
-def compared_images(
-    content: dict[str, Any], about: Any, images: str | None, *, needed: bool
-) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
-    """uint8 images to compare on, and how the network's own data prepares them.
+def samples_to_compare(
+    config: Mapping[str, Any], about: Mapping[str, Any], files: str | None, *, required: bool
+) -> tuple[DataSet, Batch | None]:
+    """Samples to compare on, as they are stored, and the data set that prepares them.
 
     Raises:
-        UserError: they cannot be read, and are `needed`.
+        UserError: they cannot be read, and are `required`.
     """
-    given = {key: about[key] for key in ("image_size", "mean", "std")}
-    if images is not None:
-        files = InputFiles(find_inputs(images), channels=about["channels"], size=about["image_size"])
-        read_images = files[np.arange(min(IMAGES, len(files)))]
-        good = [not problem for problem in read_images["problem"]]
-        if not any(good):
-            raise UserError(f"--images {images}: no file can be read: {read_images['problem'][0]}.")
-        return torch.from_numpy(read_images["input"][good]), pixels.Preprocess(**given)
-    cfg = OmegaConf.create(content["config"])
-    assert isinstance(cfg, DictConfig)
+    cfg: Any = OmegaConf.create(dict(config))
+    kind: Any = target_of(cfg.data._target_, "data")
+    if files is not None:
+        reader = kind.for_files(about)
+        inputs = InputFiles(reader, find_inputs(files, kind.endings, kind.unit))
+        batch = fetch(inputs, np.arange(min(COMPARED, len(inputs))))
+        good = [place for place, problem in enumerate(batch.pop("problem")) if not problem]
+        return reader, samples_at(batch, good, len(batch["index"]))
     try:
-        dataset = create_data(cfg)
-        if dataset is None:
+        data = create_data(cfg)
+        if data is None:
             raise UserError("it has its own dataloaders")
-        dataset.prepare()
-        samples = samples_of(dataset.test)
-        image_BCHW = torch.as_tensor(np.asarray(samples[np.arange(min(IMAGES, len(samples)))]["input"]))
+        data.prepare()
+        samples = samples_of(data.test)
+        return data, fetch(samples, np.arange(min(COMPARED, len(samples))))
     except (UserError, OSError) as e:
-        if needed:
+        if required:
             raise UserError(
-                f"the files are compared on images of the run's own data before they are kept, and it cannot be read: {e} "
-                "Type --images <folder of images>."
+                f"the files are compared on samples of the run's own data before they are kept, and it cannot be read: {e} "
+                "Pass --files <folder>."
             ) from None
-        why = f"the run's data cannot be read. {e}"
-        print(f"WARNING: the folder was not compared with the network: {why}", file=sys.stderr)
-        return None, pixels.Preprocess(**given)
-    if image_BCHW.dtype != torch.uint8 or image_BCHW.dim() != 4:
-        raise UserError(
-            f"the run's data has {image_BCHW.dtype} of shape {tuple(image_BCHW.shape)}, no images of bytes (uint8, BCHW)."
+        print(
+            f"WARNING: the folder was not compared with the network: the run's data cannot be read. {e}",
+            file=sys.stderr,
         )
-    return image_BCHW, lambda x: dataset.preprocess({"input": x})["input"]
+        return kind.for_files(about), None
 
 
-def write_all(part: Path, content: dict[str, Any], task: Task, net: nn.Module, weights: dict[str, Tensor]) -> None:
-    from safetensors.torch import save
-
-    output = {"activation": task.activation, "threshold": getattr(task, "threshold", None)}
-    write(part / "model.json", {**write_network(part, content, net), **output})
-    # as bytes, because save_file makes a file that only its owner can read, whatever the umask
-    (part / "model.safetensors").write_bytes(save({name: tensor.clone() for name, tensor in weights.items()}))
-    write(part / "classes.json", task.about[task.names])
-    write(part / "preprocessing.json", {key: task.about[key] for key in NEEDED})
-    (part / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(content["config"]))))
-    for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
-        shutil.copyfile(inspect.getfile(source), part / name)
-
-
-def write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def write_network(folder: Path, content: dict[str, Any], net: nn.Module) -> dict[str, Any]:
+def write_network(
+    folder: Path, config: Mapping[str, Any], offered: Mapping[str, Any], net: nn.Module
+) -> dict[str, Any]:
     """Copies the source files of the network, unless a library has it; returns how to make it."""
-    model, offered = dict(content["config"]["model"]), content["network"]
+    model = dict(config["model"])
     target = model.pop("_target_")
     if target == TIMM:
         name = model.pop("name")
@@ -281,50 +305,49 @@ def write_network(folder: Path, content: dict[str, Any], net: nn.Module) -> dict
 
 OUTPUTS = {
     "softmax": "probabilities of the {names}",
+    "next_token": "probabilities of the next of the {names}",
     "sigmoid": "a probability for each of the {names}",
     "identity": "a number for each of the {names}",
+    "none": "what the network itself returns",
 }
-NOT_SETTINGS = ("run", "runs_dir", "resume", "init_from", "logger", "callbacks", "hydra", "experiment", "debug")
+LIBRARIES = ("timm", "torchvision")  # that networks come from
 
 
-def card(
-    path: Path, content: Mapping[str, Any], task: Task, net: nn.Module, part: Path, found: dict[str, float], images: int
-) -> str:
-    """`found`: by file, the largest difference of its outputs from the trained network's, on so many `images`."""
-    cfg: Any = OmegaConf.create(dict(content["config"]))
-    report = report_of(path)
-    about, names = task.about, list(task.about[task.names])
+def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, float]) -> str:
+    """`found`: by file, the largest difference of its outputs from the trained network's."""
+    cfg: Any = OmegaConf.create(dict(checkpoint.config))
+    report, task = report_of(path), what.task
+    model = json.loads((part / "model.json").read_text())
+    library = "timm" if model["timm"] else model["target"].partition(".")[0]
+    examples = () if what.takes_images else leaves(what.examples()[0])
+    inputs = [f"{str(x.dtype).partition('.')[2]} of shape {('batch', *x.shape[1:])}" for _, x in examples]
     values = {
         "model": model_title(cfg),
         "data_name": title(cfg.data),
-        "parameters": sum(p.numel() for p in net.parameters()),
+        "parameters": sum(p.numel() for p in what.net.parameters()),
         "task": title(cfg.task).replace("_", " "),
-        "about": about,
-        "output": OUTPUTS[str(task.activation)].format(names=f"{len(names)} {task.names}"),
+        "about": task.about,
+        "inputs": [text.replace("'", "") for text in inputs],
+        "reader": model["reader"],
+        "output": OUTPUTS[what.activation].format(names=f"{len(task.value_names)} {task.names}"),
         "file": path.name,
         "run": cfg.run,
-        "steps": content["global_step"],
-        "data": content[DATA],
+        "steps": checkpoint.values["global_step"],
+        "data": checkpoint.values[DATA],
         "kind": task.names,
-        "names": names,
+        "names": list(map(str, task.value_names)),
         "metrics": {name: report[name] for name in tested(report) if name != "test/count"},
         "count": report.get("test/count", 0),
-        "unit": report.get("unit", "samples"),
+        "unit": what.data.unit,
         "differences": found,
-        "images": images,
-        "packages": packages(part),
+        "compared": len(what.batch["index"]) if what.batch else 0,
+        "packages": ["torch", "safetensors", "Pillow", *({library} & {*LIBRARIES})],
         "files": [each.name for each in part.iterdir()],
-        "onnx_output": "values" if task.activation == "identity" else "probabilities",
-        "settings": settings(cfg),
+        "onnx_output": "values" if what.activation == "identity" else "probabilities",
+        "settings": as_overrides(cfg),
         "versions": versions(),
     }
     return ENVIRONMENT.get_template("card.md.j2").render(values) + "\n"
-
-
-def packages(part: Path) -> list[str]:
-    about = json.loads((part / "model.json").read_text())
-    library = "timm" if about["timm"] else str(about["target"]).partition(".")[0]
-    return ["torch", "safetensors", "Pillow", *([library] if library in ("timm", "torchvision") else [])]
 
 
 def report_of(path: Path) -> dict[str, Any]:
@@ -332,13 +355,3 @@ def report_of(path: Path) -> dict[str, Any]:
     run = path.resolve().parents[1]
     report = RunFolder(run).report()
     return report if report.get("checkpoint") and (run / report["checkpoint"]).resolve() == path.resolve() else {}
-
-
-def settings(cfg: DictConfig) -> dict[str, str]:
-    """What differs from the defaults."""
-    try:
-        defaults = dotted(OmegaConf.to_container(compose_config("train", []), resolve=True))
-    except CONFIG_ERRORS:
-        defaults = {}
-    own = dotted(OmegaConf.to_container(cfg, resolve=True)).items()
-    return {k: shown(v) for k, v in own if k.partition(".")[0] not in NOT_SETTINGS and defaults.get(k) != v}

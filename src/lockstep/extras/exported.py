@@ -3,9 +3,10 @@
 from load import load
 model = load(".")                          # the folder of this file, or another one
 model.predict(image_BCHW)                  # uint8 images of any size, 0 to 255: [{"class": "seven", "probability": 0.98}, ...]
+model.predict(*inputs)                     # of other data: what README.md says that the network takes
 model.predict_files(["a.png", "b.jpg"])    # the same with `path` and `error`, of files
 
-python load.py <folder or images> ... [--csv <file>]
+python load.py <folder or files> ... [--csv <file>]
 """
 
 import argparse
@@ -32,13 +33,42 @@ from torch import Tensor, nn
 
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-AT_ONCE = 16  # files
-# Of the network's outputs: probabilities of classes (or of the classes of each pixel), of labels, or numbers.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda output: output.softmax(1),
-    "sigmoid": lambda output: output.sigmoid(),
-    "identity": lambda output: output.flatten(1),
+AT_ONCE = 16  # samples
+# Of the network's outputs: probabilities of classes (or of the classes of each pixel), of the next token, of labels, or numbers.
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "softmax": lambda output: output.float().softmax(1),
+    "next_token": lambda output: output[:, -1].float().softmax(1),
+    "sigmoid": lambda output: output.float().sigmoid(),
+    "identity": lambda output: output.float().flatten(1),
+    "none": lambda output: output,
 }
+
+
+@dataclass(frozen=True)
+class Images:
+    """Reads image files and prepares them as in training."""
+
+    pixels: ModuleType  # preprocess.py: an opened image to bytes_CHW
+    normalise: Any  # uint8 images_BCHW of any size to the input of the network
+    channels: int
+    image_size: int
+    endings: tuple[str, ...] = ENDINGS
+
+    def read(self, path: Path) -> dict[str, Any]:
+        from PIL import Image
+
+        with warnings.catch_warnings(), Image.open(path) as image:
+            warnings.simplefilter("ignore")  # about odd EXIF data and palettes
+            return {"input": self.pixels.to_array(image, channels=self.channels, size=self.image_size)}
+
+    def preprocess(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, "input": self.normalise(batch["input"])}
+
+    def mask_size(self, path: Path) -> Any:
+        from PIL import Image
+
+        with Image.open(path) as image:
+            return self.pixels.original_size(image)
 
 
 @dataclass(frozen=True)
@@ -46,22 +76,32 @@ class Model:
     """A network for evaluation, with its preprocessing and the names of its outputs: classes, labels or targets."""
 
     net: nn.Module
-    preprocess: Any  # uint8 images_BCHW of any size to the input of `net`
-    pixels: ModuleType  # preprocess.py: an opened image to bytes_CHW, and masks back to images
+    reader: Any  # has `read` of a file and `preprocess` of a batch; None if files cannot be read
+    pixels: ModuleType  # preprocess.py: masks to images
+    inputs: Any  # the network's arguments as names of a batch's values, in their structure; None: images
+    named: list[str]  # the last ones are passed by these names
     classes: list[str]
-    channels: int
-    image_size: int
     activation: str
     threshold: float | None  # of labels
 
     @torch.inference_mode()
-    def outputs(self, image_BCHW: Tensor) -> Tensor:
-        """Probabilities, or numbers, of uint8 images: BK, or BKHW for a class per pixel."""
-        return ACTIVATIONS[self.activation](self.net(self.preprocess(image_BCHW)).float())
+    def outputs(self, *inputs: Any) -> Any:
+        """Probabilities, or numbers, of uint8 images or of the network's arguments: BK, or BKHW for a class per pixel."""
+        if self.inputs is None:
+            inputs = (self.reader.preprocess({"input": inputs[0]})["input"],)
+        return ACTIVATIONS[self.activation](self.call(*inputs))
 
-    def predict(self, image_BCHW: Tensor) -> list[dict[str, Any]]:
-        """A row for each uint8 image: what Lockstep's predict.py writes."""
-        output = self.outputs(image_BCHW)
+    def call(self, *inputs: Any) -> Any:
+        first = len(inputs) - len(self.named)
+        return self.net(*inputs[:first], **dict(zip(self.named, inputs[first:], strict=True)))
+
+    def predict(self, *inputs: Any) -> list[dict[str, Any]]:
+        """A row for each sample: what Lockstep's predict.py writes."""
+        output = self.outputs(*inputs)
+        if self.activation == "none":
+            named = output if isinstance(output, dict) else {"output": output}
+            columns = [digits(x.tolist()) if isinstance(x, Tensor) else x for x in named.values()]
+            return [dict(zip(named, row, strict=True)) for row in zip(*columns, strict=True)]
         if self.activation == "identity":
             return [dict(zip(self.classes, map(digits, row), strict=True)) for row in output.tolist()]
         if self.threshold is not None:
@@ -69,43 +109,58 @@ class Model:
             return [{"labels": [n for n, there in zip(self.classes, row, strict=True) if there]} for row in present]
         if output.dim() == 4:
             return [{"mask": mask_HW} for mask_HW in output.argmax(1)]
-        values, places = output.max(1)
-        found = zip(places.tolist(), values.tolist(), strict=True)
-        return [{"class": self.classes[place], "probability": digits(value)} for place, value in found]
+        name = "token" if self.activation == "next_token" else "class"
+        found = zip(*(x.tolist() for x in output.max(1)), strict=True)
+        return [{name: self.classes[place], "probability": digits(value)} for value, place in found]
+
+    def samples(self, paths: Iterable[str]) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Of each sample in the files, what its row begins with, and its values; None with the `error` of a file that cannot be read."""
+        for path in paths:
+            try:
+                content = self.reader.read(Path(path))
+            except Exception as e:  # Pillow raises nearly anything for a broken file
+                yield {"path": path, "error": " ".join(str(e).split()) or type(e).__name__}, None
+                continue
+            if isinstance(content, dict):
+                yield {"path": path, "error": ""}, content
+            else:  # Arrays of rows or lines
+                for row in range(len(content)):
+                    yield {"path": path, "row": row, "error": ""}, {n: v[row] for n, v in content.arrays.items()}
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """A row for each file, in their order; one that cannot be read has only its path and the `error`.
+        """A row for each file, or for each row of a table, in their order; one that cannot be read has only its path and the `error`.
 
         A `mask` is a Pillow image of the file's size.
         """
-        from PIL import Image
-
-        left = iter(paths)
+        left = self.samples(paths)
         while group := list(islice(left, AT_ONCE)):
-            images, sizes, errors = [], [], []
-            for path in group:
-                try:
-                    with warnings.catch_warnings(), Image.open(path) as image:
-                        warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-                        size = self.pixels.original_size(image)
-                        image_CHW = self.pixels.to_array(image, channels=self.channels, size=self.image_size)
-                    images.append(torch.tensor(image_CHW))
-                    sizes.append(size)
-                    errors.append("")
-                except Exception as e:  # Pillow raises nearly anything for a broken file
-                    errors.append(" ".join(str(e).split()) or type(e).__name__)
-            found = self.predict(torch.stack(images)) if images else []
-            for row, size in zip(found, sizes, strict=True):
+            good = [sample for _, sample in group if sample]
+            names = good[0] if good else {}
+            batch = {name: torch.tensor(np.stack([sample[name] for sample in good])) for name in names}
+            if good and self.inputs is not None:
+                batch = self.reader.preprocess(batch)
+            inputs = (batch.get("input"),) if self.inputs is None else filled(self.inputs, batch)
+            rows = iter(self.predict(*inputs) if good else ())
+            for facts, sample in group:
+                row, error = next(rows) if sample else {}, facts.pop("error")
                 if "mask" in row:
+                    size = self.reader.mask_size(Path(facts["path"]))
                     row["mask"] = self.pixels.mask_image(row["mask"].numpy(), size)
-            rows = iter(found)
-            for path, error in zip(group, errors, strict=True):
-                yield {"path": path, **({} if error else next(rows)), "error": error}
+                yield {**facts, **row, "error": error}
 
 
-def digits(value: float) -> float:
-    """The digits that float32 has."""
-    return float(f"{value:.7g}")
+def filled(names: Any, batch: dict[str, Any]) -> Any:
+    """The values of a batch in place of their names."""
+    if isinstance(names, dict):
+        return {key: filled(each, batch) for key, each in names.items()}
+    return tuple(filled(each, batch) for each in names) if isinstance(names, list) else batch[names]
+
+
+def digits(value: Any) -> Any:
+    """A number, or lists of them, with the digits that float32 has."""
+    if isinstance(value, list):
+        return [digits(each) for each in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def module(path: Path) -> ModuleType:
@@ -116,19 +171,19 @@ def module(path: Path) -> ModuleType:
     return loaded
 
 
-def network(folder: Path, target: str, arguments: dict[str, Any]) -> nn.Module:
-    """The network that model.json names: of network.py, of a package in source/, or of an installed library."""
+def located(folder: Path, target: str) -> Any:
+    """What model.json names: a class of network.py, of a package in source/, or of an installed library."""
     name, _, made = target.rpartition(".")
     if name == "network":
-        return getattr(module(folder / "network.py"), made)(**arguments)
+        return getattr(module(folder / "network.py"), made)
     source, package = folder / "source", name.partition(".")[0]
     if not (source / package).is_dir():
-        return getattr(importlib.import_module(name), made)(**arguments)
+        return getattr(importlib.import_module(name), made)
     loaded = {key: sys.modules.pop(key) for key in list(sys.modules) if key.partition(".")[0] == package}
     sys.path.insert(0, str(source))
     importlib.invalidate_caches()
     try:
-        return getattr(importlib.import_module(name), made)(**arguments)
+        return getattr(importlib.import_module(name), made)
     finally:
         if loaded:  # this process has another copy of the package, which it goes on with
             sys.path.remove(str(source))
@@ -140,36 +195,40 @@ def network(folder: Path, target: str, arguments: dict[str, Any]) -> nn.Module:
 def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
-    about = json.loads((folder / "model.json").read_text())
-    if about["timm"]:
+    model, data = (json.loads((folder / name).read_text()) for name in ("model.json", "preprocessing.json"))
+    if model["timm"]:
         import timm
 
-        net = timm.create_model(about["timm"], **about["arguments"])
+        net = timm.create_model(model["timm"], **model["arguments"])
     else:
-        net = network(folder, about["target"], about["arguments"])
+        net = located(folder, model["target"])(**model["arguments"])
     net.load_state_dict(load_file(folder / "model.safetensors"))
-    images = json.loads((folder / "preprocessing.json").read_text())
-    pixels = module(folder / "preprocess.py")
+    pixels, reader = module(folder / "preprocess.py"), None
+    if model["inputs"] is None:
+        sizes = {key: data.pop(key) for key in ("channels",)} | {"image_size": data["image_size"]}
+        reader = Images(pixels, pixels.Preprocess(**data), **sizes)
+    elif model["reader"]:
+        installed = importlib.util.find_spec("lockstep")
+        if installed is None or installed.origin is None:
+            sys.path.append(str(folder / "standin"))  # its class DataSet
+        reader = located(folder, model["reader"]).for_files(data)
     return Model(
         net=net.eval(),
-        channels=images.pop("channels"),
-        preprocess=pixels.Preprocess(**images),
+        reader=reader,
         pixels=pixels,
         classes=json.loads((folder / "classes.json").read_text()),
-        image_size=images["image_size"],
-        activation=about["activation"],
-        threshold=about["threshold"],
+        **{key: model[key] for key in ("inputs", "named", "activation", "threshold")},
     )
 
 
-def files(given: Iterable[str]) -> Iterator[str]:
-    """Image files; of a folder, all below it by name, those of a folder before those of the folders in it."""
+def files(given: Iterable[str], endings: tuple[str, ...] = ENDINGS) -> Iterator[str]:
+    """Files; of a folder, all below it by name, those of a folder before those of the folders in it."""
     for name in given:
         if not Path(name).is_dir():
             yield name
         for place, below, names in os.walk(name, followlinks=True):
             below[:] = sorted(each for each in below if not each.startswith("."))
-            found = (each for each in sorted(names) if each.lower().endswith(ENDINGS) and not each.startswith("."))
+            found = (each for each in sorted(names) if each.lower().endswith(endings) and not each.startswith("."))
             yield from (f"{place}{os.sep}{each}" for each in found)
 
 
@@ -198,30 +257,22 @@ def text(value: Any) -> Any:
     return "|".join(map(str, value)) if isinstance(value, list) else value
 
 
-def said(row: dict[str, Any]) -> str:
-    """A row as a line."""
-    if row["error"]:
-        return f"cannot be read: {row['error']}"
-    if "class" in row:
-        return f"{row['class']} ({row['probability']:.1%})"
-    shown = {name: value for name, value in row.items() if name not in ("path", "error", "mask")}
-    if "mask" in row:
-        width, height = row["mask"].size
-        shown["mask"] = f"{width} x {height}, classes {np.unique(row['mask']).tolist()}"
-    return ", ".join(f"{name}: {text(value)}" for name, value in shown.items())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Predicts image files with the network of this folder.")
-    parser.add_argument("images", nargs="+", help="image files, or folders of them")
+    parser = argparse.ArgumentParser(description="Predicts files with the network of this folder.")
+    parser.add_argument("files", nargs="+", help="files, or folders of them")
     parser.add_argument("--csv", type=Path, help="write a table with a row for each file instead of printing")
     args = parser.parse_args()
-    rows = load().predict_files(files(args.images))
+    model = load()
+    if model.reader is None:
+        parser.error("this folder was exported without a way to read files: README.md says what the network takes")
+    rows = model.predict_files(files(args.files, model.reader.endings))
     if args.csv:
         write_csv(args.csv, rows)
         return
     for row in rows:
-        print(f"{row['path']}: {said(row)}")
+        path, error = row.pop("path"), row.pop("error")
+        found = ", ".join(f"{name} {text(value)}" for name, value in row.items() if name != "mask")
+        print(f"{path}: {f'cannot be read: {error}' if error else found}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
 """What predict.py does: each process writes its predictions while it makes them, and rank 0 joins all in input order."""
 
 import heapq
-import itertools
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import lightning.pytorch as pl
+import numpy as np
 from omegaconf import DictConfig
+from PIL import Image
 from torch import Tensor
 
 from lockstep import build
@@ -18,17 +24,19 @@ from lockstep.checkpoints.weights import read
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.config.run_config import title
 from lockstep.config.targets import target_of
+from lockstep.data import DataSet, Images, Sound
 from lockstep.data.datamodule import DataModule
-from lockstep.data.images import Images, find_inputs
+from lockstep.data.images import find_inputs
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
-from lockstep.extras.tables import ImageFiles, Row, text, write_table
+from lockstep.extras.exported import digits, text
+from lockstep.extras.tables import LISTED, InputFiles, Inputs, Row, listed, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
 from lockstep.machine.world import World
-from lockstep.reporting.panels import data_uri, overlaid, restored, thumbnail
 from lockstep.reporting.render import render
+from lockstep.tasks.panel import Mask, Sample
 from lockstep.training.workload import Workload
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
@@ -37,18 +45,6 @@ from lockstep.training.workload import Workload
 
 
 WIDE = "probabilities"  # a column of a number for each class or label, written on request
-
-
-def digits(value: Any) -> Any:
-    """A float with the digits that float32 has."""
-    if isinstance(value, list):
-        return [digits(each) for each in value]
-    return float(f"{value:.7g}") if isinstance(value, float) else value
-
-
-def is_mask(value: Any) -> bool:
-    """Whether it is an image of whole numbers for each sample."""
-    return isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
 
 
 def cells(name: str, value: Sequence[Any] | Tensor, names: Sequence[str], *, wide: bool) -> dict[str, list[Any]]:
@@ -79,11 +75,12 @@ def table_rows(
     return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
 
-# --- What the processes of a prediction leave for rank 0: each a file of lines, joined in input order as streams. Free of torch ---
+# --- What the processes of a prediction leave for rank 0: each a file of lines, joined in input order as streams ---
 
 ERROR = "error"  # the column of why a file could not be read
-THUMBNAIL = "thumbnail"  # of a row, for the gallery; no column
-KEPT = 200  # thumbnails of a gallery
+FIRST = ("index", "path", "row", "target")  # columns before the task's
+SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
+KEPT = 200  # samples of a gallery
 
 
 def folder_of(output: Path) -> Path:
@@ -91,7 +88,7 @@ def folder_of(output: Path) -> Path:
 
 
 def part(output: Path, rank: int) -> Path:
-    """The file of one process: a line holds the number of a batch and a row."""
+    """The file of one process: a line holds the number of a batch, the index of a sample, and its row."""
     return folder_of(output) / f"rank-{rank}.jsonl"
 
 
@@ -100,77 +97,94 @@ def masks(output: Path, column: str) -> Path:
     return output.with_name(f"{output.stem}-{column}")
 
 
-def lines(path: Path) -> Iterator[tuple[int, Row]]:
-    """The rows of one process, each with the number of its batch."""
-    if not path.is_file():
-        raise UserError(f"{path} is not there: output needs a folder that all machines share. Type another output=.")
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
+class Parts:
+    """The rows of all processes: `write` makes the table of them, `gallery` a page; what they count is in `count`, `broken`, `wrong`."""
 
+    def __init__(self, output: Path, world: int) -> None:
+        self.output, self.world = output, world
+        self.count = self.broken = self.wrong = 0
+        self.reasons: list[tuple[str, str]] = []  # why the first broken files could not be read
+        example = next((row for _, row in self.rows() if not row.get(ERROR)), None)
+        if example is None:
+            raise UserError("no file can be read any more. Nothing was written.")
+        self.example: Row = example
+        self.masks = sorted(path.name for path in folder_of(output).iterdir() if path.is_dir())
+        self.guess = next(name for name in [*self.example, ""] if name not in FIRST)  # the column of what is predicted
+        self.key = next((name for name in SORTED if name in self.example), None)
 
-def joined(output: Path, world: int) -> Iterator[Row]:
-    """All rows in input order: a batch is shared out by rank, so rows of a batch come by rank."""
-    streams = [lines(part(output, rank)) for rank in range(world)]
-    for _, row in heapq.merge(*streams, key=lambda line: line[0]):
-        yield row
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        """Index and row, in input order: a batch is shared out by rank, so rows of a batch come by rank."""
+        paths = [part(self.output, rank) for rank in range(self.world)]
+        if missing := [str(path) for path in paths if not path.is_file()]:
+            raise UserError(
+                f"{missing[0]} does not exist: all machines need to share the folder of output=. Pass another one."
+            )
+        with ExitStack() as files:
+            streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in paths]
+            yield from ((index, row) for _, index, row in heapq.merge(*streams, key=lambda line: line[0]))
 
-
-def example_of(output: Path, world: int) -> Row:
-    """The first row with a prediction; empty if all files are broken."""
-    for row in joined(output, world):
-        if not row.get(ERROR):
-            return {name: value for name, value in row.items() if name != THUMBNAIL}
-    return {}
-
-
-class Counted:
-    """Rows as they pass: how many, the broken ones, and the first of them with their reasons."""
-
-    def __init__(self, shown: int) -> None:
-        self.count = self.broken = 0
-        self.shown, self.examples = shown, list[str]()
-
-    def __call__(self, rows: Iterator[Row]) -> Iterator[Row]:
-        for row in rows:
+    def counted(self) -> Iterator[Row]:
+        for _, row in self.rows():
             self.count += 1
+            self.wrong += self.is_wrong(row)
             if row.get(ERROR):
                 self.broken += 1
-                if len(self.examples) < self.shown:
-                    self.examples.append(f"\n  {row.get('path')}: {row[ERROR]}")
+                self.reasons += [(row["path"], row[ERROR])] if len(self.reasons) < LISTED else []
             yield row
 
-    @property
-    def listed(self) -> str:
-        more = self.broken - len(self.examples)
-        return "".join(self.examples) + (f"\n  and {more:,} more" if more else "")
+    def is_wrong(self, row: Row) -> bool:
+        """Whether target and prediction differ; numbers and masks are neither right nor wrong."""
+        target, guess = (row.get(name) for name in ("target", self.guess))
+        if target is None or guess is None or isinstance(guess, float) or self.guess in self.masks:
+            return False
+        return set(str(text(target)).split("|")) != set(str(text(guess)).split("|"))
 
+    def write(self) -> None:
+        """The table, which appears whole or not at all, with its masks."""
+        with replacing(self.output) as new:
+            write_table(new, self.output.suffix, self.example, self.counted())
+            for name in self.masks:
+                remove(masks(self.output, name))
+                (folder_of(self.output) / name).replace(masks(self.output, name))
 
-def write(output: Path, world: int, shown: int = 10) -> Counted:
-    """Joins the parts to the table `output`, which appears whole or not at all, with its masks.
+    def gallery(self, path: Path, data: DataModule, about: Mapping[str, str]) -> None:
+        """A page of `KEPT` samples with their predictions. It needs no network, and the files of sounds beside it only to play them."""
+        good = (each for each in self.rows() if not each[1].get(ERROR))
 
-    Raises:
-        UserError: all files are broken.
-    """
-    example, counted = example_of(output, world), Counted(shown)
-    if not example:
-        for _ in counted(joined(output, world)):
-            pass
-        raise UserError(f"none of {counted.count:,} files can be read:{counted.listed}\nNothing was written.")
-    with replacing(output) as new:
-        write_table(new, output.suffix, example, counted(joined(output, world)))
-        for folder in sorted(path for path in folder_of(output).iterdir() if path.is_dir()):
-            remove(masks(output, folder.name))
-            folder.replace(masks(output, folder.name))
-    return counted
+        def order(each: tuple[int, Row]) -> float:
+            value = each[1][str(self.key)]
+            return -math.inf if math.isnan(value) else -value if self.key == "loss" else value
 
+        kept = heapq.nsmallest(KEPT, good, order) if self.key else [*islice(good, KEPT)]
+        folders = [Path.cwd() / Path(row["path"]).parent for _, row in kept if "path" in row]
+        common = os.path.commonpath(folders) if folders else ""
+        values = {
+            "samples": [self.sample(index, row, data, path.parent) for index, row in kept],
+            "rows": [row for _, row in kept],
+            "guess": self.guess,
+            "hidden": {*FIRST, self.guess, self.key, ERROR, *self.masks},
+            "wrong": [self.is_wrong(row) for _, row in kept],
+            "names": [os.path.relpath(row["path"], common) if "path" in row else f"#{index}" for index, row in kept],
+            "order": SORTED.get(str(self.key), "the first ones"),
+            "unit": data.unit,
+            "table": self,
+            "about": about,
+        }
+        write_text(path, render("gallery.html.j2", self.output.stem, values))
 
-def write_gallery(path: Path, output: Path, world: int) -> None:
-    """A page of the first `KEPT` images with their predictions: one file, which needs no network."""
-    pictured = [
-        (row.pop(THUMBNAIL), [(name, text(value)) for name, value in row.items() if value not in (None, "")])
-        for row in itertools.islice((row for row in joined(output, world) if THUMBNAIL in row), KEPT)
-    ]
-    write_text(path, render("gallery.html.j2", output.stem, {"pictured": pictured}))
+    def sample(self, index: int, row: Row, data: DataModule, page: Path) -> Sample:
+        """What a page shows of a sample: as the data set stores it, and its masks."""
+        raw = {name: value[0] for name, value in data.raw(data.predicted_split[0], [index]).items() if name != "count"}
+        shown = data.dataset.show(raw)
+        if isinstance(data.dataset, Inputs):
+            file = os.path.relpath(data.dataset.test.path(index), page)
+            shown = {n: replace(v, file=file) if isinstance(v, Sound) else v for n, v in shown.items()}
+        if self.masks and np.ndim(raw.get("target", 0)) == 2:
+            shown["target"] = Mask(np.asarray(raw["target"]))
+        for name in self.masks:
+            with Image.open(self.output.parent / row[name]) as mask:
+                shown[name] = Mask(np.asarray(mask))
+        return Sample(index, shown, shown.pop("image", None))
 
 
 # --- Writes the predictions of a process while it makes them ---
@@ -191,18 +205,16 @@ class Writer(pl.Callback):
     def __init__(self, data: DataModule, asked: Any, made: Callable[[Any], Columns], names: Sequence[str]) -> None:
         self.data, self.asked, self.made, self.names = data, asked, made, names
         self.output = Path(asked.output)
-        self.files = data.dataset if isinstance(data.dataset, ImageFiles) else None
+        self.files = data.dataset.test if isinstance(data.dataset, Inputs) else None
         self.paths = None if self.files else data.dataset.paths(data.predicted_split[0])
         self.file: IO[str] | None = None
         self.order: Iterator[Any] = iter(())
-        self.kept = 0
 
     def first(self, index: int) -> Row:
-        """What the data knows of a sample: the path of a file, and its target if there is one; or the index in its part."""
-        if self.files is None:
-            return {"index": index} | ({} if self.paths is None else {"path": str(self.paths[index])})
-        target = self.files.test.target(index)
-        return {"path": self.files.test.name(index)} | ({} if target is None else {"target": target})
+        """What the data knows of a sample: its file, or the index in its part."""
+        if self.files is not None:
+            return self.files.facts(index)
+        return {"index": index} | ({} if self.paths is None else {"path": str(self.paths[index])})
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = folder_of(self.output)
@@ -212,7 +224,7 @@ class Writer(pl.Callback):
         same = self.files.fingerprint if self.files else ""
         if trainer.strategy.broadcast(same) != same:  # which also waits for the folder
             raise TrainingFailed(
-                "input: the processes found different files, because the folder changes. Type a CSV of the files."
+                "input: the processes found different files, because the folder changes. Pass a CSV of the files."
             )
         trainer.strategy.barrier("the folder of the parts")
         self.file = part(self.output, trainer.global_rank).open("w", encoding="utf-8")
@@ -227,7 +239,9 @@ class Writer(pl.Callback):
         if not indices:
             return
         found, problems = self.made(outputs), self.data.problems
-        masks = {name: found.pop(name) for name in list(found) if is_mask(found[name])}
+        # an image of whole numbers for each sample
+        tensors = {name: each for name, each in found.items() if isinstance(each, Tensor)}
+        masks = {n: found.pop(n) for n, each in tensors.items() if each.dim() == 3 and not each.is_floating_point()}
         found |= {name: self.saved(name, mask_BHW, indices, problems) for name, mask_BHW in masks.items()}
         rows = table_rows(found, self.names, wide=self.asked.probabilities)
         if len(rows) != len(indices):
@@ -237,27 +251,19 @@ class Writer(pl.Callback):
         rows = [self.first(index) | row for index, row in zip(indices, rows, strict=True)]
         for place, why in enumerate((problems or ())[: len(rows)]):
             rows[place] = {**(self.first(indices[place]) if why else rows[place]), ERROR: why}
-        if self.asked.gallery and self.kept < KEPT:
-            self.kept += len(rows)
-            image_BCHW = restored(batch["input"] if isinstance(batch, dict) else batch[0], self.data.about)
-            images = image_BCHW.numpy()
-            drawn = next((mask_BHW.cpu().numpy() for mask_BHW in masks.values()), None)
-            for place, row in enumerate(rows):
-                image = thumbnail(images[place]) if drawn is None else overlaid(images[place], drawn[place])
-                row[THUMBNAIL] = data_uri(image)
-        self.file.writelines(f"{json.dumps([batch_idx, row])}\n" for row in rows)
+        self.file.writelines(f"{json.dumps([batch_idx, *each])}\n" for each in zip(indices, rows, strict=True))
 
     def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int], problems: Sequence[str] | None) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
         there = masks(self.output, name)
         if there.exists() and not self.asked.overwrite:
-            raise UserError(f"{there} exists. Type another output=, or overwrite=true.")
+            raise UserError(f"{there} exists. Set another output=, or overwrite=true.")
         folder = folder_of(self.output) / name
         folder.mkdir(exist_ok=True)
         for place, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
             if problems and problems[place]:
                 continue
-            size = self.files.test.original_size(index) if self.files else None
+            size = self.files.reader.mask_size(self.files.path(index)) if self.files else None
             mask_image(mask_HW, size).save(folder / f"{index:06}.png")
         return [f"{there.name}/{index:06}.png" for index in indices]
 
@@ -288,50 +294,41 @@ def data(cfg: DictConfig) -> DataModule:
         assert isinstance(made, DataModule)
         made.predicted = cfg.predict.part
         return made
-    target: Any = target_of(cfg.data._target_, "data")
-    if getattr(target, "preprocess", None) is not Images.preprocess and not target.__module__.startswith("lockstep."):
+    checkpoint, kind = read(Path(cfg.init_from)), target_of(cfg.data._target_, "data")
+    if not isinstance(kind, type) or not issubclass(kind, DataSet) or kind.read is DataSet.read:
         raise UserError(
-            f"input={cfg.predict.input}: files are read for data of images; {title(cfg.data)} prepares its batches itself. "
-            "Type input=test, or val or train: a part of the run's own data."
+            f"input={cfg.predict.input}: data={title(cfg.data)} reads no files. Give its class a method read(path) "
+            "(docs/predict-export.md), or pass input=test, or val or train: a part of the run's own data."
         )
-    checkpoint = read(Path(cfg.init_from))
-    files = ImageFiles(
-        find_inputs(cfg.predict.input),
-        about=checkpoint.metadata,
-        network=checkpoint.network or {},
-        channels_last=bool(cfg.data.get("channels_last", cfg.channels_last)),
-    )
+    reader = kind.for_files(checkpoint.metadata)
+    if isinstance(reader, Images):
+        reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
+    files = InputFiles(reader, find_inputs(cfg.predict.input, kind.endings, kind.unit))
     batch, workers = cfg.data.get("eval_batch_size") or cfg.data.batch_size, cfg.data.get("num_workers", 0)
-    return DataModule(files, batch_size=1, eval_batch_size=batch, num_workers=workers)
+    return DataModule(Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=batch, num_workers=workers)
 
 
-def predict(cfg: DictConfig, world: World, data: DataModule, work: Workload) -> Counted | None:
-    """Writes the table; returns what rank 0 counted.
-
-    Raises:
-        UserError: the module does not predict, or no file can be read.
-    """
+def predict(cfg: DictConfig, world: World, data: DataModule, work: Workload) -> Parts | None:
+    """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
     asked, output = cfg.predict, Path(cfg.predict.output)
     columns, names = work.columns(asked.top_k)
-    if asked.gallery and not {"mean", "std", "image_size"} <= data.about.keys():
-        raise UserError("gallery=true needs images, with mean and std in the `about` of their data. Leave it out.")
-    table = Writer(data, asked, columns, names)
-    trainer = evaluator(cfg, world, work, table)
+    trainer = evaluator(cfg, world, work, Writer(data, asked, columns, names))
     try:
         with build.oom_advice(cfg, trainer, work):
             trainer.predict(work.module, data, return_predictions=False)
         if world.rank:
             return None
+        parts = Parts(output, world.size)
+        parts.write()
         if asked.gallery:
-            write_gallery(gallery_of(output), output, world.size)
-        counted = write(output, world.size)
-        if counted.broken:
+            parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
+        if parts.broken:
             print(
-                f"WARNING: {counted.broken:,} of {counted.count:,} files cannot be read; their rows have the reason in the column "
-                f"{ERROR}:{counted.listed}",
+                f"WARNING: {parts.broken:,} of {parts.count:,} files cannot be read; their rows have the reason in the column "
+                f"{ERROR}:{listed(parts.reasons, parts.broken)}",
                 file=sys.stderr,
             )
-        return counted
+        return parts
     finally:
         if world.rank == 0:
             remove(folder_of(output))

@@ -1,4 +1,4 @@
-"""What predictions are made of and written to: image files, and tables as CSV, JSON, JSON lines or Parquet. Free of torch."""
+"""What predictions are made of and written to: files, and tables as CSV, JSON, JSON lines or Parquet."""
 
 import csv
 import hashlib
@@ -11,37 +11,102 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.dataset import Indices
-from lockstep.data.images import Files, Images, Listing
-from lockstep.data.pixels import original_size
+from lockstep.config.project import of_users_code
+from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
+from lockstep.data.images import Listing, reason
 from lockstep.errors import UserError
+from lockstep.extras.exported import text
 from lockstep.machine.files import finite
 
-# --- Image files to predict ---
+# --- Files to predict ---
 
-NEEDED = ("image_size", "channels", "mean", "std")  # in the `about` of the training data
+Row = dict[str, Any]
+BUGS = (NameError, AttributeError, TypeError, ImportError)  # in `read` of the user's
+LISTED = 10  # files in a message
 
 
-class InputFiles(Files):
-    """Files to predict. `problem` says why a file could not be read: its image is then black."""
+def listed(reasons: list[tuple[str, str]], count: int) -> str:
+    """Why `count` files cannot be read; `reasons` has those of the first ones, by path."""
+    more = count - len(reasons)
+    return "".join(f"\n  {path}: {why}" for path, why in reasons) + (f"\n  and {more:,} more" if more else "")
 
-    def __init__(self, inputs: Listing, *, channels: int, size: int) -> None:
-        targets = np.array([os.fsencode(text) for text in inputs.targets]) if inputs.targets else None
-        super().__init__(inputs.base, inputs.paths, targets, channels=channels, size=size)
 
-    def __getitem__(self, indices: Indices) -> dict[str, Any]:
-        problems = [""] * len(indices)
-        return {"input": self.decoded(indices, problems), "problem": problems}
+class InputFiles:
+    """Samples of files. `problem` says why a file cannot be read: its sample is then a copy of another one's.
 
-    def original_size(self, index: int) -> tuple[int, int]:
-        """Width and height of a file, from its header."""
-        from PIL import Image
+    Files are read when they are asked for, unless a file has several samples: then all are read at once.
 
-        with Image.open(self.base / self.name(index)) as image:
-            return original_size(image)
+    Raises:
+        UserError: no file can be read.
+    """
 
-    def target(self, index: int) -> str | None:
-        return None if self.target_N is None else os.fsdecode(self.target_N[index])
+    def __init__(self, reader: DataSet, inputs: Listing) -> None:
+        # One array of bytes, because reference counts make workers copy a list of strings page by page.
+        self.name_N, self.target_N = (np.array([os.fsencode(x) for x in xs]) for xs in (inputs.paths, inputs.targets))
+        self.reader, self.base = reader, inputs.base
+        self.held: list[tuple[Any, str]] = []
+        problems: list[str] = []
+        for file in range(len(self.name_N)):
+            example, problem = self.read(file)
+            if not problem:
+                break
+            problems.append(problem)
+        else:
+            reasons = [(self.name(file), why) for file, why in enumerate(problems[:LISTED])]
+            raise UserError(
+                f"none of {len(problems):,} files can be read:{listed(reasons, len(problems))}\nNothing was written."
+            )
+        self.file_N, self.row_N = np.arange(len(self.name_N)), None
+        if isinstance(example, Arrays):
+            self.held = [self.read(each) for each in range(len(self.name_N))]
+            counts = [1 if why else len(content) for content, why in self.held]
+            self.file_N = np.repeat(self.file_N, counts)
+            self.row_N = np.concatenate([np.arange(count) for count in counts])
+            example = {name: values[0] for name, values in example[np.array([0])].items()}
+        self.example = {name: np.asarray(value) for name, value in example.items()}
+
+    def __len__(self) -> int:
+        return len(self.file_N)
+
+    def name(self, file: int) -> str:
+        return os.fsdecode(self.name_N[file])
+
+    def path(self, index: int) -> Path:
+        return self.base / self.name(self.file_N[index])
+
+    def read(self, file: int) -> tuple[Any, str]:
+        """What a file holds, and why it cannot be read."""
+        try:
+            return self.reader.read(self.base / self.name(file)), ""
+        except Exception as e:  # Pillow raises nearly anything for a broken file
+            if isinstance(e, BUGS) and of_users_code(e):
+                e.add_note(f"{type(self.reader).__name__}.read has self.about only: __init__ was not called.")
+                raise
+            return None, reason(e)
+
+    def sample(self, index: int) -> tuple[Any, str]:
+        file = self.file_N[index]
+        content, problem = self.held[file] if self.held else self.read(file)
+        if not problem and self.row_N is not None:
+            content = {name: values[0] for name, values in content[self.row_N[[index]]].items()}
+        for name, known in {} if problem else self.example.items():
+            if np.shape(content.get(name)) != known.shape:
+                problem = (
+                    f"its {name} has the shape {np.shape(content.get(name))}, and that of other files {known.shape}"
+                )
+        return (self.example, problem) if problem else (content, "")
+
+    def __getitem__(self, indices: Indices) -> Batch:
+        samples, problems = zip(*(self.sample(index) for index in indices), strict=True)
+        columns = {name: np.stack([np.asarray(each[name]) for each in samples]) for name in self.example}
+        return {n: v.tolist() if v.dtype.kind == "U" else v for n, v in columns.items()} | {"problem": list(problems)}
+
+    def facts(self, index: int) -> Row:
+        """The first columns of a table: the path of the file, the row in it, and the target, if they are known."""
+        file = self.file_N[index]
+        row = {} if self.row_N is None else {"row": int(self.row_N[index])}
+        target = {"target": os.fsdecode(self.target_N[file])} if len(self.target_N) else {}
+        return {"path": self.name(file), **row, **target}
 
     @property
     def fingerprint(self) -> str:
@@ -49,43 +114,27 @@ class InputFiles(Files):
         return hashlib.sha256(self.name_N.tobytes()).hexdigest()
 
 
-class ImageFiles(Images):
-    """Files to predict, with the description and the normalisation of the data that the network was trained on.
+class Inputs(DataSet):
+    """Files as the data of a prediction, with the arguments of the network that the checkpoint names."""
 
-    Raises:
-        UserError: it was not trained on images.
-    """
-
-    def __init__(
-        self, inputs: Listing, *, about: Mapping[str, Any], network: Mapping[str, Any], channels_last: bool
-    ) -> None:
-        if missing := [key for key in NEEDED if not about.get(key)]:
-            raise UserError(
-                f"input: files can be read only for a network that was trained on images with {', '.join(NEEDED)} in the `about` of their "
-                f"data; {', '.join(missing)} is not there. Pass input=test, or val or train: a part of the run's own data."
-            )
-        super().__init__(channels_last=channels_last, **{key: about[key] for key in ("image_size", "mean", "std")})
-        self.about, self.network = dict(about), dict(network)
-        self.train = self.val = self.test = InputFiles(inputs, channels=self.channels, size=self.image_size)
+    def __init__(self, files: InputFiles, network: Mapping[str, Any]) -> None:
+        self.reader, self.unit = files.reader, files.reader.unit  # type: ignore[misc]
+        self.about, self.network = self.reader.about, network
+        self.train = self.val = self.test = files
+        self.preprocess, self.show = self.reader.preprocess, self.reader.show  # type: ignore[method-assign]
 
     def network_arguments(self) -> dict[str, Any]:
-        return self.network
+        return dict(self.network)
 
 
 # --- Tables as files. Rows are written as they come, so memory does not grow ---
 
-Row = dict[str, Any]
 CHUNK = 10_000  # rows of a Parquet row group
 
 
 def write_table(path: Path, ending: str, example: Row, rows: Iterator[Row]) -> None:
     """Writes `rows` to `path` in the format of `ending`, with the columns of `example`; those that a row lacks are empty there."""
     WRITERS[ending](path, example, ({name: row.get(name) for name in example} for row in rows))
-
-
-def text(value: Any) -> Any:
-    """A CSV cell; lists as the CSV of a multilabel data set has them."""
-    return "|".join(map(str, value)) if isinstance(value, list) else value
 
 
 def write_csv(path: Path, example: Row, rows: Iterator[Row]) -> None:

@@ -190,7 +190,7 @@ def execute(job: Job, cfg: DictConfig, world: World) -> None:
 
 # --- What a command line of predict.py asks for, checked before anything is imported or read. Free of torch ---
 
-ENDINGS = (".csv", ".json", ".jsonl", ".parquet")  # of the tables that prediction writes
+TABLES = (".csv", ".json", ".jsonl", ".parquet")  # endings of what prediction writes
 FEW = 256  # files that need no workers
 
 
@@ -200,7 +200,7 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     Raises:
         UserError: all that is wrong with them.
     """
-    from lockstep.data.images import find_inputs
+    from lockstep.data.images import ENDINGS, find_inputs
     from lockstep.data.sampler import PARTS
 
     folder = run_dir(cfg) if run_dir(cfg).is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
@@ -208,7 +208,9 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     part = asked.input if asked.input in PARTS else None
     problems, count = list(output_problems(output, asked.overwrite, asked.gallery)), 0
     try:
-        count = 0 if part else len(find_inputs(asked.input).paths)
+        shipped = str(cfg.data._target_).startswith("lockstep.")
+        endings = ENDINGS if shipped else ("",)  # a class of the user's says later which files it reads
+        count = 0 if part else len(find_inputs(asked.input, endings).paths)
     except UserError as e:
         problems += e.problems
     raise_problems(problems)
@@ -228,8 +230,8 @@ def gallery_of(output: Path) -> Path:
 
 def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
     page = gallery_of(output)
-    if output.suffix not in ENDINGS:
-        yield f"output={output}: its ending must be one of {', '.join(ENDINGS)}{did_you_mean(output.suffix, list(ENDINGS))}."
+    if output.suffix not in TABLES:
+        yield f"output={output}: its ending must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
     elif output.is_dir():
         yield f"output={output} is a folder. Set output={output / 'predictions.csv'}."
     elif output.exists() and not overwrite:

@@ -55,6 +55,8 @@ def from_timm(
                 f"model.name={name} cannot be built for images of {image_size} pixels and {in_channels} channels: {e}"
             ) from e
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        if "weights_only" in reason:  # torch's own message advises to run its code
+            reason = "it holds objects that could run code, and a file of weights has only tensors"
         raise UserError(
             f"{given}: the weights could not be loaded ({reason}). Set model.pretrained=false to start from random "
             "weights, or model.checkpoint_path=<file> for a local file; with model.pretrained=true, it may be for other classes."

@@ -5,6 +5,7 @@ import colorsys
 import io
 import json
 import math
+import wave
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.config.words import metric
+from lockstep.data.dataset import Sound
 from lockstep.machine.files import write_text
 from lockstep.reporting.render import ENVIRONMENT, chart, coloured
 from lockstep.run.folder import told_if_damaged
@@ -92,7 +94,7 @@ def data_uri(image: Image.Image) -> str:
 # --- panels.json: what report.html shows of the test set, as data ---
 
 NAME, KIND, IMAGE, ARRAY = "panels.json", "__panel__", "__image__", "__array__"
-KINDS = {kind.__name__: kind for kind in (*get_args(Content), Mask, Sample, Share, Tokens)}
+KINDS = {kind.__name__: kind for kind in (*get_args(Content), Mask, Sample, Share, Sound, Tokens)}
 
 
 def encoded(value: Any) -> Any:
@@ -207,8 +209,28 @@ def tokens(sample: Sample) -> list[tuple[str, list[tuple[str, float, float]]]]:
     ]
 
 
+def sounds(sample: Sample) -> list[tuple[str, str, str]]:
+    """Name, the path of the waveform in a box of 200 x 60, and what a browser plays: a file, or the sound itself."""
+    return [(name, waveform(v.wave_T), v.file or audio(v)) for name, v in sample.facts.items() if isinstance(v, Sound)]
+
+
+def waveform(wave_T: Any) -> str:
+    """The lowest and the highest value of each column."""
+    columns = np.array_split(np.asarray(wave_T) / 32768, max(1, min(200, len(wave_T))))
+    ends = [(30 - 29 * each.max(initial=0), 30 - 29 * each.min(initial=0)) for each in columns]
+    return "".join(f"M{200 * x / len(columns):.4g} {high:.1f}V{low + 0.5:.1f}" for x, (high, low) in enumerate(ends))
+
+
+def audio(sound: Sound) -> str:
+    memory = io.BytesIO()
+    with wave.open(memory, "wb") as file:
+        file.setparams((1, 2, sound.rate, 0, "NONE", ""))
+        file.writeframes(np.asarray(sound.wave_T).astype("<i2").tobytes())
+    return f"data:audio/wav;base64,{base64.b64encode(memory.getvalue()).decode()}"
+
+
 def texts(sample: Sample) -> dict[str, str]:
-    return {name: text(name, v) for name, v in sample.facts.items() if not isinstance(v, Mask | Tokens)}
+    return {name: text(name, v) for name, v in sample.facts.items() if not isinstance(v, Mask | Sound | Tokens)}
 
 
 def text(name: str, value: Any) -> str:
@@ -219,11 +241,11 @@ def text(name: str, value: Any) -> str:
 
 def look(sample: Sample) -> str:
     kinds = {type(value) for value in sample.facts.values()}
-    if sample.image_CHW is None:
+    if sample.image_CHW is None and Sound not in kinds:
         return "texts" if Tokens in kinds else "facts"
-    return "masks" if Mask in kinds else "images"
+    return "masks" if {Mask, Sound} & kinds else "images"
 
 
-FILTERS = (drawn, keys, most_errors, is_right, mask_legend, images, tokens, texts, look)
+FILTERS = (drawn, keys, most_errors, is_right, mask_legend, images, sounds, tokens, texts, look)
 ENVIRONMENT.filters |= {each.__name__: each for each in FILTERS}
 ENVIRONMENT.filters["kind"] = lambda panel: type(panel).__name__

@@ -22,6 +22,7 @@ class LanguageModel(Task):
 
     needs = ("vocabulary", "sequence_length")
     names = "vocabulary"
+    activation = "next_token"
     titles: ClassVar = {
         "loss": ("Loss", "cross-entropy of a token"),
         "perplexity": ("Perplexity", "exp(loss)"),

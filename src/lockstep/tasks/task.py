@@ -28,8 +28,8 @@ class Task(nn.Module):
         "classes"  # the key of `about` that names the values of an output, and of a metric with several
     )
     titles: ClassVar[Mapping[str, tuple[str, str]]] = {}  # of curves in the report: title and unit by metric, or `loss`
-    # What makes predictions of outputs, for exported networks: softmax, sigmoid or identity. A class with other `predictions`
-    # sets its own; None: it cannot be exported.
+    # What makes predictions of outputs, for exported networks: softmax, next_token, sigmoid or identity. A class with other
+    # `predictions` sets its own; None: an exported network returns its outputs as they are.
     activation: str | None = None
     # A loss between samples, such as a contrastive one: training and evaluation call `loss` with the outputs and the batch of all
     # processes, in the order of the global batch. It returns a number for each of these samples.

@@ -72,13 +72,15 @@ class TestPanels:
         )  # a small test set is there whole
         found = [*worst, *sample]
         described: dict[int, Sample] = {}
+        show = module.trainer.datamodule.dataset.show  # type: ignore[attr-defined]
         for rows, output, batch, raw in self.again(module, [index for index, _ in found]):
             with self.attempt("worst"):
                 facts = self.task.describe(output, batch)
-                images = pictures(raw["input"]) or [None] * len(found)
                 for row, more in zip(rows, facts, strict=True):
                     index, loss = found[row]
-                    described[index] = Sample(index, {"loss": loss, **more}, images[row])
+                    shown = show({name: value[row] for name, value in raw.items() if name != "count"})
+                    image = shown.pop("image", None)
+                    described[index] = Sample(index, {"loss": loss, **shown, **more}, image)
         for title, kept, note in (
             ("Largest losses", worst, "Of the test set, the largest first."),
             ("Random samples", sample, "The same samples of the test set in every run."),
@@ -111,15 +113,3 @@ class TestPanels:
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = module(batch)
             yield places[: batch["count"]], *without_fillers(output, batch), raw
-
-
-def pictures(input_N: Any) -> list[Any] | None:
-    """Images as arrays of bytes, CHW; None if the samples are not images."""
-    if not isinstance(input_N, Tensor) or input_N.dim() != 4 or input_N.shape[1] not in (1, 3):
-        return None
-    if input_N.dtype != torch.uint8:  # of a data set with a scale of its own
-        flat = input_N.float().flatten(1)
-        low, high = flat.amin(1), flat.amax(1)
-        shape = (-1, 1, 1, 1)
-        input_N = (input_N - low.view(shape)) / (high - low).clamp(min=1e-12).view(shape) * 255
-    return list(input_N.round().clamp(0, 255).to(torch.uint8).cpu().numpy()) if len(input_N) else None

@@ -1,0 +1,253 @@
+"""Parts of an exported folder: the source files of the network, and graphs of it, ONNX and torch.export, compared before they are kept."""
+
+import ast
+import importlib.util
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lockstep.checkpoints.finding import leaves
+from lockstep.data.dataset import Batch
+from lockstep.errors import UserError
+from lockstep.extras.exported import ACTIVATIONS, Model
+from lockstep.training.metrics import samples_at
+
+# --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---
+
+OFFERED = {
+    f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound")
+}  # to a data set, by data/dataset.py
+ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable besides Python's own
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module; None if there is no such module or it is not Python's."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
+    """The modules of its package that a module needs, itself first, with their files. The folder has what is `offered`.
+
+    Raises:
+        UserError: one of them imports a package that the folder may not need.
+    """
+    package, found, foreign = module.partition(".")[0], dict[str, Path](), dict[str, set[str]]()
+    left = [module]
+    while left:
+        name = left.pop(0)
+        if name in found:
+            continue
+        path = source_of(name)
+        assert path is not None, name
+        found[name] = path
+        names = imported(path, name)
+        own = {each for each in names if each.partition(".")[0] == package}
+        if others := {each.partition(".")[0] for each in names - own - offered} - ALLOWED - sys.stdlib_module_names:
+            foreign[path.name] = others
+        left += sorted(each for each in own if source_of(each))
+    if package == "lockstep" and len(found) > 1:
+        foreign[found[module].name] = {"lockstep"}
+    if foreign:
+        which = "; ".join(f"{file} imports {', '.join(sorted(names))}" for file, names in foreign.items())
+        raise UserError(
+            f"{which}: the files of an exported network may import only torch, torchvision, timm, numpy and each other. "
+            "Put other code that they need into your package."
+        )
+    return found
+
+
+def imported(path: Path, module: str) -> set[str]:
+    """The modules that a file imports, in full; without those for type checkers."""
+    inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), inside)
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            modules = {name for name in inner if name.partition(".")[0] == module.partition(".")[0] and source_of(name)}
+            found |= inner & OFFERED | modules | ({base} if inner - modules - OFFERED else set())
+    return found
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes except those under `if TYPE_CHECKING`."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from walk(child)
+
+
+def copy(modules: dict[str, Path], folder: Path) -> None:
+    """Writes the modules into `folder` as packages; an __init__.py that no other needs is empty."""
+    for name, path in modules.items():
+        *above, last = name.split(".")
+        for depth in range(1, len(above) + 1):
+            init = folder.joinpath(*above[:depth], "__init__.py")
+            init.parent.mkdir(parents=True, exist_ok=True)
+            init.touch()
+        place = folder.joinpath(*above, last)
+        target = place / "__init__.py" if path.name == "__init__.py" else place.with_suffix(".py")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+
+
+# --- A network with its preprocessing and activation as one graph ---
+
+# B batch · C channel · H W pixel
+
+
+Inputs = tuple[Any, ...]  # arguments of a network: tensors, or dicts, lists and tuples of them
+Run = Callable[..., Any]
+TOLERANCE = 1e-4
+BATCHES = (1, 5)  # the exporter has frozen the batch of a network to that of its example (pytorch#157621)
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+INTERNAL_BYTES = 1.8e9  # of weights within an ONNX file, which holds at most 2 GiB
+
+
+class Whole(nn.Module):
+    """From uint8 image_BCHW of any size, or from the network's own arguments, to probabilities or numbers."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.net, self.call, self.activation = model.net, model.call, ACTIVATIONS[model.activation]
+        self.size = model.reader.image_size if model.inputs is None else None
+        if self.size:
+            self.register_buffer("scale", model.reader.normalise.scale.clone())
+            self.register_buffer("shift", model.reader.normalise.shift.clone())
+
+    def forward(self, *inputs: Any) -> Any:
+        if self.size:
+            x = F.interpolate(inputs[0].float(), size=(self.size, self.size), mode="bilinear", antialias=True)
+            inputs = (x * self.scale + self.shift,)
+        return self.activation(self.call(*inputs))
+
+
+def missing(formats: list[str]) -> Iterator[str]:
+    """Problems: packages that a format needs."""
+    absent = [name for name in ONNX_PACKAGES if find_spec(name) is None]
+    if "onnx" in formats and absent:
+        yield f"--onnx needs {', '.join(absent)}, which {'are' if len(absent) > 1 else 'is'} not installed. Run uv pip install 'lockstep[onnx]', or uv pip install {' '.join(absent)}."
+
+
+def varying(one: Any, other: Any) -> Any:
+    """The dimensions in which two examples of the same arguments differ."""
+    if isinstance(one, Tensor):
+        sizes = zip(one.shape, other.shape, strict=True)
+        return {place: torch.export.Dim.DYNAMIC for place, (a, b) in enumerate(sizes) if a != b}
+    if isinstance(one, dict):
+        return {key: varying(value, other[key]) for key, value in one.items()}
+    return type(one)(varying(a, b) for a, b in zip(one, other, strict=True))
+
+
+def not_exportable(what: str, error: Exception) -> UserError:
+    why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return UserError(
+        f"{what}: torch cannot export this network ({why}). Remove {what}, or set callbacks.exportable.formats=[]: load.py needs no graph."
+    )
+
+
+def write_graphs(model: Model, formats: list[str], folder: Path, examples: Sequence[Inputs]) -> dict[str, Run]:
+    """Writes model.onnx and model.pt2 as asked for; returns how to run each file."""
+    if not formats:
+        return {}
+    shapes = {"inputs": varying(*examples)}  # any size of the dimensions in which the examples differ
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # the exporters warn about themselves
+        try:
+            graph = torch.export.export(Whole(model).eval(), examples[0], dynamic_shapes=shapes)
+        except Exception as e:  # of torch's tracing: anything
+            raise not_exportable(" ".join(f"--{name}" for name in formats), e) from e
+        found: dict[str, Run] = {}
+        if "pt2" in formats:
+            torch.export.save(graph, folder / "model.pt2")
+            found["model.pt2"] = torch.export.load(folder / "model.pt2").module()
+        if "onnx" in formats:
+            write_onnx(model, graph, folder / "model.onnx")
+            found["model.onnx"] = onnx_runner(folder / "model.onnx")
+    return found
+
+
+def write_onnx(model: Model, graph: Any, path: Path) -> None:
+    large = sum(p.numel() * p.element_size() for p in model.net.parameters()) > INTERNAL_BYTES
+    names = ["image"] if model.inputs is None else [str(name).replace(".", "_") for _, name in leaves(model.inputs)]
+    outputs = {"identity": ["values"], "none": None}.get(model.activation, ["probabilities"])
+    try:
+        torch.onnx.export(
+            graph,
+            (),
+            str(path),
+            dynamo=True,
+            input_names=names if len(set(names)) == len(names) else None,
+            output_names=outputs,
+            external_data=large,
+            verbose=False,
+        )
+    except Exception as e:
+        raise not_exportable("--onnx", e) from e
+
+
+def onnx_runner(path: Path) -> Run:
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+
+    def run(*inputs: Any) -> list[Tensor]:
+        values = [tensor.numpy() for _, tensor in leaves(inputs)]
+        return [torch.from_numpy(each) for each in session.run(None, dict(zip(names, values, strict=True)))]
+
+    return run
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest one; infinite where one is NaN."""
+    return (a.float() - b.float()).abs().where(a != b, 0.0).nan_to_num(nan=math.inf).max().item()
+
+
+@torch.inference_mode()
+def compared(
+    runners: dict[str, Run], original: Callable[[Batch], tuple[Inputs, Any]], batch: Batch
+) -> dict[str, float]:
+    """The largest difference of each file's outputs from those of the trained network, over all samples and BATCHES.
+
+    `original` gives the arguments of a file for some samples, and what the network makes of them.
+
+    Raises:
+        UserError: one is above TOLERANCE.
+    """
+    found, count = dict.fromkeys(runners, 0.0), len(batch["index"])
+    for size in BATCHES:
+        for first in range(0, count, size):
+            inputs, expected = original(samples_at(batch, slice(first, first + size), count))
+            for name, run in runners.items():
+                try:
+                    pairs = zip(leaves(run(*inputs)), leaves(expected), strict=True)
+                    differences = [difference(a, b) for (_, a), (_, b) in pairs]
+                except Exception as e:
+                    raise UserError(
+                        f"{name} does not run on a batch of {size}: {str(e)[:300]}. Nothing was kept."
+                    ) from e
+                found[name] = max(found[name], *differences)
+                if not found[name] <= TOLERANCE:
+                    raise UserError(
+                        f"{name} differs from the network by {found[name]:.2g} on {count} samples in batches of {size}; at most "
+                        f"{TOLERANCE:g} is accepted. Nothing was kept."
+                    )
+    return found
