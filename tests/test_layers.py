@@ -220,7 +220,7 @@ def test_files_are_short_enough_to_be_read():
 CEILINGS = House(
     engine_lines=11_990,
     engine_modules=107,
-    extras_lines=1_971,
+    extras_lines=1_973,
     extras_modules=16,
     one_statement_functions=445,
     functions_with_cfg=75,

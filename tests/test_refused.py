@@ -119,7 +119,7 @@ def evaluate(*overrides: str) -> None:
 def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):
     shutil.copytree("runs/a", "runs/b")
     before, other = contents("a"), contents("b")
-    with pytest.raises(UserError, match="trained on other data"):
+    with pytest.raises(UserError, match="trained on different data"):
         train("run=a", "resume=auto", "trainer.max_epochs=2", f"data.root={make_mnist(640, 50)}")
     for override, told in (
         ("model=resnet50d", "model.name=resnet50d cannot be changed"),
