@@ -218,13 +218,13 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_260,
+    engine_lines=12_286,
     engine_modules=107,
-    extras_lines=2182,
+    extras_lines=2_184,
     extras_modules=16,
-    one_statement_functions=456,
-    functions_with_cfg=75,
-    files_with_cfg=15,
+    one_statement_functions=458,
+    functions_with_cfg=74,
+    files_with_cfg=14,
     switches=25,
     branches_on_logical_ranks=6,
 )

@@ -145,9 +145,9 @@ def test_the_index_leads_to_every_page():
     assert (listed - own) - linked == set()
 
 
-def test_the_loss_in_the_readme_is_a_focal_loss():
+def test_the_custom_loss_is_a_focal_loss():
     torch, written = pytest.importorskip("torch"), dict[str, Any]()
-    exec(Text(ROOT / "README.md").files["src/flowers/focal.py"], written)
+    exec(Text(ROOT / "docs/your-own/loss.md").files["src/mywork/task.py"], written)
     focal = written["Focal"](gamma=1.5)
     focal.bind({"classes": ["daisy", "rose", "tulip"]})
     output_BK, target_B = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
@@ -161,7 +161,7 @@ def numbers(text: str) -> set[float]:
 
 
 def test_every_figure_of_the_readme_stands_on_the_page_that_it_links_to():
-    table = (ROOT / "README.md").read_text().split("## What was measured")[1].split("\n## ")[0]
+    table = (ROOT / "README.md").read_text().split("## Why trust it")[1].split("\n## ")[0]
     rows = [line.split("|")[2:4] for line in table.splitlines() if "](docs/" in line and line.startswith("|")]
     assert len(rows) >= 4
     for result, page in rows:

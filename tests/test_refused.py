@@ -12,7 +12,7 @@ from in_process import report
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints import sharded
-from lockstep.checkpoints.finding import DATA, outline, step_of
+from lockstep.checkpoints.finding import DATA, LOOP, outline, step_of
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
 from lockstep.run.folder import RunFolder
@@ -57,6 +57,9 @@ def test_a_checkpoint_that_does_not_say_where_training_stopped_is_not_resumed(tr
     path = Path("runs/a/checkpoints/cut.ckpt")
     cases = {part: {key: value for key, value in whole.items() if key != part} for part in PARTS}
     cases["callbacks "] = whole | {"callbacks": {}}
+    for part in whole["loops"]["fit_loop"].keys() & set(LOOP):
+        left = {key: value for key, value in whole["loops"]["fit_loop"].items() if key != part}
+        cases[f"loops.fit_loop.{part}"] = whole | {"loops": {"fit_loop": left}}
     outline(Path("runs/a/checkpoints/last.ckpt")).require_position("window", "network", DATA)
     for part, content in cases.items():
         torch.save(content, path)
@@ -116,7 +119,7 @@ def evaluate(*overrides: str) -> None:
 def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):
     shutil.copytree("runs/a", "runs/b")
     before, other = contents("a"), contents("b")
-    with pytest.raises(UserError, match="trained on other data"):
+    with pytest.raises(UserError, match="trained on different data"):
         train("run=a", "resume=auto", "trainer.max_epochs=2", f"data.root={make_mnist(640, 50)}")
     for override, told in (
         ("model=resnet50d", "model.name=resnet50d cannot be changed"),

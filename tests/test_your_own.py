@@ -144,7 +144,7 @@ def test_a_run_prints_what_the_page_shows(runs):
 
     def words(text: str) -> set[str]:
         rows = re.findall(r"^│ (\S.*?) +│", text, re.MULTILINE)
-        plans = re.findall(r"^\S+: (\S+) \(.*? · (\S+) from", text, re.MULTILINE)
+        plans = re.findall(r"^\S+: (\S+) \(.*? · (\S+) (?:from|\()", text, re.MULTILINE)
         return {*rows, *(word for plan in plans for word in plan)}
 
     shown = words(runs.page.text)

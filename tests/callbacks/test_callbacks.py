@@ -174,16 +174,17 @@ def test_processes_that_would_compute_differently_end_and_say_so():
         RankAgreement({"computes in precision": "32-true"}).setup(trainer, None, "fit")
 
 
-def test_the_first_line_of_a_run(monkeypatch):
+@pytest.mark.parametrize("source, origin", [("disk", " from disk"), (None, "")])
+def test_the_first_line_of_a_run(source, origin, monkeypatch):
     lines = []
     monkeypatch.setattr(summary, "say", lines.append)
     counts = {"world_size": 1, "accumulate_grad_batches": 1, "global_step": 0, "estimated_stepping_batches": 1}
     trainer = MagicMock(**counts, precision="32-true")
     trainer.strategy.root_device.type = "cpu"
-    info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": "disk"}
+    info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": source}
     config = {"run": "a", "strategy": {"name": "single"}}
     summary.RunSummary(Workload(None, None), info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
     assert lines[0] == (
-        "a: basic_net (3 parameters) · mnist from disk (1 train, 1 val, 1 test) · "
+        f"a: basic_net (3 parameters) · mnist{origin} (1 train, 1 val, 1 test) · "
         "single, 1 process on cpu · each process has its own batches · 32-true · 1 step"
     )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from torch import distributed, nn
 
 from lockstep.callbacks.stopping import CollectiveCounter, CollectivesGuard, EarlyStopping
@@ -86,3 +87,14 @@ def test_a_watched_task_is_afterwards_what_it_was(make):
         callback.on_train_batch_end(TRAINER, module, None, batch, 0)
         assert vars(task) == before
         assert dict(task.named_modules()) == modules
+
+
+def test_early_stopping_leaves_the_error_of_a_lost_process_as_it_is(monkeypatch):
+    def lost(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(callbacks.EarlyStopping, "on_validation_end", lost)
+    trainer = SimpleNamespace(callback_metrics={"val/acc": 1.0})
+    with pytest.raises(RuntimeError, match=r"^Connection closed") as error:
+        EarlyStopping(monitor="val/acc").on_validation_end(trainer, None)
+    assert not isinstance(error.value, TrainingFailed)

@@ -194,5 +194,5 @@ def test_the_data_is_described_in_the_checkpoint(case, whole):
 def test_a_changed_image_is_different_data(case, whole):
     case.source.change()  # the last test of a source: its data is different now
     assert create_data(compose_config("train", case.overrides())).fingerprint != whole["data/sha256"]
-    with pytest.raises(lockstep.errors.UserError, match="trained on other data"):
+    with pytest.raises(lockstep.errors.UserError, match="trained on different data"):
         case.train("whole", "resume=auto", "trainer.max_epochs=2")

@@ -52,7 +52,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("env", "parts"),
     [
-        ({"RANK": "1"}, ["RANK=1", "neither torchrun", "type unset RANK, then the command again"]),
+        ({"RANK": "1"}, ["RANK=1", "neither torchrun", "run unset RANK, then the command again"]),
         ({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "LOCAL_RANK"]),
         ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE=2", "RANK", "WORLD_SIZE"]),
         ({"RANK": "abc"}, ["RANK=abc", "not a whole number", "RANK"]),
@@ -65,8 +65,11 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), ["RANK=3", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"]),
         (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK, MASTER_PORT", "missing", "TORCHELASTIC_RUN_ID"]),
         (without(SLURM, "SLURM_PROCID"), ["SLURM_PROCID", "missing", "SLURM_STEP_ID"]),
-        ({**TORCHRUN, "WORLD_SIZE": "5"}, ["WORLD_SIZE=5, LOCAL_WORLD_SIZE=2", "cannot be divided"]),
-        ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "cannot be divided"]),
+        ({**TORCHRUN, "RANK": "6"}, ["RANK=6, WORLD_SIZE=6", "contradict"]),
+        ({**TORCHRUN, "WORLD_SIZE": "5"}, ["WORLD_SIZE=5, LOCAL_WORLD_SIZE=2", "contradict"]),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0", "contradict"]),
+        ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "contradict"]),
+        ({**SLURM, "SLURM_PROCID": "7"}, ["SLURM_PROCID=7, SLURM_NTASKS=4", "contradict"]),
     ],
 )
 def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts, monkeypatch):
@@ -76,7 +79,7 @@ def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts, monkey
         lockstep.train(["debug=one_batch"])
     (problem,) = error.value.problems
     assert [part for part in parts if part not in problem] == [], problem
-    left = without(env, *re.search(r"type unset ([\w ]+)", problem)[1].split())
+    left = without(env, *re.search(r"run unset ([\w ]+)", problem)[1].split())
     assert launcher_problems(left) == [], "what it says to type helps"
 
 

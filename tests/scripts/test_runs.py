@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep import ROOT
 from lockstep.checkpoints import sharded
+from lockstep.checkpoints.finding import LOOP
 from lockstep.config.compose import compose_config
 from lockstep.config.schema import GROUPS
 from lockstep.errors import UserError
@@ -294,7 +295,7 @@ def checkpoint(folder: Path, *, whole: bool = True) -> None:
         "epoch": 0,
         "accumulate_grad_batches": 1,
     }
-    content = {"global_step": 3, "state_dict": {}, "config": config, "loops": {"fit_loop": {}}}
+    content = {"global_step": 3, "state_dict": {}, "config": config, "loops": {"fit_loop": dict.fromkeys(LOOP, 0)}}
     sharded.write(content | position, path)
     if not whole:
         path.write_bytes(path.read_bytes()[:-30])

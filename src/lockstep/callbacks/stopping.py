@@ -7,8 +7,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -155,9 +155,21 @@ class EarlyStopping(callbacks.EarlyStopping):
         trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        try:
+        with self.explained(trainer):
             super().on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with self.explained(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    @contextmanager
+    def explained(self, trainer: Trainer) -> Iterator[None]:
+        """Lightning's error for a metric that nothing logs; others, such as a lost process, stay as they are."""
+        try:
+            yield
         except RuntimeError as e:
+            if self.monitor in trainer.callback_metrics:
+                raise
             raise TrainingFailed(f"callbacks.early_stopping.monitor={self.monitor}: {e}") from None
 
 

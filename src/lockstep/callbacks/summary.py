@@ -65,7 +65,7 @@ class RunSummary(Callback):
         steps = total_steps(trainer)
         length = "no fixed number of steps" if math.isinf(steps) else counted(steps, "step")
         say(
-            f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name} from {self.samples()} · "
+            f"{self.config['run']}: {self.model} ({parameters:,} parameters) · {self.data_name}{self.samples()} · "
             f"{self.config['strategy']['name']}, {replicas} · {self.batches(trainer, work.engine_data)} · {trainer.precision} · {length}{done}"
         )
         self.across_processes = work.across_processes(SYNCHRONISED)
@@ -79,9 +79,10 @@ class RunSummary(Callback):
         return {"across_processes": self.across_processes}
 
     def samples(self) -> str:
-        source = self.data_info["data/source"]
+        """Where they come from, if the data set says so, and how many each part has, if that is known."""
+        source = f" from {self.data_info['data/source']}" if self.data_info["data/source"] else ""
         counts = [(part, self.data_info[f"data/{part}"]) for part in ("train", "val", "test")]
-        return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else str(source)
+        return f"{source} ({', '.join(f'{n:,} {part}' for part, n in counts)})" if counts[0][1] else source
 
     @staticmethod
     def batches(trainer: Trainer, data: DataModule | None) -> str:

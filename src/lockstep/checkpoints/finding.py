@@ -54,6 +54,13 @@ POSITION = {
 }
 OTHERS = ("state_dict", "config", DATA, "window", "network", "plateau", "current_model_state")
 PARTS = POSITION | dict.fromkeys(OTHERS, dict)
+LOOP = (
+    "state_dict",
+    "epoch_progress",
+    "epoch_loop.state_dict",
+    "epoch_loop.batch_progress",
+    "epoch_loop.automatic_optimization.optim_progress",
+)
 
 
 def is_config(config: dict[str, Any]) -> bool:
@@ -108,8 +115,11 @@ class Checkpoint:
 
     def require_position(self, *more: str) -> None:
         """Raises UserError for a checkpoint without the parts from which training continues; `more` are those of this kind of run."""
+        loop = self.values.get("loops", {}).get("fit_loop")
         missing = [name for name in (*POSITION, *more) if name not in self.values]
-        missing += [name for name in ("callbacks", "loops") if self.values.get(name, True) == {}]
+        missing += [] if self.values.get("callbacks", True) else ["callbacks"]
+        if "loops" in self.values:
+            missing += [f"loops.fit_loop.{name}" for name in LOOP if not isinstance(loop, dict) or name not in loop]
         if missing:
             raise UserError(
                 f"{self.path} does not say where training stopped: it has no {', '.join(missing)}. Pass init_from={self.path} "

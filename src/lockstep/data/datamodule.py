@@ -226,9 +226,8 @@ class DataModule(pl.LightningDataModule):
         here = self.dataset.fingerprint
         if state["sha256"] != here:
             raise UserError(
-                f"the checkpoint was trained on other data ({state['source']}, sha256 {state['sha256'][:12]}) than is here "
-                f"({self.dataset.source}, sha256 {here[:12]}). Set data.root=<the folder it was trained on>, "
-                "or init_from=<checkpoint> to start a new run from its weights."
+                f"the checkpoint was trained on different data (sha256 {state['sha256'][:12]}) than this run's (sha256 {here[:12]}). "
+                "Set data.root=<the folder it was trained on>, or init_from=<checkpoint> to start a new run from its weights."
             )
 
 

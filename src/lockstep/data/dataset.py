@@ -204,7 +204,7 @@ class DataSet:
     """
 
     unit: ClassVar[str] = "samples"  # the word for samples in output: images, sentences, ...
-    source: str = "disk"  # where the data came from, for the report
+    source: str | None = None  # where the data came from: disk, download, ...
     notice: str | None = None  # a warning printed before training, e.g. that only a subset is used
 
     def open_part(self, part: str) -> Any:

@@ -164,6 +164,8 @@ class Folder(Images):
         UserError: the folder or the CSV has a mistake, or files are broken.
     """
 
+    source = "disk"
+
     def __init__(
         self,
         *,

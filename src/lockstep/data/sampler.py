@@ -105,7 +105,8 @@ def splits(
     Raises:
         UserError: a part is empty, or a number is above the training split's.
     """
-    total, has_val, unit = len(dataset.train), dataset.val is not None, f"{dataset.unit} ({dataset.source})"
+    total, has_val = len(dataset.train), dataset.val is not None
+    unit = f"{dataset.unit} ({dataset.source})" if dataset.source else dataset.unit
     begin, end = (fold * total // folds, (fold + 1) * total // folds) if folds else (0, val_count(total, val_fraction))
     val = 0 if has_val else end - begin
     left, count = total - val, min(total - val, limit_train or total)
@@ -126,8 +127,7 @@ def splits(
             yield f"data.batch_size={batch_size} is more than the {count} training {unit}. Set data.batch_size={count} or less."
 
     raise_problems(islice(problems(), 1))  # the others would follow from it
-    parts = (dataset.val, dataset.test)
-    whole_val, test = (Split(len(part or ()), 0, len(part or ()), shuffled=False) for part in parts)
+    whole_val, test = (Split(n, 0, n, shuffled=False) for n in (len(dataset.val or ()), len(dataset.test or ())))
     return Split(total, begin + val, count), whole_val if has_val else Split(total, begin, val), test
 
 

@@ -139,6 +139,8 @@ class Torchvision(Wrapped):
         UserError: there is no such data set, it has no test part, or it is neither on disk nor downloadable.
     """
 
+    source = "disk"
+
     def __init__(
         self,
         *,

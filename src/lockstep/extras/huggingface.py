@@ -66,6 +66,8 @@ class HuggingFace(Wrapped):
         UserError: `root` is no such folder, a column is missing, or the targets are neither classes nor numbers.
     """
 
+    source = "disk"
+
     def __init__(
         self,
         *,

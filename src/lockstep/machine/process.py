@@ -227,7 +227,7 @@ class RankLog:
         plain = ESCAPES.sub("", text)
         if bar := BAR.search(plain):
             plain = plain[: plain.rfind("\n", 0, bar.start()) + 1]
-        with self.lock, contextlib.suppress(OSError):  # the disk is full
+        with self.lock, contextlib.suppress(OSError, ValueError):  # the disk is full; the log has just been closed
             if self.file is None and (self.folder / "checkpoints").is_dir():
                 self.path.parent.mkdir(exist_ok=True)
                 self.file = self.path.open("ab", buffering=0)
@@ -242,8 +242,9 @@ class RankLog:
         global log
         self.write("")
         log = None
-        if self.file is not None:
-            self.file.close()
+        with self.lock:
+            if self.file is not None:
+                self.file.close()
 
 
 log: RankLog | None = None  # of the job that this process runs now

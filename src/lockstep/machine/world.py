@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -207,6 +207,15 @@ def external_launcher(env: Mapping[str, str]) -> str | None:
     return SLURM if tasks > 1 and STARTED_BY[SLURM] in env else None
 
 
+def contradictions(env: Mapping[str, str], launcher: str) -> Iterator[tuple[str, str]]:
+    for place, count in PLACES[launcher]:
+        if place in env and count in env and int(env[place]) >= int(env[count]):
+            yield place, count
+    (_, whole), (_, part), *_ = PLACES[launcher]
+    if part in env and (int(env[part]) == 0 or int(env[whole]) % int(env[part])):
+        yield whole, part
+
+
 def launcher_problems(env: Mapping[str, str]) -> list[str]:
     """Why this process cannot know its place: variables that are garbage, or not of one launcher."""
     launcher = external_launcher(env)
@@ -225,14 +234,13 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
         wrong = [name for name in needed if env.get(name)]
         what = f": {launcher} also sets {', '.join(missing)}, which is missing"
     else:
-        (_, processes), (_, part), *_ = PLACES[launcher]
-        wrong = [processes, part] if int(env[processes]) % int(env.get(part, 1)) else []
-        what = ": the first cannot be divided by the second"
+        wrong = list(dict.fromkeys(name for pair in contradictions(env, launcher) for name in pair))
+        what = " contradict each other"
     # A launcher's variables go together: without one of them the others are refused.
     families = [{STARTED_BY[who], *NEEDED[who], *chain.from_iterable(PLACES[who])} for who in NEEDED]
     together = set(wrong).union(*(family for family in families if family & {*wrong, *missing}))
     found, unset = ", ".join(f"{name}={env[name]}" for name in wrong), " ".join(sorted(together & env.keys()))
-    problem = f"{found} in the environment{what}. If they are left over from another job, type unset {unset}, then the command again."
+    problem = f"{found} in the environment{what}. If they are left over from another job, run unset {unset}, then the command again."
     return [problem] if wrong else []
 
 
