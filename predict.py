@@ -1,6 +1,6 @@
 """Predict with a checkpoint: a table with a row for each input, under any strategy.
 
-python predict.py run=<name> input=<folder | "glob" | csv | image | test | val | train> [key=value ...]
+python predict.py run=<name> input=<folder | "glob" | csv | file | test | val | train> [key=value ...]
 """
 
 from omegaconf import DictConfig

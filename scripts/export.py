@@ -40,7 +40,7 @@ def main() -> None:
     of_sweep = f"{run.parent.name}-" if (run.parent / "multirun.yaml").is_file() else ""
     folder = args.folder or Path("exports") / f"{of_sweep}{run.name}"
     formats = [name for name in ("onnx", "pt2") if getattr(args, name)]
-    print(f"{path} is exported to {export(path, folder, formats, args.files)}. Try it: python {folder}/load.py <image>")
+    print(f"{path} is exported to {export(path, folder, formats, args.files)}. Try it: python {folder}/load.py <file>")
 
 
 if __name__ == "__main__":

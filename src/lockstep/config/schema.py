@@ -266,7 +266,7 @@ KEYS: dict[str, Kind] = {
 PREDICT: dict[str, Kind] = {
     "input": Kind(
         lambda v: isinstance(v, str) and v != "" and "\0" not in v,
-        "a folder, a glob, a CSV, an image file, or one of test, val, train",
+        "a folder, a glob, a CSV, a file, or one of test, val, train",
         "photos",
     ),
     "output": TEXT.or_null(),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import Preprocess, original_size, refuse_numbers, resize_nearest, to_array
+from lockstep.data.pixels import Preprocess, original_size, reason, refuse_numbers, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
 from lockstep.machine.world import cores, rank_of
@@ -130,14 +130,6 @@ def decoded(file: Any, *, channels: int, size: int) -> NDArray[np.uint8]:
 def decoded_all(files: Sequence[Any], *, channels: int, size: int) -> NDArray[np.uint8]:
     """image_BCHW of files, by their paths or opened."""
     return np.stack([decoded(file, channels=channels, size=size) for file in files])
-
-
-def reason(error: Exception) -> str:
-    from PIL import UnidentifiedImageError
-
-    if isinstance(error, UnidentifiedImageError):  # its message has the address of the file's object in memory
-        return "cannot identify the image format"
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Files:

@@ -55,6 +55,15 @@ def mask_image(mask_HW: NDArray[np.integer], size: tuple[int, int] | None = None
     return image.resize(size, Image.Resampling.NEAREST) if size else image
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in one line."""
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):  # its message has the address of the file's object in memory
+        return "cannot identify the image format"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def refuse_numbers(image: "Image") -> None:
     if image.mode in ("I", "F"):  # `convert` would clip everything above 255
         raise ValueError(f"its pixels have 32 bits (mode {image.mode}), not 8 or 16")

@@ -15,7 +15,8 @@ from lockstep.config.instantiate import problems
 from lockstep.config.words import shown
 from lockstep.data.cache import cache_folder, one_download
 from lockstep.data.dataset import Batch, Items, bytes_of, classes_of
-from lockstep.data.images import Images, reason
+from lockstep.data.images import Images
+from lockstep.data.pixels import reason
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, did_you_mean
 

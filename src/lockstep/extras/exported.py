@@ -77,7 +77,7 @@ class Model:
 
     net: nn.Module
     reader: Any  # has `read` of a file and `preprocess` of a batch; None if files cannot be read
-    pixels: ModuleType  # preprocess.py: masks to images
+    pixels: ModuleType  # preprocess.py: masks to images, errors to text
     inputs: Any  # the network's arguments as names of a batch's values, in their structure; None: images
     named: list[str]  # the last ones are passed by these names
     classes: list[str]
@@ -119,7 +119,7 @@ class Model:
             try:
                 content = self.reader.read(Path(path))
             except Exception as e:  # Pillow raises nearly anything for a broken file
-                yield {"path": path, "error": " ".join(str(e).split()) or type(e).__name__}, None
+                yield {"path": path, "error": self.pixels.reason(e)}, None
                 continue
             if isinstance(content, dict):
                 yield {"path": path, "error": ""}, content

@@ -13,7 +13,8 @@ import numpy as np
 
 from lockstep.config.project import of_users_code
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.images import Listing, reason
+from lockstep.data.images import Listing
+from lockstep.data.pixels import reason
 from lockstep.errors import UserError
 from lockstep.extras.exported import text
 from lockstep.machine.files import finite
@@ -21,7 +22,7 @@ from lockstep.machine.files import finite
 # --- Files to predict ---
 
 Row = dict[str, Any]
-BUGS = (NameError, AttributeError, TypeError, ImportError)  # in `read` of the user's
+BUGS = (NameError, AttributeError, TypeError, ImportError)  # in a custom `read`
 LISTED = 10  # files in a message
 
 
