@@ -63,7 +63,11 @@ class AtomicCheckpointIO(CheckpointIO):
             self.drain()
             try:
                 checkpoint = self.stager.stage(checkpoint)
-            except (RuntimeError, AssertionError, MemoryError) as e:  # without memory torch's CPU allocator raises RuntimeError
+            except (
+                RuntimeError,
+                AssertionError,
+                MemoryError,
+            ) as e:  # without memory torch's CPU allocator raises RuntimeError
                 raise NotSaved(
                     f"the checkpoint {path} could not be copied, to be written in the background: {e}. "
                     "Pass checkpoint.background=false resume=auto: training then waits for the disk instead."
