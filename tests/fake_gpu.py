@@ -29,6 +29,13 @@ class FakeGpu(CPUAccelerator):
         pass
 
 
+class OneMode(FakeTensorMode):
+    """A copied tensor keeps it. torch (2.13) copies the mode, with weak references to storages that both then free: the heap breaks later."""
+
+    def __deepcopy__(self, memo: object) -> "OneMode":
+        return self
+
+
 class Waits(TorchDispatchMode):
     """Where the CPU waited for the GPU while `on`: it read a value or a shape, or copied without `non_blocking`."""
 
@@ -104,5 +111,5 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     waits = Waits()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.note("synchronize"))
-    with FakeTensorMode(allow_non_fake_inputs=True), waits:
+    with OneMode(allow_non_fake_inputs=True), waits:
         yield waits

@@ -63,9 +63,13 @@ class AtomicCheckpointIO(CheckpointIO):
             self.drain()
             try:
                 checkpoint = self.stager.stage(checkpoint)
-            except (RuntimeError, MemoryError) as e:  # torch's CPU allocator raises RuntimeError
+            except (
+                RuntimeError,
+                AssertionError,
+                MemoryError,
+            ) as e:  # without memory torch's CPU allocator raises RuntimeError
                 raise NotSaved(
-                    f"no memory is left for the copy from which the checkpoint {path} is written in the background ({e}). "
+                    f"the checkpoint {path} could not be copied, to be written in the background: {e}. "
                     "Pass checkpoint.background=false resume=auto: training then waits for the disk instead."
                 ) from None
         self.submit(partial(write_or_explain, path, write, checkpoint))
