@@ -169,7 +169,7 @@ def test_the_folder_predicts_files_as_the_run_does(run, name, tmp_path):
     model = exported.load(made)
     lockstep.predict([f"run={name}", "input=photos", f"output={tmp_path}/table.jsonl", *CPU])
     expected = rows_of(tmp_path / "table.jsonl")
-    found = list(model.predict_files(exported.files(["photos"])))
+    found = list(model.predict_files(exported.files(["photos"], model.reader.endings)))
     assert [row["path"] for row in found] == [row["path"] for row in expected]
     assert len(found) == 30
     for row, other in zip(found, expected, strict=True):

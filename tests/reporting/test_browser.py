@@ -11,6 +11,7 @@ from your_own import Page, forget
 import lockstep
 from lockstep.reporting import page as pages
 from lockstep.run.folder import RunFolder
+from lockstep.training.workload import Workload
 
 why = browser.missing()
 pytestmark = [
@@ -190,11 +191,11 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, ru
         folder.report(),
         {"step": 3, "total": 12, "epoch": 1, "left": "0:09", "checkpoint": "", "every_s": 0.5},
     )
-    last = folder.page_file.read_text()
+    last, work = folder.page_file.read_text(), Workload(None, None)
 
     def write(step: int, ago_s: float = 0) -> None:
         now = {**progress, "step": step, "written_s": time.time() - ago_s}
-        pages.write_page(folder, folder.config(), report | {"status": "running"}, None, (), now)
+        pages.write_page(folder, folder.config(), report | {"status": "running"}, work, (), now)
 
     def until(script: str, wanted: object) -> None:
         deadline_s = time.monotonic() + 20

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from lockstep.data.cache import Cached, Parts, cache_folder, decoded, key_of, scratch, stamp
 from lockstep.data.dataset import Arrays
-from lockstep.data.images import ENDINGS, PART_NAMES, Files, Images, Listing, files_below, read_all, read_csv, reading
+from lockstep.data.images import PART_NAMES, Files, Images, Listing, files_below, read_all, read_csv, reading
+from lockstep.data.pixels import ENDINGS
 from lockstep.data.sampler import PARTS, divided
 from lockstep.errors import UserError, did_you_mean, raise_problems
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.dataset import Batch, DataSet, Indices
-from lockstep.data.pixels import Preprocess, original_size, reason, refuse_numbers, resize_nearest, to_array
+from lockstep.data.pixels import ENDINGS, Preprocess, original_size, reason, refuse_numbers, resize_nearest, to_array
 from lockstep.data.sampler import PARTS
 from lockstep.errors import UserError, explained
 from lockstep.machine.world import cores, rank_of
@@ -27,7 +27,6 @@ from lockstep.machine.world import cores, rank_of
 
 # --- Lists image files: below a folder, of a glob, of a CSV ---
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 LISTS = (".csv", ".tsv", ".txt")  # endings of lists of files
 PART_NAMES = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # --- With Pillow ---
 
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")  # of image files
 # Let JPEG scale by 2, 4 or 8 itself, down to at least this many times the target size: 4000 x 3000 took a third of the time.
 REDUCING_GAP = 2
 

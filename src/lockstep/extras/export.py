@@ -134,9 +134,8 @@ class Exported:
         task, content = self.task, {**write_network(part, self.config, self.offered, self.net), **self.signature()}
         if content["reader"]:
             try:
-                type(self.data).for_files(task.about).preprocess(
-                    dict(self.batch or {})
-                )  # which may need what only `__init__` sets
+                # `preprocess` may need what only `__init__` sets
+                type(self.data).for_files(task.about).preprocess(dict(self.batch or {}))
                 copy(needed(type(self.data).__module__, OFFERED), part / "source")
                 copy({"lockstep.data.dataset": Path(inspect.getfile(dataset))}, part / "standin")
                 names = ", ".join(name.rpartition(".")[2] for name in sorted(OFFERED))

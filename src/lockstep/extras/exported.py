@@ -32,7 +32,6 @@ from torch import Tensor, nn
 # B batch · C channel · H W pixel · K class
 
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 AT_ONCE = 16  # samples
 # Of the network's outputs: probabilities of classes (or of the classes of each pixel), of the next token, of labels, or numbers.
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
@@ -52,7 +51,7 @@ class Images:
     normalise: Any  # uint8 images_BCHW of any size to the input of the network
     channels: int
     image_size: int
-    endings: tuple[str, ...] = ENDINGS
+    endings: tuple[str, ...]
 
     def read(self, path: Path) -> dict[str, Any]:
         from PIL import Image
@@ -206,7 +205,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     pixels, reader = module(folder / "preprocess.py"), None
     if model["inputs"] is None:
         sizes = {key: data.pop(key) for key in ("channels",)} | {"image_size": data["image_size"]}
-        reader = Images(pixels, pixels.Preprocess(**data), **sizes)
+        reader = Images(pixels, pixels.Preprocess(**data), **sizes, endings=pixels.ENDINGS)
     elif model["reader"]:
         installed = importlib.util.find_spec("lockstep")
         if installed is None or installed.origin is None:
@@ -221,7 +220,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     )
 
 
-def files(given: Iterable[str], endings: tuple[str, ...] = ENDINGS) -> Iterator[str]:
+def files(given: Iterable[str], endings: tuple[str, ...]) -> Iterator[str]:
     """Files; of a folder, all below it by name, those of a folder before those of the folders in it."""
     for name in given:
         if not Path(name).is_dir():

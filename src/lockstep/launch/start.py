@@ -200,7 +200,8 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     Raises:
         UserError: all that is wrong with them.
     """
-    from lockstep.data.images import ENDINGS, find_inputs
+    from lockstep.data.images import find_inputs
+    from lockstep.data.pixels import ENDINGS
     from lockstep.data.sampler import PARTS
 
     folder = run_dir(cfg) if run_dir(cfg).is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
