@@ -29,7 +29,7 @@ from lockstep.training.metrics import samples_at
 COUNT = 4  # samples
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 SAME_BITS = "same bits on any number of processes"
-ROUNDING = "same result on any number of processes up to rounding, which long training amplifies"
+ROUNDING = "the same on any number of processes, up to rounding"
 DIFFERS = "differs with the number of processes, because {}"
 UNKNOWN = "may differ with the number of processes, because {}"
 TOLERANCE = 1e-3  # of the largest number of a tensor: rounding is at 1e-6 of it, another mask at 1
