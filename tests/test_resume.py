@@ -6,12 +6,14 @@ import signal
 from pathlib import Path
 
 import pytest
+import yaml
 from in_process import Crash, logged_steps, options, report, rows, same, state
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints.saving import LastCheckpoint
 from lockstep.config.compose import compose_config
+from lockstep.config.schema import CLOSED
 from lockstep.errors import Preempted
 from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
@@ -176,6 +178,17 @@ def test_a_resumed_run_keeps_its_config_and_takes_what_is_said_anew(train, mnist
     found = (config.optim.lr, config.model.dropout_fc, config.trainer.max_epochs, config.data.root)
     assert found == (0.01, 0.1, 2, str(mnist))
     assert config.resume is None
+
+
+def test_a_run_older_than_a_key_takes_its_default(train, run_a):
+    """As after a fork has added a key of its own."""
+    config = Path("runs/a/config.yaml")
+    saved = yaml.safe_load(config.read_text())
+    for group in CLOSED:
+        del saved[group][next(name for name in reversed(saved[group]))]
+    config.write_text(yaml.safe_dump(saved))
+    assert lockstep.evaluate(["run=a", "trainer.accelerator=cpu"])["test/acc"] == run_a["test/acc"]
+    assert train("resume=a", "trainer.max_epochs=2")["train/steps"] == 24
 
 
 def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at):

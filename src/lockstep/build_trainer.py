@@ -146,7 +146,7 @@ def evaluator(cfg: DictConfig, world: World, work: Workload, *more: pl.Callback)
 
 
 def lightning_trainer(cfg: DictConfig, world: World, work: Workload, **parts: Any) -> pl.Trainer:
-    given = to_plain(cfg.trainer)
+    given = accepted("lightning.pytorch.Trainer", to_plain(cfg.trainer))  # a key of your own is for your callback
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
     given |= {"accelerator": world.accelerator, "devices": devices, "num_nodes": world.nodes}

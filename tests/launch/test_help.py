@@ -32,7 +32,7 @@ def test_help_of_train_shows_every_key_with_its_default_comment_and_example() ->
         "optim.lr=0.001 learning rate of a step with data.batch_size samples [a number of at least 0; for example 1e-3]"
         in text
     )
-    assert "strategy ddp, dp, fsdp, single" in text and "optim=adamw: torch.optim.AdamW" in text
+    assert f"strategy {', '.join(compose.options('strategy'))}" in text and "optim=adamw: torch.optim.AdamW" in text
     for key in compose.dotted(compose.plain(compose.compose_config("train", []))):
         if not any(f".{part}." in f".{key}." for part in help.SET_BY_CHOICE) and "callbacks" not in key:
             assert f" {key}=" in text or key == "augment"
@@ -60,6 +60,16 @@ def test_help_of_a_key_and_of_a_name_that_does_not_exist() -> None:
     assert shown("data.fold").split()[:2] == ["data.fold=0", "which"]
     with pytest.raises(UserError, match=r"--help optin: .*did you mean optim"):
         shown("optin")
+
+
+@pytest.mark.parametrize("base", ["ddp", "/strategy/ddp"])
+def test_a_key_of_an_option_that_builds_on_another_has_its_comment(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = "defaults: [BASE, _self_]\ntimeout_s: 600   # less\n".replace("BASE", base)
+    read = help.configs.config_file
+    gossip = type("File", (), {"read_text": staticmethod(lambda: written)})
+    monkeypatch.setattr(help.configs, "config_file", lambda name: gossip if name == "strategy/gossip" else read(name))
+    found = help.comments_of("strategy/gossip")
+    assert found["strategy.timeout_s"] == "less" and found["strategy.static_graph"].startswith("true: every step")
 
 
 def test_lines_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

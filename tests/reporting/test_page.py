@@ -47,6 +47,7 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
     assert page.count('data-right="right"') + page.count('data-right="wrong"') == 24 + 16
     assert "<td>data.batch_size</td>" in page.replace(' class="mono"', "")
     assert " run=a" in section(page, "commands")
+    assert "resume=a trainer.max_epochs=2" in section(page, "commands")
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")  # it needs no network
     assert len(page) < 150_000
     assert "data-every-s" not in page  # it is the last one

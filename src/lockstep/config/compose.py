@@ -21,7 +21,7 @@ from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check
 from lockstep.config.project import command, config_folders
 from lockstep.config.run_config import sweep_name
-from lockstep.config.schema import GROUPS, KEYS, SEVERAL
+from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, SEVERAL
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, did_you_mean
 from lockstep.run.report import LOADER
@@ -223,6 +223,8 @@ def message(error: BaseException, override: str) -> str:
             group = key.partition(".")[0]
             return f"{key} is not a key of the chosen {group}. Remove it, or choose another with {group}=<name>."
         meant = f"did you mean {'.'.join(parts)}? " if parts != key.split(".") else nearest_key(key)
+        if not meant and key.partition(".")[0] in (*OPTIONAL, *SEVERAL, "task", "data"):
+            meant = f"to add it as an argument of a class, pass +{key}=<value>; "
         return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."
     absent = re.search(r"Could not (?:find|load) '(.*)/(.*?)'", text)
     if absent and is_group(f"{absent.group(1)}="):

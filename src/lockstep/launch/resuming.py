@@ -8,11 +8,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import outline, step_of
-from lockstep.config.compose import dotted, is_group, key_of
+from lockstep.config.compose import compose_config, dotted, is_group, key_of
 from lockstep.config.project import command
 from lockstep.config.rules import Context, without_effect
 from lockstep.config.run_config import name_of_job, restarted, run_dir, step_plan
-from lockstep.config.schema import PREDICT, RECIPES
+from lockstep.config.schema import CLOSED, KEYS, PREDICT, RECIPES
 from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
@@ -60,8 +60,14 @@ TRAINING = (  # keys without effect in an evaluation
 )  # fmt: skip
 
 
+def is_absent(cfg: DictConfig, key: str) -> bool:
+    group, _, name = key.rpartition(".")
+    node = cfg[group] if group else cfg
+    return OmegaConf.is_dict(node) and name not in node
+
+
 def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> DictConfig:
-    """The run's own config with the changes of this command line."""
+    """The run's own config with the changes of this command line, and the defaults of keys that are newer than the run."""
     cfg = saved.copy()
     keys = [key_of(override) for override in overrides]
     if recipes := [key for key in keys if key in RECIPES]:
@@ -69,6 +75,10 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
     with open_dict(cfg):
+        if newer := [key for key in KEYS if key.rpartition(".")[0] in ("", *CLOSED) and is_absent(cfg, key)]:
+            defaults = compose_config("train", [])
+            for key in newer:
+                OmegaConf.update(cfg, key, OmegaConf.select(defaults, key), force_add=True)
         for key in dict.fromkeys(keys):
             OmegaConf.update(cfg, key, OmegaConf.select(composed, key), force_add=True, merge=not is_group(key))
     return cfg

@@ -139,10 +139,13 @@ def write_page(
     galleries = [panel for panel in panels if isinstance(panel, Gallery)]
     if failed and metrics:
         report = {"train/steps": int(metrics[-1]["step"]), **report}
+    twice = {"max_epochs": 2 * (report.get("train/epochs") or 1), "max_steps": 2 * (report.get("train/steps") or 1)}
+    limits = [name for name in twice if (config.trainer[name] or 0) > 0] or ["max_epochs"]
     values: dict[str, Any] = {
         "run": typed(str(config.run)),
         "folder": folder.path if there else config.run,
         "there": there,
+        "longer": " ".join(f"trainer.{name}={twice[name]}" for name in limits),
         "overrides": as_overrides(config),
         "config": OmegaConf.to_yaml(config, resolve=True),
         "report": report,
@@ -232,9 +235,11 @@ def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work
     speed += "" if rate is None or wait is None else f", {wait:.1%} waiting for data"
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
+    main = work.headline(report)[:2]
+    of_test = [f"test/{name}" for name in ("loss", *(config.task.get("metrics") or ())) if f"test {name}" != main[0]]
     rows = [
-        work.headline(report)[:2],
-        *([("test loss", number(report["test/loss"]))] if "test/loss" in report else []),
+        main,
+        *((name.replace("/", " "), number(report[name])) for name in of_test if name in report),
         ("speed", speed),
         ("peak memory", f"{size(report['peak_memory_bytes'])} per process"),
     ]
