@@ -16,9 +16,9 @@ def evaluate(cfg: DictConfig, world: launch.World) -> None:
 
     build.process(cfg, world)
     data = build.data(cfg)
-    figures = build.evaluate(cfg, world, data, cfg.init_from)
+    metrics = build.evaluate(cfg, world, data, cfg.init_from)
     if world.rank == 0:
-        show_evaluation(evaluation_file(cfg), build.evaluation_info(cfg, world), figures)
+        show_evaluation(evaluation_file(cfg), build.evaluation_info(cfg, world), metrics)
 
 
 JOB = evaluate

@@ -112,7 +112,7 @@ def start_command(
 
 
 def differences(
-    reference: Path, run: Path, sections: Sequence[str] = ("data", "log", "figures", "weights"), tolerance: float = 0.0
+    reference: Path, run: Path, sections: Sequence[str] = ("data", "log", "metrics", "weights"), tolerance: float = 0.0
 ) -> list[str]:
     """Between the folders of two runs, in sections of compare_runs.py; without a tolerance, bit by bit."""
     runs = (comparison.find(folder.name, folder.parent) for folder in (reference, run))

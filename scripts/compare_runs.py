@@ -1,4 +1,4 @@
-"""Where two runs differ: config, data, rows of the log, figures, weights and the rest of their state.
+"""Where two runs differ: config, data, rows of the log, metrics, weights and the rest of their state.
 
 python scripts/compare_runs.py <run> <run> [--exact] [--tolerance 1e-6] [--runs-dir runs]
 

@@ -6,7 +6,7 @@ python scripts/runs.py show <run>
 python scripts/runs.py failed [<sweep>] [--stale-min 30]
 
 --where (= != < > <= >=) and --sort take keys of report.json and dotted keys of config.yaml, such as optim.lr=0.001. A run
-without the key meets no condition and is sorted last. `html` writes a page with the curves of the runs, their figures and the
+without the key meets no condition and is sorted last. `html` writes a page with the curves of the runs, their metrics and the
 settings that differ. `show` prints what differs from the defaults, as overrides.
 
 A run has `died` if its report says `running` but no process on this machine has it: SIGKILL, or power lost. `failed` prints a
@@ -143,13 +143,13 @@ def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], l
 
 
 def columns(runs: list[Run]) -> dict[str, str]:
-    """The columns of the table with their headings: monitored figures, the same figures of the test, and speeds."""
+    """The columns of the table with their headings: monitored metrics, the same metrics of the test, and speeds."""
     monitored = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
-    figures = [name for monitor in dict.fromkeys(monitored) for name in (monitor, monitor.replace("val", "test", 1))]
+    metrics = [name for monitor in dict.fromkeys(monitored) for name in (monitor, monitor.replace("val", "test", 1))]
     units = dict.fromkeys(str(run.report["unit"]) for run in runs if run.report.get("unit"))
     return {
         **COLUMNS,
-        **{name: name.replace("/", " ") for name in figures},
+        **{name: name.replace("/", " ") for name in metrics},
         **{f"train/{unit}_per_s": f"{unit}/s" for unit in units},
     }
 
@@ -189,9 +189,9 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
 def show(run: Run) -> None:
     folder = run.folder.path
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    figures = [f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"]
+    metrics = [f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"]
     changed = as_overrides(run.saved) if run.saved else ["unknown"]
-    for heading, lines in ((f"{run.name}:", figures), ("config, besides the defaults:", changed), ("files:", files)):
+    for heading, lines in ((f"{run.name}:", metrics), ("config, besides the defaults:", changed), ("files:", files)):
         print(*map(readable, (heading, *lines)), sep="\n  ")
 
 

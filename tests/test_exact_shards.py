@@ -51,7 +51,7 @@ def single(base, forked) -> None:
 
 def differences(runs: Path, one: str, other: str) -> list[str]:
     found = compare(find(one, runs), find(other, runs), exact=True, tolerance=0.0)
-    return [line for section in ("log", "figures", "weights") for line in found[section]]
+    return [line for section in ("log", "metrics", "weights") for line in found[section]]
 
 
 QUICK = {("plain", "ddp2")}  # fsdp2 resumes below

@@ -171,7 +171,7 @@ def test_a_killed_run_that_is_typed_again_ends_bit_identical(runs):
     found = comparison.compare(
         *(comparison.find(run, Path("runs")) for run in ("ddp", "killed")), exact=True, tolerance=0
     )
-    assert {name: found[name] for name in ("log", "figures", "weights")} == {"log": [], "figures": [], "weights": []}
+    assert {name: found[name] for name in ("log", "metrics", "weights")} == {"log": [], "metrics": [], "weights": []}
 
 
 def test_an_evaluation_repeats_the_figures(runs):

@@ -31,7 +31,7 @@ def train(overrides: list[str] | None = None) -> "Report":
 
 
 def evaluate(overrides: list[str]) -> dict[str, Any]:
-    """Runs `python eval.py <overrides>` from Python and returns the figures. Raises the same errors as `train`."""
+    """Runs `python eval.py <overrides>` from Python and returns the metrics. Raises the same errors as `train`."""
     from lockstep.launch.cli import call
 
     return call("eval", overrides)

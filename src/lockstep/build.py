@@ -290,17 +290,17 @@ def evaluate(
         trainer = evaluator(cfg, world, work)
         with oom_advice(cfg, trainer, work):
             by_loader = getattr(trainer, run)(work.module, data, verbose=False, weights_only=True)
-        figures = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
-        return {name: int(value) if name.endswith("/count") else value for name, value in figures.items()}
+        metrics = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
+        return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}
 
-    figures = run_and_collect(work)
+    metrics = run_and_collect(work)
     raw = read(Path(tested)).raw_state_dict if isinstance(tested, str) else None
     if raw is not None:  # the run averaged its weights: training goes on with these
         work = workload(cfg, data, weights=str(tested))
         load_into(work.module.state_dict(), raw, tested)
         of_raw = run_and_collect(work)
-        figures |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
-    return figures
+        metrics |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
+    return metrics
 
 
 def evaluation_info(cfg: DictConfig, world: World) -> dict[str, Any]:

@@ -81,11 +81,11 @@ def assert_survives_a_kill(project: Project) -> None:
     assert lockstep.train([*killed, "+callbacks.kill.step=null"])["resumed_from"]
     runs = [comparison.find(name, project.runs_dir) for name in (report["run"], "killed")]
     found = comparison.compare(*runs, exact=True, tolerance=0)
-    assert {name: found[name] for name in ("log", "figures", "weights") if found[name]} == {}
+    assert {name: found[name] for name in ("log", "metrics", "weights") if found[name]} == {}
 
 
 def assert_evaluates_alike(project: Project) -> None:
-    """An evaluation of the checkpoint repeats the figures of the run's report."""
+    """An evaluation of the checkpoint repeats the metrics of the run's report."""
     report = project.single
     again = lockstep.evaluate(["run=single", f"runs_dir={project.runs_dir}", "trainer.accelerator=cpu"])
     for name in [name for name in report if name.startswith("test/")]:

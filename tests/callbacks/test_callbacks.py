@@ -40,15 +40,15 @@ def test_speed_is_all_images_over_the_time_of_training_without_the_first_window(
     throughput = Throughput()
     throughput.unit = "images"
     throughput.windows, throughput.first_step_s = [(100, 50.0, 40.0), (300, 2.0, 0.1), (500, 2.0, 0.3)], 48.0
-    assert throughput.report_figures() == {
+    assert throughput.report_metrics() == {
         "train/images_per_s": 200.0,
         "train/data_wait_share": pytest.approx(0.1),
         "train/first_step_s": 48.0,
     }
     throughput.windows = [(100, 50.0, 5.0)]
-    assert list(throughput.report_figures().values())[:2] == [2.0, 0.1]
+    assert list(throughput.report_metrics().values())[:2] == [2.0, 0.1]
     throughput.windows = []
-    assert list(throughput.report_figures().values())[:2] == [None, None]
+    assert list(throughput.report_metrics().values())[:2] == [None, None]
 
 
 def test_images_are_counted_over_accumulation_and_epochs(train, monkeypatch):

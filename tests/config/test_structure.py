@@ -77,7 +77,7 @@ def test_what_a_run_does_not_reach_is_told_before_it_begins():
 
 
 def test_the_facts_about_a_strategy_are_not_set():
-    told = list(fixed_keys(["strategy.name=abc", "task.traits.figures=[]", "strategy=ddp"]))
+    told = list(fixed_keys(["strategy.name=abc", "task.traits.metrics=[]", "strategy=ddp"]))
     assert ["strategy.name cannot be set" in told[0], len(told)] == [True, 2]
 
 

@@ -37,7 +37,7 @@ def section(page: str, name: str) -> str:
 
 def test_a_page_holds_what_is_known_of_a_run(run_a):
     page = page_of("a")
-    for name in ("training", "test", "samples", "time", "commands", "figures"):
+    for name in ("training", "test", "samples", "time", "commands", "metrics"):
         assert section(page, name)
     low, high = (float(x) for x in re.search(r"95% interval ([\d.]+) to ([\d.]+)%", page).groups())
     assert low < 100 * run_a["test/acc"] < high
@@ -191,7 +191,7 @@ def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[d
     """The charts of these columns of metrics.csv, for a task with these metrics."""
     task = SimpleNamespace(panels=lambda: [(name, "", (f"val/{name}",)) for name in columns])
     series = {f"val/{name}": list(enumerate(values)) for name, values in columns.items()}
-    module = SimpleNamespace(task=task, figures=metrics, arithmetic=None, network_arguments={})
+    module = SimpleNamespace(task=task, metrics=metrics, arithmetic=None, network_arguments={})
     return list(pages.drawn_curves(TaskWorkload(module, None), series, {}))
 
 
@@ -219,7 +219,7 @@ def test_curves_of_unknown_figures_are_grouped():
     names = [names for _, _, names in pages.curves(Workload(None, None), logged, "samples")]
     assert names[:2] == [("train_loss", "val_loss"), ("val/acc",)]
     assert list(pages.drawn_curves(Workload(None, None), {}, {})) == []  # of a run that failed before its first row
-    assert Clock().report_figures() == {}  # and its clock never began
+    assert Clock().report_metrics() == {}  # and its clock never began
     assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]
     assert pages.labels(["val/rmse", "val/mae"]) == ["rmse", "mae"]
     assert pages.labels(["a", "b"]) == ["a", "b"]

@@ -55,7 +55,7 @@ def test_the_traits_of_a_config_are_those_of_its_class(name):
     task: Task = create(cfg.task, "task")
     task.bind(ABOUT)
     assert list(cfg.task.traits.needs) == list(task.needs)
-    assert list(cfg.task.traits.figures) == list(task.metrics())
+    assert list(cfg.task.traits.metrics) == list(task.metrics())
     for argument, of in cfg.task.traits.one_each.items():
         cfg.task[argument] = [1.0, 2.0, 3.0]
         told = f"task.{argument} has 3 numbers; the data has 2 {of}"

@@ -122,9 +122,9 @@ def test_figures_sum_up_in_float64(dtype):
     for error in (2.0**13, *[1.0] * 7):  # the sum of squares has 27 binary digits
         batch = {"input": torch.tensor([[error]]), "target": torch.zeros(1, 1), "index": torch.zeros(1), "count": 1}
         made.evaluation_step(batch, 0)
-    assert made.figures["rmse"].total.dtype == torch.int64
+    assert made.metrics["rmse"].total.dtype == torch.int64
     expected = torch.tensor((2.0**26 + 7) / 8, dtype=torch.float64).sqrt()
-    assert made.figures["rmse"].compute().item() == pytest.approx(expected.item(), rel=1e-12)
+    assert made.metrics["rmse"].compute().item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
@@ -204,9 +204,9 @@ class Late(Metric):
 
 def test_what_will_be_logged_is_known_beforehand_and_computing_it_leaves_no_trace():
     made = untrained(Segmentation(), nn.Identity())
-    made.figures["late"] = Late()
+    made.metrics["late"] = Late()
     assert made.figure_names() == ["iou", "acc", "late", "late/*"]
-    assert made.figures["iou"].update_count == 0
+    assert made.metrics["iou"].update_count == 0
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():

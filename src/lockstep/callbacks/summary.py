@@ -75,7 +75,7 @@ class RunSummary(Callback):
         for line in work.promises(world):
             say(line)
 
-    def report_figures(self) -> dict[str, Any]:
+    def report_metrics(self) -> dict[str, Any]:
         return {"across_processes": self.across_processes}
 
     def samples(self) -> str:
@@ -247,7 +247,7 @@ class Clock(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.trained_s = time.perf_counter() - self.began_s
 
-    def report_figures(self) -> dict[str, Any]:
+    def report_metrics(self) -> dict[str, Any]:
         if self.trainer is None:
             return {}
         waited, saved = waited_s(self.trainer), getattr(self.trainer.strategy.checkpoint_io, "stalled_s", 0.0)
@@ -332,7 +332,7 @@ class Throughput(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.close(trainer)
 
-    def report_figures(self) -> dict[str, float | None]:
+    def report_metrics(self) -> dict[str, float | None]:
         """Of the whole run."""
         windows = self.windows[1:] or self.windows or [(0, 0, 0)]
         samples, seconds, waited = (sum(column) for column in zip(*windows, strict=True))

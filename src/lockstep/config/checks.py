@@ -148,8 +148,8 @@ def task(run: Context) -> Iterator[str]:
         if getattr(target_of(cfg.task._target_, "task"), "between_samples", False):
             yield from whole_batch_problems(cfg)
     elif cfg.task.get("traits"):
-        figures = [*cfg.task.traits.figures, *(f"{name}{rest}" for name in added for rest in ("", "/*"))]
-        yield from monitor_problems(cfg, figures)
+        metrics = [*cfg.task.traits.metrics, *(f"{name}{rest}" for name in added for rest in ("", "/*"))]
+        yield from monitor_problems(cfg, metrics)
 
 
 def module(run: Context) -> Iterator[str]:
@@ -186,7 +186,7 @@ def whole_batch_problems(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
+def monitor_problems(cfg: DictConfig, metrics: list[str]) -> Iterator[str]:
     """Monitored metrics that nothing logs. The metrics of callbacks that are not Lockstep's are known only when the run logs them."""
     first = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
     monitors = {first: cfg.checkpoint.monitor}
@@ -197,7 +197,7 @@ def monitor_problems(cfg: DictConfig, figures: list[str]) -> Iterator[str]:
         if monitor is None or (of_callback and monitor == cfg.checkpoint.monitor):  # told once
             continue
         monitor = str(monitor)
-        names = [*(f"val/{figure}" for figure in ("loss", *figures)), *(TRAINED if of_callback else ())]
+        names = [*(f"val/{metric}" for metric in ("loss", *metrics)), *(TRAINED if of_callback else ())]
         known = any(monitor == name or (name.endswith("/*") and monitor.startswith(name[:-1])) for name in names)
         later = of_callback and not monitor.startswith("val/") and (not own or monitor.endswith(MEASURED))
         if not known and not later:

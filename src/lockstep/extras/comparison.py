@@ -1,4 +1,4 @@
-"""Where two runs differ: config, data, rows of the log, figures, weights and the rest of their state."""
+"""Where two runs differ: config, data, rows of the log, metrics, weights and the rest of their state."""
 
 import math
 from collections.abc import Iterator
@@ -94,8 +94,8 @@ def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
     return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {most:.2g} later, and never leaps"
 
 
-def figure_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
-    """Of the reports: figures that were logged, and the length of the training."""
+def metric_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
+    """Of the reports: metrics that were logged, and the length of the training."""
     pairs = [(run.report, series(run)) for run in (a, b)]
     logged = (key for report, columns in pairs for key in report if key in columns)
     for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
@@ -181,7 +181,7 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
         "config": list(mapping_differences(*configs)),
         "data": list(mapping_differences(*data)),
         "log": list(log_differences(a, b, allowed)),
-        "figures": list(figure_differences(a, b, allowed)),
+        "metrics": list(metric_differences(a, b, allowed)),
         "weights": [],
     }
     ours, theirs = checkpoints(a), checkpoints(b)
@@ -200,4 +200,4 @@ def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[
 
 
 def agree(found: dict[str, list[str]]) -> bool:
-    return not any(found[section] for section in ("log", "figures", "weights"))
+    return not any(found[section] for section in ("log", "metrics", "weights"))

@@ -39,15 +39,15 @@ OWNER = "sweep"  # the user attribute of a trial that names the sweep it belongs
 
 
 def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]:
-    """The figures to optimise, with their better directions. Raises UserError if a direction is unknown."""
+    """The metrics to optimise, with their better directions. Raises UserError if a direction is unknown."""
     known: dict[Any, str] = {"val/loss": "min", monitor: mode, **dict.fromkeys(COSTS, "min")}
     names: list[Any] = [objective] if isinstance(objective, str | None) else list(objective)
     known |= {name: "max" for name in names if str(name).endswith("_per_s")}
     wrong = [name for name in names if name is None or name not in known] if names else [None]
     raise_problems(
         f"hydra.sweeper.objective={shown(name)}: it takes {shown(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
-        "(train/..._per_s). For another figure of the validation, type checkpoint.monitor=<figure> checkpoint.mode=max (or min). "
-        "Choosing by the test set would make its figures worthless."
+        "(train/..._per_s). For another metric of the validation, set checkpoint.monitor=<metric> checkpoint.mode=max (or min). "
+        "Choosing by the test set would make its metrics worthless."
         for name in wrong
     )
     return {name: {"min": "minimize", "max": "maximize"}[known[name]] for name in names}
@@ -92,7 +92,7 @@ class StudySweeper(SweeperSteps):
         if self.pruner and (len(better) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation "
-                "figure. Set hydra/sweeper/pruner=none."
+                "metric. Set hydra/sweeper/pruner=none."
             )
         if not options["n_jobs"] > 0:
             raise UserError(

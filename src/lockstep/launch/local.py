@@ -317,7 +317,7 @@ def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains:
     who = f"rank {rank}" if world.size > 1 else "the process"
     fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
     if not trains:
-        return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the figures stay the same.")
+        return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the metrics stay the same.")
     batch = batches(cfg, world)["batch_size"]
     if batch is None:  # the data's own dataloaders decide
         return OutOfMemory(

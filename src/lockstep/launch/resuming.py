@@ -60,9 +60,9 @@ TRAINING = (  # keys without effect in an evaluation
 )  # fmt: skip
 
 
-def is_absent(cfg: DictConfig, key: str) -> bool:
+def is_absent(config: DictConfig, key: str) -> bool:
     group, _, name = key.rpartition(".")
-    node = cfg[group] if group else cfg
+    node = config[group] if group else config
     return OmegaConf.is_dict(node) and name not in node
 
 

@@ -40,7 +40,7 @@ def named(cfg: DictConfig, hydra_cfg: DictConfig) -> DictConfig:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Status, test figures, the monitored figure, speed and time."""
+    """Status, test metrics, the monitored metric, speed and time."""
     of_test = [key for row in rows for key in tested(row) if not key.endswith("/count")]
     monitored = [str(row["monitor"]) for row in rows if row.get("monitor")]
     rates = [key for row in rows for key in row if key.endswith("_per_s") and key != "train/flops_per_s"]
@@ -62,7 +62,7 @@ def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and sample standard deviation of the figures of finished jobs that differ by nothing but what REPEATS names."""
+    """Mean and sample standard deviation of the metrics of finished jobs that differ by nothing but what REPEATS names."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         typed = [o for o in shlex.split(str(row.get("overrides", ""))) if not o.startswith(REPEATS)]
@@ -70,8 +70,8 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault(shlex.join(typed), []).append(row)
     found = []
     for own, jobs in groups.items():
-        figures: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
-        numbers = {key: v for key, v in figures.items() if all(type(each) in (int, float) for each in v)}
+        metrics: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
+        numbers = {key: v for key, v in metrics.items() if all(type(each) in (int, float) for each in v)}
         for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
             head = {"run": f"{name} of {len(jobs)}", "overrides": own}
             found.append({**head, **{key: of(values) for key, values in numbers.items()}})

@@ -51,19 +51,19 @@ class Line:
             process.before_prompt[self] = self.end
 
     def due(self, done: int) -> bool:
-        """Whether `show` would change anything: asked at every step, before the figures are put into words."""
+        """Whether `show` would change anything: asked at every step, before the metrics are put into words."""
         now_s = time.monotonic()
         if self.bar is not None:
             return done == self.total or now_s - self.shown_s > BAR_S
         least, most = NOTEBOOK_S if self.notebook else LINES_S
         return now_s - self.shown_s > min(most, max(least, (now_s - self.began_s) / 100))
 
-    def show(self, title: str, done: int, *figures: str) -> None:
+    def show(self, title: str, done: int, *metrics: str) -> None:
         self.shown_s = now_s = time.monotonic()
         parts = [f"{done:,}/{'?' if self.total is None else format(self.total, ',')}"]
         if self.total is not None and done > self.first:
             parts.append(f"{clock((now_s - self.began_s) * (self.total - done) / (done - self.first))} left")
-        text = " · ".join([*parts, *filter(None, figures)])
+        text = " · ".join([*parts, *filter(None, metrics)])
         if self.bar is not None:
             while (
                 BAR_WIDTH + len(title) + len(text) + 2 > out.width and " · " in text

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
-    """What the callbacks' `report_figures() -> dict` (on every rank) or `report_panels() -> list` (on rank 0) add to the report."""
+    """What the callbacks' `report_metrics() -> dict` (on every rank) or `report_panels() -> list` (on rank 0) add to the report."""
     callbacks = trainer.callbacks if trainer else ()  # type: ignore[attr-defined]
     return [getattr(callback, method)() for callback in callbacks if hasattr(callback, method)]
 
@@ -132,7 +132,7 @@ class Recorder:
         self.report |= {"train/steps": steps_done(trainer), "train/epochs": begun}
         # null without the callback that measures them
         self.report |= dict.fromkeys((rate, "train/data_wait_share", "train/first_step_s"))
-        for measured in from_callbacks(trainer, "report_figures"):
+        for measured in from_callbacks(trainer, "report_metrics"):
             self.report |= measured
         self.trained_s = time.perf_counter()
         known_s = sum(value for name, value in self.report.items() if name.startswith("time/"))

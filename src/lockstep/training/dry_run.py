@@ -155,7 +155,7 @@ class DryRun:
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
-        for name, metric in module.figures.items():
+        for name, metric in module.metrics.items():
             with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
                 try_metric(name, metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
         with refused(f"{title}: {{}}."):

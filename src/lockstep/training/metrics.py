@@ -266,7 +266,7 @@ def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
     Values are named by `names`, or numbered if there are more or fewer.
     """
     if isinstance(value, Mapping):
-        return {figure: v for key, each in value.items() for figure, v in named(f"{name}/{key}", each, names).items()}
+        return {metric: v for key, each in value.items() for metric, v in named(f"{name}/{key}", each, names).items()}
     if not isinstance(value, Tensor | int | float):
         raise UserError(
             f"the metric {name} computes a {type(value).__name__}, which cannot be logged; expected a number, a tensor, or a dict of these. "

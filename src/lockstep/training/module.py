@@ -75,7 +75,7 @@ class TaskModule(QuickHookNames):
         self.across_processes = invariance.UNKNOWN.format("it was not tried")
         self.arithmetic = arithmetic or StepArithmetic()
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
-        self.figures: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
+        self.metrics: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
         self.test_panels: TestPanels | None = None  # of the test at the end of a run
         # Sums of mean losses and of mean weights over the micro-batches since the last log row.
         self.window_loss: Tensor | float = 0.0
@@ -175,7 +175,7 @@ class TaskModule(QuickHookNames):
         output, batch = without_fillers(output, batch)
         loss_B = one_per_sample(self.task.loss(output, batch), self.task, batch) if whole is None else whole
         self.mean_loss.update(loss_B, self.task.weight(batch), self.arithmetic.evaluation_sum(self, batch_idx))
-        for metric in self.figures.values():
+        for metric in self.metrics.values():
             update(metric, batch_idx, *self.task.metric_inputs(output, batch))
         if self.test_panels and self.trainer.testing:
             self.test_panels.update(output, batch, loss_B, batch_idx)
@@ -185,7 +185,7 @@ class TaskModule(QuickHookNames):
     def log_evaluation(self, stage: str) -> None:
         with of_all_processes(self.all_metrics):
             found = self.mean_loss.compute()
-            for name, metric in self.figures.items():
+            for name, metric in self.metrics.items():
                 found |= named(name, metric.compute(), self.task.value_names)
         self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
         for metric in self.all_metrics:
@@ -194,7 +194,7 @@ class TaskModule(QuickHookNames):
     def figure_names(self) -> list[str]:
         """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
         found: list[str] = []
-        for name, metric in self.figures.items():
+        for name, metric in self.metrics.items():
             blank: Any = copy.deepcopy(metric)
             blank.distributed_available_fn = None
             try:
@@ -207,7 +207,7 @@ class TaskModule(QuickHookNames):
 
     @property
     def all_metrics(self) -> list[Metric]:
-        return [self.mean_loss, *self.figures.values()]
+        return [self.mean_loss, *self.metrics.values()]
 
     def on_validation_epoch_end(self) -> None:
         self.log_evaluation("val")

@@ -1,6 +1,6 @@
 """The task's panels during the test, and the samples with the largest losses.
 
-A panel that fails is left out with a warning, on every process: an error in a decoration must not cost the test's figures.
+A panel that fails is left out with a warning, on every process: an error in a decoration must not cost the test's metrics.
 """
 
 import logging
