@@ -1,32 +1,32 @@
-"""Two runs are compared by the figures that they logged, whatever these are called."""
+"""Two runs are compared by the metrics that they logged, whatever these are called."""
 
 from pathlib import Path
 
 import pytest
 
-from lockstep.extras.comparison import Run, figure_differences, grown_rounding
+from lockstep.extras.comparison import Run, metric_differences, grown_rounding
 
 
-def run(**figures: float) -> Run:
+def run(**metrics: float) -> Run:
     report = {
         "unit": "images",
         "wall_s": 1.5,
         "train/images_per_s": 90.0,
         "train/steps": 12,
         "train/epochs": 1,
-        **figures,
+        **metrics,
     }
-    logged = {"step": 12, "train_loss": 0.5, "train/images_per_s": 90.0, **figures}
+    logged = {"step": 12, "train_loss": 0.5, "train/images_per_s": 90.0, **metrics}
     return Run(Path("a"), config={}, report=report, rows=[logged])
 
 
-def test_figures_of_a_module_are_compared():
-    found = figure_differences(run(val_loss=0.5, test_loss=0.25), run(val_loss=0.5, test_loss=0.75), 1e-6)
+def test_metrics_of_a_module_are_compared():
+    found = metric_differences(run(val_loss=0.5, test_loss=0.25), run(val_loss=0.5, test_loss=0.75), 1e-6)
     assert list(found) == ["test_loss: 0.25 | 0.75"]
 
 
-def test_a_figure_of_one_run_alone_is_a_difference():
-    assert list(figure_differences(run(**{"val/acc": 0.5}), run(), 1e-6)) == ["val/acc: 0.5 | None"]
+def test_a_metric_of_one_run_alone_is_a_difference():
+    assert list(metric_differences(run(**{"val/acc": 0.5}), run(), 1e-6)) == ["val/acc: 0.5 | None"]
 
 
 def logged(*apart: float, precision: str = "32-true") -> list[Run]:

@@ -190,5 +190,5 @@ def comments_of(config: str) -> dict[str, str]:
     if isinstance(root, yaml.MappingNode):
         read(root, f"{group}." if group else "")
     bases = [base for base in option_node(config).get("defaults", ()) if group and isinstance(base, str)]
-    files = [base[1:] if base[0] == "/" else f"{group}/{base}" for base in bases if base != "_self_"]
+    files = [base[1:] if base[0] == "/" else f"{group}/{base}" for base in bases if base[0] != "_"]  # _self_
     return {key: text for file in files for key, text in comments_of(file).items()} | found
