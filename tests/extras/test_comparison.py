@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.extras.comparison import Run, metric_differences, grown_rounding
+from lockstep.extras.comparison import Run, grown_rounding, metric_differences
 
 
 def run(**metrics: float) -> Run:

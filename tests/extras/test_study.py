@@ -58,7 +58,7 @@ def test_only_figures_that_may_be_chosen_by_are_objectives(given):
 
 
 def test_without_a_monitor_a_sweep_says_how_to_name_one():
-    with pytest.raises(UserError, match=r"objective=null: it takes null.*type checkpoint.monitor=<figure>"):
+    with pytest.raises(UserError, match=r"objective=null: it takes null.*set checkpoint.monitor=<metric>"):
         study.directions(None, None, "min")
 
 
