@@ -1,5 +1,6 @@
 """A GPU of FakeTensorMode: tensors with a device, shapes and types but no values. It tells where a program would wait for the GPU."""
 
+import functools
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,6 +93,9 @@ def apply(self: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     """Within it every tensor is fake, and Lockstep's Trainer has the GPU. Autograd needs a driver: gradients come without it."""
 
+    original = build_trainer.pl.Trainer
+
+    @functools.wraps(original)
     def trainer(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **{**kwargs, "accelerator": FakeGpu(), "devices": 1})
         made.strategy.parallel_devices = [DEVICE]
@@ -102,7 +106,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
         for p in module.parameters():
             p.grad = torch.ones_like(p)
 
-    original = build_trainer.pl.Trainer
     monkeypatch.setattr(build_trainer.pl, "Trainer", trainer)
     monkeypatch.setattr(nn.Module, "_apply", apply)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)

@@ -186,7 +186,7 @@ def test_a_run_without_a_screen_is_done_and_its_log_has_every_line(forked_comman
         assert process.wait(300) == 0
     log = (forked_command.folder / "runs/a/train.log").read_text()
     assert " \u00b7 " in log
-    assert "result: same result" in log
+    assert "result: the same" in log
     assert "evaluate it: " in log.splitlines()[-1]
 
 
