@@ -209,10 +209,10 @@ def test_two_objectives_leave_a_front(command):
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (["hydra.sweeper.objective=test/acc"], "Choosing by the test set would make its figures worthless"),
+        (["hydra.sweeper.objective=test/acc"], "Choosing by the test set would make its metrics worthless"),
         (
             ["hydra.sweeper.objective=[val/acc,val/loss]", "hydra/sweeper/pruner=median"],
-            "trials are pruned by one validation figure",
+            "trials are pruned by one validation metric",
         ),
     ],
 )

@@ -65,15 +65,13 @@ def test_it_is_refused_before_a_run_directory_is_made(train, tmp_path, given, to
 @pytest.mark.slow
 def test_sizes_are_those_of_the_step_with_accumulation_and_after_a_resume(train, monkeypatch, crash_at):
     seen: list[int] = []
-    resized = ProgressiveResize.resized
+    start = ProgressiveResize.on_train_batch_start
 
-    def recorded(self, batch, progress):
-        found = resized(self, batch, progress)
-        if found["input"].device.type != "meta":
-            seen.append(found["input"].shape[-1])
-        return found
+    def recorded(self, trainer, module, batch, place):
+        start(self, trainer, module, batch, place)
+        seen.append(batch["input"].shape[-1])
 
-    monkeypatch.setattr(ProgressiveResize, "resized", recorded)
+    monkeypatch.setattr(ProgressiveResize, "on_train_batch_start", recorded)
     sizes = [12, 12, 12, 12, 12, 16, 24, 28]
     given = [*RESIZED, "checkpoint.every_n_steps=1"]
     assert train("run=a", *given)["train/flops_per_s"] is None

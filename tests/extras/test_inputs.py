@@ -8,6 +8,7 @@ import sys
 import wave
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import browser
 import numpy as np
@@ -32,10 +33,12 @@ SEVERAL = [
 ]
 RATE, LENGTH = 8000, 400
 DATA = """
+import json
 import wave
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from lockstep.data import Arrays, Batch, DataSet
 
@@ -72,6 +75,14 @@ class Table(Read):
         return {"size": 2}
 
 
+class Numbers(Table):  # a column of the input is called like one of the report's
+    def __init__(self, *, root: str) -> None:
+        super().__init__(root=root)
+        self.about = {**self.about, "targets": ["acc"], "inputs": ["loss", "height"]}
+        inputs = [part.arrays["input"] for part in (self.train, self.test)]
+        self.train, self.test = (Arrays(input=each, target=each[:, :1] * 2) for each in inputs)
+
+
 class Lines(Read):
     unit, endings = "lines", (".txt",)
 
@@ -85,6 +96,39 @@ class Lines(Read):
 
     def network_arguments(self) -> dict:
         return {"tokens": len(self.about["vocabulary"])}
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, pairs: list) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.pairs[index]
+
+
+class Raw(Lines):  # keeps texts, and encodes them in `preprocess`
+
+    def __init__(self, *, root: str) -> None:
+        self.about = {**self.explained(Path(root)), "classes": ["high", "low"]}
+        lines = [(text, int("low" in path.name)) for path in sorted(Path(root).glob("*.txt")) for text in self.read(path).arrays["input"].tolist()]
+        self.train, self.test = (Pairs(lines[part::2]) for part in (0, 1))
+
+    def read(self, path: Path) -> Arrays:
+        return Arrays(input=np.array([line.ljust(12)[:12] for line in path.read_text().splitlines()]))
+
+    def preprocess(self, batch: Batch) -> Batch:
+        known = {c: i for i, c in enumerate(self.about["vocabulary"])}
+        return {**batch, "input": torch.tensor([[known[c] for c in text] for text in batch["input"]])}
+
+
+class Json(Table):
+    endings = (".json",)
+
+    def read(self, path: Path) -> dict:
+        return {"input": np.array([float(each) for each in json.loads(path.read_text())["value"]], np.float32)}
 
 
 class Several(Sounds):
@@ -105,6 +149,11 @@ from torch import Tensor, nn
 class Dense(nn.Sequential):
     def __init__(self, *, size: int, num_classes: int) -> None:
         super().__init__(nn.Linear(size, 16), nn.ReLU(), nn.Linear(16, num_classes))
+
+
+class Number(nn.Linear):
+    def __init__(self, *, size: int) -> None:
+        super().__init__(size, 1)
 
 
 class Several(nn.Module):
@@ -240,6 +289,48 @@ def test_a_list_of_files_gives_their_targets_and_what_cannot_be_read_is_said(pla
         ("a.csv", 0, ""), ("a.csv", 1, ""), ("b.csv", 0, "its input has the shape (1,),"), ("c.csv", 0, "could not convert string 'no'")]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:loadtxt")
+def test_files_without_samples_or_with_other_shapes_are_rows_with_the_reason(place, tmp_path):
+    """By predict.py and by load.py of an exported folder."""
+    files = {"a": "width,height\n", "b": "width,height\n1,2\n3,4\n", "c": "width\n1\n", "d": "no,numbers\nx,y\n"}
+    (tmp_path / "in").mkdir()
+    for name, text in files.items():
+        (tmp_path / f"in/{name}.csv").write_text(text)
+    reasons = ["it holds no samples", "", "", "its input has the shape (1,), and that", "could not convert string 'x'"]
+    rows = predicted("run=tables", f"input={tmp_path}/in", output=tmp_path / "table.jsonl")
+    made = export(finding.tested_checkpoint("runs/tables", "export"), tmp_path / "exported")
+    model = exported.load(made)
+    for found in (rows, list(model.predict_files(exported.files([str(tmp_path / "in")], model.reader.endings)))):
+        assert [Path(row["path"]).name[0] for row in found] == list("abbcd")
+        assert all(row["error"].startswith(why) for row, why in zip(found, reasons, strict=True)), found
+        assert [bool(row.get("class")) for row in found] == [not why for why in reasons]
+
+
+def test_a_file_that_read_stumbles_over_costs_no_other(place, tmp_path):
+    for name, text in {"a": '{"value": [1, 2]}', "b": '{"value": null}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    rows = predicted("run=tables", "data._target_=mywork.data.Json", f"input={tmp_path}", output=tmp_path / "t.jsonl")
+    assert [row["error"][:9] for row in rows] == ["", "'NoneType"]
+
+
+def test_texts_that_preprocess_encodes_are_exported(place, tmp_path):
+    options = ["data._target_=mywork.data.Raw", "+data.root=lines", "model._target_=mywork.nets.Bag", *CPU]
+    lockstep.train(["run=raw", *OWN, *options, "data.batch_size=8", "trainer.max_steps=2", "trainer.precision=32-true"])
+    expected = predicted("run=raw", "input=new/lines", output=tmp_path / "table.jsonl")
+    model = exported.load(export(finding.tested_checkpoint("runs/raw", "export"), tmp_path / "exported"))
+    rows = list(model.predict_files(exported.files(["new/lines"], model.reader.endings)))
+    assert [(row["class"], row["error"]) for row in rows] == [(row["class"], "") for row in expected]
+
+
+def test_names_of_sounds_are_addresses_in_the_gallery(place, tmp_path):
+    for name in ("h#1", "p%20", "q?x=1", "two words"):
+        write_sound(tmp_path / f"in/{name}.wav", 200)
+    predicted("run=sounds", f"input={tmp_path}/in", "gallery=true", output=tmp_path / "t.jsonl")
+    shown = re.findall(r'preload="none" src="([^"]+)">', (tmp_path / "t.jsonl.html").read_text())
+    assert {(tmp_path / unquote(src)).resolve() for src in shown} == set((tmp_path / "in").iterdir())
+    assert not any(letter in "".join(shown) for letter in "#? ")
+
+
 def test_mistakes_are_named(place, tmp_path):
     with pytest.raises(UserError, match=r"input=lines holds no clips \(files that end in .wav\)"):
         lockstep.predict(["run=sounds", "input=lines", f"output={tmp_path}/a.csv", *CPU])
@@ -265,6 +356,20 @@ def test_the_gallery_shows_sounds_rows_and_lines(place, tmp_path):
     assert f"<small>width {float(first['width']):,.4f}</small>" in pages["tables"]
     line = (place / "new/lines/low.txt").read_text().splitlines()[2].ljust(12)[:12]
     assert f'<p class="tokens">{line.replace("<", "&lt;")}</p>' in pages["lines"]
+
+
+def test_the_gallery_and_the_report_of_a_regression_tell_target_prediction_and_columns_apart(place, tmp_path):
+    options = ["data._target_=mywork.data.Numbers", "+data.root=tables", "model._target_=mywork.nets.Number", *CPU]
+    lockstep.train(["run=numbers", *OWN, "task=regression", *options, "data.batch_size=8", "trainer.max_steps=2"])
+    row = max(
+        predicted("run=numbers", "input=test", "gallery=true", output=tmp_path / "t.jsonl"), key=lambda r: r["loss"]
+    )
+    page = (tmp_path / "t.jsonl.html").read_text()
+    assert page.split("<b>")[1].split("</b>")[0] == f"{row['target/acc']:,.4f} → {row['acc']:,.4f}"
+    (gallery,) = (panel for panel in lockstep.load_report("runs/numbers").panels.values() if hasattr(panel, "samples"))
+    facts = gallery.samples[0].facts
+    assert facts["loss"] == pytest.approx(row["loss"], rel=1e-3)
+    assert facts["input loss"] == pytest.approx(row["target/acc"] / 2, rel=1e-5)
 
 
 def test_the_report_draws_and_plays_sounds(place):

@@ -224,7 +224,7 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, ru
 def test_tables_are_sorted_by_a_click(driver, page):
     browser.show(driver, page, width=1280)
     driver.execute_script("document.querySelectorAll('details').forEach(e => e.open = true)")
-    table = "table.sortable" if page.name == "runs.html" else "#figures table.sortable"
+    table = "table.sortable" if page.name == "runs.html" else "#metrics table.sortable"
     column = 2 if page.name == "runs.html" else 1  # after the boxes
     for order in (sorted, lambda found: sorted(found, reverse=True)):
         driver.execute_script(f"document.querySelector('{table} th:nth-child({column}) button').click()")

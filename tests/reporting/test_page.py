@@ -18,6 +18,7 @@ from lockstep.callbacks import FiniteLoss
 from lockstep.callbacks.summary import Clock, samples_of
 from lockstep.machine.world import World
 from lockstep.reporting import page as pages
+from lockstep.reporting.panels import classes_of, is_right
 from lockstep.run.folder import RunFolder
 from lockstep.tasks import Classification
 from lockstep.tasks.panel import Bars, Gallery, Matrix, Panel, Sample
@@ -212,9 +213,20 @@ def test_one_value_is_a_number_and_axes_of_fractions_end_at_1():
     assert re.findall(r'text-anchor="end">([\d.]+%)<', accuracy["svg"])[:2] == ["90%", "91%"]
     (accuracy,) = drawn({"acc": MulticlassAccuracy(3)}, acc=[0.925])
     assert accuracy["values"] == [("", "92.50%")]
+    (in_percent,) = drawn({}, acc=[92.5])
+    assert in_percent["values"] == [("", "92.5000")]
+    (in_percent,) = drawn({}, acc=[92.5, 93.5])
+    assert "%" not in in_percent["svg"]
 
 
-def test_curves_of_unknown_figures_are_grouped():
+def test_samples_are_filtered_by_each_of_their_labels_and_names_may_have_commas():
+    one, none = Sample(0, {"target": "tench, Tinca tinca", "prediction": "hen"}), Sample(1, {"target": 2.5})
+    several = Sample(2, {"target": ["a", "b"], "prediction": ["a", "b"]})
+    assert classes_of([Gallery("", [one, none, several])]) == ["a", "b", "tench, Tinca tinca"]
+    assert [is_right(sample) for sample in (one, none, several)] == [False, None, True]
+
+
+def test_curves_of_unknown_metrics_are_grouped():
     logged = ["train_loss", "val_loss", "val/acc", "val/count", "train/samples_per_s"]
     names = [names for _, _, names in pages.curves(Workload(None, None), logged, "samples")]
     assert names[:2] == [("train_loss", "val_loss"), ("val/acc",)]

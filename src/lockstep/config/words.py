@@ -29,14 +29,17 @@ def counted(count: float, noun: str) -> str:
     return f"{count:,.0f} {noun}" + ("" if count == 1 else "s")
 
 
-FRACTION = re.compile(
-    r"^P\(|(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall)(?:$|[/_])"
-)  # metrics shown as percentages
+FRACTION = re.compile(r"^P\(|(?:^|[/_])(?:acc|accuracy|top_?\d+|precision|recall)(?:$|[/_])")
+
+
+def is_fraction(name: str, *values: float) -> bool:
+    """Whether a metric is shown as a percentage: by its name, and if no value is above 1, as of those logged in percent."""
+    return bool(FRACTION.search(name)) and all(0 <= value <= 1 for value in values)
 
 
 def metric(name: str, value: Any) -> str:
     """The value of a metric: 92.50% of an accuracy, 0.2377 of a loss."""
-    return percent(value) if isinstance(value, float) and FRACTION.search(name) else number(value)
+    return percent(value) if isinstance(value, float) and is_fraction(name, value) else number(value)
 
 
 def percent(share: float) -> str:

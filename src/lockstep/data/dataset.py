@@ -287,7 +287,8 @@ class DataSet:
             return {"sound": Sound((wave_T / most * 32767).astype(np.int16), int(about["sample_rate"]))}
         if "vocabulary" in about and array.ndim == 1 and array.dtype.kind in "iu":
             return {"text": "".join(str(about["vocabulary"][token]) for token in array)}
-        return dict(zip(about["inputs"], array.tolist(), strict=True)) if "inputs" in about and array.ndim == 1 else {}
+        names = about.get("inputs", ())
+        return dict(zip(names, array.tolist(), strict=True)) if array.shape == (len(names),) else {}
 
     def network_arguments(self) -> dict[str, Any]:
         """Arguments offered to the network, such as `in_channels`. It gets those that its signature names."""

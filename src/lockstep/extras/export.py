@@ -33,7 +33,7 @@ from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
 from lockstep.extras.export_parts import ALLOWED, OFFERED, Inputs, copy, needed
-from lockstep.extras.tables import InputFiles
+from lockstep.extras.tables import InputFiles, reading_class
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import ENVIRONMENT
 from lockstep.run.folder import RunFolder
@@ -62,7 +62,8 @@ class Exported:
 
     @cached_property
     def takes_images(self) -> bool:
-        images = self.batch is None or (self.batch["input"].dtype == torch.uint8 and self.batch["input"].dim() == 4)
+        sample = None if self.batch is None else self.batch["input"]  # texts are lists
+        images = sample is None or (isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 4)
         return images and all(self.task.about.get(key) for key in NEEDED)
 
     @cached_property
@@ -240,8 +241,8 @@ def samples_to_compare(
         UserError: they cannot be read, and are `required`.
     """
     cfg: Any = OmegaConf.create(dict(config))
-    kind: Any = target_of(cfg.data._target_, "data")
     if files is not None:
+        kind = reading_class(cfg.data, f"--files {files}", "remove --files: the run's own data is used")
         reader = kind.for_files(about)
         inputs = InputFiles(reader, find_inputs(files, kind.endings, kind.unit))
         batch = fetch(inputs, np.arange(min(COMPARED, len(inputs))))
@@ -250,11 +251,11 @@ def samples_to_compare(
     try:
         data = create_data(cfg)
         if data is None:
-            raise UserError("it has its own dataloaders")
+            raise UserError("it has its own dataloaders.")
         data.prepare()
         samples = samples_of(data.test)
         return data, fetch(samples, np.arange(min(COMPARED, len(samples))))
-    except (UserError, OSError) as e:
+    except Exception as e:  # the user's own data sets may raise anything
         if required:
             raise UserError(
                 f"the files are compared on samples of the run's own data before they are kept, and it cannot be read: {e} "
@@ -264,7 +265,7 @@ def samples_to_compare(
             f"WARNING: the folder was not compared with the network: the run's data cannot be read. {e}",
             file=sys.stderr,
         )
-        return kind.for_files(about), None
+        return target_of(cfg.data._target_, "data").for_files(about), None  # type: ignore[attr-defined]
 
 
 def write_network(

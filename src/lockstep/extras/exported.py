@@ -113,18 +113,28 @@ class Model:
         return [{name: self.classes[place], "probability": digits(value)} for value, place in found]
 
     def samples(self, paths: Iterable[str]) -> Iterator[tuple[dict[str, Any], Any]]:
-        """Of each sample in the files, what its row begins with, and its values; None with the `error` of a file that cannot be read."""
+        """Of each sample in the files, what its row begins with, and its values; None with the `error` of one that cannot be read."""
+        known: dict[str, tuple[int, ...]] = {}  # the shapes of the first sample
         for path in paths:
             try:
                 content = self.reader.read(Path(path))
+                if not isinstance(content, dict) and not len(content):
+                    raise ValueError("it holds no samples")
             except Exception as e:  # Pillow raises nearly anything for a broken file
                 yield {"path": path, "error": self.pixels.reason(e)}, None
                 continue
-            if isinstance(content, dict):
-                yield {"path": path, "error": ""}, content
-            else:  # Arrays of rows or lines
-                for row in range(len(content)):
-                    yield {"path": path, "row": row, "error": ""}, {n: v[row] for n, v in content.arrays.items()}
+            rows = [content]
+            if not isinstance(content, dict):  # Arrays of rows or lines
+                rows = [{name: v[row] for name, v in content.arrays.items()} for row in range(len(content))]
+            for row, sample in enumerate(rows):
+                facts = {"path": path} if sample is content else {"path": path, "row": row}
+                shapes = {name: np.shape(value) for name, value in sample.items()}
+                known = known or shapes
+                odd = [name for name in known if shapes.get(name) != known[name]]
+                error = (
+                    odd and f"its {odd[0]} has the shape {shapes.get(odd[0])}, and that of other files {known[odd[0]]}"
+                )
+                yield {**facts, "error": error or ""}, None if odd else sample
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[dict[str, Any]]:
         """A row for each file, or for each row of a table, in their order; one that cannot be read has only its path and the `error`.
@@ -135,7 +145,8 @@ class Model:
         while group := list(islice(left, AT_ONCE)):
             good = [sample for _, sample in group if sample]
             names = good[0] if good else {}
-            batch = {name: torch.tensor(np.stack([sample[name] for sample in good])) for name in names}
+            columns = {name: [sample[name] for sample in good] for name in names}
+            batch = {n: v if isinstance(v[0], str) else torch.tensor(np.stack(v)) for n, v in columns.items()}
             if good and self.inputs is not None:
                 batch = self.reader.preprocess(batch)
             inputs = (batch.get("input"),) if self.inputs is None else filled(self.inputs, batch)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 import lightning.pytorch as pl
 import numpy as np
@@ -23,15 +24,14 @@ from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
 from lockstep.config.instantiate import has_own_loaders
 from lockstep.config.run_config import title
-from lockstep.config.targets import target_of
-from lockstep.data import DataSet, Images, Sound
+from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.images import find_inputs
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
-from lockstep.extras.tables import LISTED, InputFiles, Inputs, Row, listed, write_table
+from lockstep.extras.tables import LISTED, InputFiles, Inputs, Row, as_utf8, listed, reading_class, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
 from lockstep.machine.world import World
@@ -109,7 +109,8 @@ class Parts:
             raise UserError("no file can be read any more. Nothing was written.")
         self.example: Row = example
         self.masks = sorted(path.name for path in folder_of(output).iterdir() if path.is_dir())
-        self.guess = next(name for name in [*self.example, ""] if name not in FIRST)  # the column of what is predicted
+        columns = [name for name in self.example if name not in FIRST and not name.startswith("target/")]
+        self.guess = columns[0] if columns else ""  # the column of what is predicted
         self.key = next((name for name in SORTED if name in self.example), None)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
@@ -162,9 +163,11 @@ class Parts:
             "samples": [self.sample(index, row, data, path.parent) for index, row in kept],
             "rows": [row for _, row in kept],
             "guess": self.guess,
-            "hidden": {*FIRST, self.guess, self.key, ERROR, *self.masks},
+            "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
             "wrong": [self.is_wrong(row) for _, row in kept],
-            "names": [os.path.relpath(row["path"], common) if "path" in row else f"#{index}" for index, row in kept],
+            "names": [
+                as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{index}" for index, row in kept
+            ],
             "order": SORTED.get(str(self.key), "the first ones"),
             "unit": data.unit,
             "table": self,
@@ -177,7 +180,7 @@ class Parts:
         raw = {name: value[0] for name, value in data.raw(data.predicted_split[0], [index]).items() if name != "count"}
         shown = data.dataset.show(raw)
         if isinstance(data.dataset, Inputs):
-            file = os.path.relpath(data.dataset.test.path(index), page)
+            file = quote(os.fsencode(os.path.relpath(data.dataset.test.path(index), page)))
             shown = {n: replace(v, file=file) if isinstance(v, Sound) else v for n, v in shown.items()}
         if self.masks and np.ndim(raw.get("target", 0)) == 2:
             shown["target"] = Mask(np.asarray(raw["target"]))
@@ -294,12 +297,10 @@ def data(cfg: DictConfig) -> DataModule:
         assert isinstance(made, DataModule)
         made.predicted = cfg.predict.part
         return made
-    checkpoint, kind = read(Path(cfg.init_from)), target_of(cfg.data._target_, "data")
-    if not isinstance(kind, type) or not issubclass(kind, DataSet) or kind.read is DataSet.read:
-        raise UserError(
-            f"input={cfg.predict.input}: data={title(cfg.data)} reads no files. Give its class a method read(path) "
-            "(docs/predict-export.md), or pass input=test, or val or train: a part of the run's own data."
-        )
+    checkpoint = read(Path(cfg.init_from))
+    kind = reading_class(
+        cfg.data, f"input={cfg.predict.input}", "pass input=test, or val or train: a part of the run's own data"
+    )
     reader = kind.for_files(checkpoint.metadata)
     if isinstance(reader, Images):
         reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))

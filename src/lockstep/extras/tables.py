@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from omegaconf import DictConfig
 
 from lockstep.config.project import of_users_code
+from lockstep.config.run_config import title
+from lockstep.config.targets import target_of
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
 from lockstep.data.images import Listing
 from lockstep.data.pixels import reason
@@ -22,7 +25,7 @@ from lockstep.machine.files import finite
 # --- Files to predict ---
 
 Row = dict[str, Any]
-BUGS = (NameError, AttributeError, TypeError, ImportError)  # in a custom `read`
+BUGS = (NameError, AttributeError, TypeError, ImportError)  # in a custom `read`, raised if no file can be read
 LISTED = 10  # files in a message
 
 
@@ -46,6 +49,8 @@ class InputFiles:
         self.name_N, self.target_N = (np.array([os.fsencode(x) for x in xs]) for xs in (inputs.paths, inputs.targets))
         self.reader, self.base = reader, inputs.base
         self.held: list[tuple[Any, str]] = []
+        self.several: bool | None = None  # whether files have several samples, by the first one that can be read
+        self.bug: Exception | None = None
         problems: list[str] = []
         for file in range(len(self.name_N)):
             example, problem = self.read(file)
@@ -53,6 +58,9 @@ class InputFiles:
                 break
             problems.append(problem)
         else:
+            if self.bug:
+                self.bug.add_note(f"{type(reader).__name__}.read has self.about only: __init__ was not called.")
+                raise self.bug
             reasons = [(self.name(file), why) for file, why in enumerate(problems[:LISTED])]
             raise UserError(
                 f"none of {len(problems):,} files can be read:{listed(reasons, len(problems))}\nNothing was written."
@@ -78,12 +86,19 @@ class InputFiles:
     def read(self, file: int) -> tuple[Any, str]:
         """What a file holds, and why it cannot be read."""
         try:
-            return self.reader.read(self.base / self.name(file)), ""
+            content: Any = self.reader.read(self.base / self.name(file))
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            if isinstance(e, BUGS) and of_users_code(e):
-                e.add_note(f"{type(self.reader).__name__}.read has self.about only: __init__ was not called.")
-                raise
+            self.bug = e if isinstance(e, BUGS) and of_users_code(e) else self.bug
             return None, reason(e)
+        has_rows = isinstance(content, Arrays)
+        if has_rows and not len(content):
+            return None, "it holds no samples"
+        self.several = has_rows if self.several is None else self.several
+        if has_rows and not self.several:
+            return None, f"it holds {len(content)} samples, and the first file a single one"
+        if self.several and not has_rows:
+            content = Arrays(**{name: np.asarray(value)[None] for name, value in content.items()})
+        return content, ""
 
     def sample(self, index: int) -> tuple[Any, str]:
         file = self.file_N[index]
@@ -113,6 +128,16 @@ class InputFiles:
     def fingerprint(self) -> str:
         """Of the list of files, to see that all processes have the same one."""
         return hashlib.sha256(self.name_N.tobytes()).hexdigest()
+
+
+def reading_class(data: DictConfig, what: str, instead: str) -> type[DataSet]:
+    """The class of a run's data. Raises UserError: it reads no files."""
+    kind = target_of(data._target_, "data")
+    if not isinstance(kind, type) or not issubclass(kind, DataSet) or kind.read is DataSet.read:
+        raise UserError(
+            f"{what}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
+        )
+    return kind
 
 
 class Inputs(DataSet):

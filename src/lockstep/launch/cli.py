@@ -85,7 +85,8 @@ def command(job: Job, argv: list[str]) -> None:
         return
     overrides = [arg for arg in argv if not arg.startswith("-") and ("=" in arg or arg.startswith("~"))]
     always = compose.search_path(argv)
-    if {"-m", "--multirun"} & set(argv):  # check now: Hydra writes multirun.yaml before it finds a mistake
+    multirun = {"-m", "--multirun"} & set(argv)
+    if multirun:  # check now: Hydra writes multirun.yaml before it finds a mistake
         if not job.trains:
             raise UserError(f"{job.name}.py takes one run at a time. Remove -m.")
         raise_problems(compose.tried_alone(job.name, overrides, always)[0])
@@ -102,7 +103,8 @@ def command(job: Job, argv: list[str]) -> None:
     except RunFailed:  # a job of a multirun, which has reported its error
         raise
     except Exception as e:
-        compose.composed(job.name, overrides, always)  # raises what is wrong with the command, if something is
+        if not multirun:  # whose command has been checked
+            compose.composed(job.name, overrides, always)  # raises what is wrong with the command, if something is
         if isinstance(e, compose.CONFIG_ERRORS):  # in what Hydra itself reads, such as the launcher's keys
             raise UserError(*compose.explain(e, job.name, overrides, always)) from None
         raise

@@ -66,8 +66,18 @@ def is_absent(config: DictConfig, key: str) -> bool:
     return OmegaConf.is_dict(node) and name not in node
 
 
+def completed(saved: DictConfig) -> DictConfig:
+    """The config of a run, with the defaults of keys that are newer than the run."""
+    if newer := [key for key in KEYS if key.rpartition(".")[0] in ("", *CLOSED) and is_absent(saved, key)]:
+        defaults = compose_config("train", [])
+        with open_dict(saved):
+            for key in newer:
+                OmegaConf.update(saved, key, OmegaConf.select(defaults, key), force_add=True)
+    return saved
+
+
 def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> DictConfig:
-    """The run's own config with the changes of this command line, and the defaults of keys that are newer than the run."""
+    """The run's own config with the changes of this command line."""
     cfg = saved.copy()
     keys = [key_of(override) for override in overrides]
     if recipes := [key for key in keys if key in RECIPES]:
@@ -75,10 +85,6 @@ def merged(saved: DictConfig, composed: DictConfig, overrides: list[str]) -> Dic
     if "strategy" in keys:
         keys = [*MACHINE[:-1], *keys]
     with open_dict(cfg):
-        if newer := [key for key in KEYS if key.rpartition(".")[0] in ("", *CLOSED) and is_absent(cfg, key)]:
-            defaults = compose_config("train", [])
-            for key in newer:
-                OmegaConf.update(cfg, key, OmegaConf.select(defaults, key), force_add=True)
         for key in dict.fromkeys(keys):
             OmegaConf.update(cfg, key, OmegaConf.select(composed, key), force_add=True, merge=not is_group(key))
     return cfg
@@ -135,7 +141,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         cfg.resume = None
         return same_identity(from_weights(cfg), before)
     before.validate()
-    saved, place, runs_dir = before.config(), place.resolve(), Path(cfg.runs_dir).resolve()
+    saved, place, runs_dir = completed(before.config()), place.resolve(), Path(cfg.runs_dir).resolve()
     own = [o for o in overrides if key_of(o) not in ("resume", "run", "runs_dir")]
     # With a recipe on the command line, that is the whole config again; otherwise keys that were not passed stay as they were.
     recipe = cfg.resume == "auto" and any(key_of(o) in RECIPES for o in own)
@@ -194,7 +200,7 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
         checkpoint = outline(finding.complete_checkpoint(Path(str(composed.checkpoint)), "checkpoint"))
         folder = RunFolder(checkpoint.path.resolve().parents[1])
     # a checkpoint that was moved out of its run directory has the config as well
-    saved = folder.config() if folder.has_config() else OmegaConf.create(checkpoint.config)
+    saved = completed(folder.config() if folder.has_config() else OmegaConf.create(checkpoint.config))
     predicts = job == "predict"
     what = ("run", "runs_dir", "checkpoint", "debug_rank", *(PREDICT if predicts else ()))  # the command's own keys
     own = [o for o in overrides if key_of(o) not in what]

@@ -200,7 +200,7 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     Raises:
         UserError: all that is wrong with them.
     """
-    from lockstep.data.images import find_inputs
+    from lockstep.data.images import LISTS, find_inputs
     from lockstep.data.pixels import ENDINGS
     from lockstep.data.sampler import PARTS
 
@@ -212,6 +212,9 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
         shipped = str(cfg.data._target_).startswith("lockstep.")
         endings = ENDINGS if shipped else ("",)  # a class of the user's says later which files it reads
         count = 0 if part else len(find_inputs(asked.input, endings).paths)
+        if count == 1 and not shipped and Path(asked.input).suffix.lower() in LISTS:  # a list of files, or data itself
+            with Path(asked.input).expanduser().open("rb") as file:
+                count = sum(1 for _ in file)
     except UserError as e:
         problems += e.problems
     raise_problems(problems)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.checkpoints.finding import found_in
 from lockstep.config.compose import as_overrides, typed
 from lockstep.config.project import command
-from lockstep.config.words import FRACTION, counted, metric, number, seconds, size
+from lockstep.config.words import counted, is_fraction, metric, number, seconds, size
 from lockstep.machine.files import write_json, write_text
 from lockstep.reporting.console import clock, metrics_table, say, warnings_in
 from lockstep.reporting.panels import classes_of, is_right, write_panels
@@ -95,7 +95,7 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
             lines,
             x_range=(0.0, max(1.0, last_step)),
             highest=max(map(work.highest, names)),
-            percent=all(FRACTION.search(name) for name in names),
+            percent=all(is_fraction(name, *(y for _, y in columns.get(name, ()))) for name in names),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             second_x=(f"{unit} seen", batch) if batch else None,
         )

@@ -166,13 +166,18 @@ def most_errors(panel: Matrix) -> int:
 def is_right(sample: Sample) -> bool | None:
     """None of samples without a prediction in words."""
     pair = [sample.facts.get(name) for name in ("target", "prediction")]
-    return pair[0] == pair[1] if all(isinstance(each, str) for each in pair) else None
+    return pair[0] == pair[1] if all(isinstance(each, str | list) for each in pair) else None
+
+
+def classes(sample: Sample) -> list[str]:
+    """The target in words; of several labels, each."""
+    target = sample.facts.get("target")
+    return [str(each) for each in target] if isinstance(target, list) else [target] if isinstance(target, str) else []
 
 
 def classes_of(galleries: Sequence[Gallery]) -> list[str]:
-    """The targets that all samples name in words, by which the page filters; of several labels, each."""
-    targets = [s.facts["target"] for panel in galleries for s in panel.samples if "target" in s.facts]
-    words = {word for target in targets if isinstance(target, str) for word in target.split(", ")}
+    """The targets that all samples name in words, by which the page filters."""
+    words = {word for panel in galleries for sample in panel.samples for word in classes(sample)}
     return sorted(words, key=lambda word: (len(word) if word.isdigit() else 0, word)) if len(words) > 1 else []
 
 
@@ -246,6 +251,6 @@ def look(sample: Sample) -> str:
     return "masks" if {Mask, Sound} & kinds else "images"
 
 
-FILTERS = (drawn, keys, most_errors, is_right, mask_legend, images, sounds, tokens, texts, look)
+FILTERS = (drawn, keys, most_errors, is_right, classes, mask_legend, images, sounds, tokens, texts, look)
 ENVIRONMENT.filters |= {each.__name__: each for each in FILTERS}
 ENVIRONMENT.filters["kind"] = lambda panel: type(panel).__name__

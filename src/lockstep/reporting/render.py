@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from lockstep import __version__
-from lockstep.config.words import FRACTION, metric, number, percent, seconds, shown, size
+from lockstep.config.words import is_fraction, metric, number, percent, seconds, shown, size
 
 # --- Charts as SVG, coloured by the page's CSS. matplotlib takes more than a second to import, at the end of every run ---
 
@@ -146,7 +146,7 @@ ENVIRONMENT.filters |= {
     "size": size,
     "compact": compact,
     "metric": lambda value, name: metric(name, value),
-    "logged": lambda value, name: percent(value) if FRACTION.search(name) else f"{value:,.6g}",
+    "logged": lambda value, name: percent(value) if is_fraction(name, value) else f"{value:,.6g}",
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
 ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # keys in their order

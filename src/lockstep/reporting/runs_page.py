@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep.config.compose import PLACE, dotted
-from lockstep.config.words import FRACTION, metric, number, seconds, shown
+from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.reporting.render import COLOURS, chart, render
 from lockstep.run.folder import RunFolder
@@ -111,7 +111,13 @@ def curve_charts(
         if all(len(points) == 1 for points in by_step.values()):
             continue  # the table has these numbers
         second_x = (f"{unit} seen", sizes[0]) if len(sizes) == 1 else None
-        draw = partial(chart, name, colours=colours, percent=bool(FRACTION.search(name)), many=POINTS)
+        draw = partial(
+            chart,
+            name,
+            colours=colours,
+            percent=is_fraction(name, *(y for points in by_step.values() for _, y in points)),
+            many=POINTS,
+        )
         svgs = [("" if second_x else " in-x", draw("step", by_step, second_x=second_x))]
         if not second_x:
             by_sample = {run: [(x * batches[run], y) for x, y in points] for run, points in by_step.items()}

@@ -78,4 +78,4 @@ class Multilabel(Task):
     def describe(self, output: Tensor, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         found = {"target": batch["target"].bool(), "prediction": output.sigmoid() > self.threshold}
         rows = zip(*(self.present(there_BL) for there_BL in found.values()), strict=True)
-        return [{name: ", ".join(labels) or "none" for name, labels in zip(found, row, strict=True)} for row in rows]
+        return [{name: list(labels) or ["none"] for name, labels in zip(found, row, strict=True)} for row in rows]

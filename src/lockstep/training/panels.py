@@ -80,7 +80,9 @@ class TestPanels:
                     index, loss = found[row]
                     shown = show({name: value[row] for name, value in raw.items() if name != "count"})
                     image = shown.pop("image", None)
-                    described[index] = Sample(index, {"loss": loss, **shown, **more}, image)
+                    own = {"loss": loss, **more}  # a column of the data may have the same name
+                    shown = {f"input {name}" if name in own else name: value for name, value in shown.items()}
+                    described[index] = Sample(index, own | shown, image)
         for title, kept, note in (
             ("Largest losses", worst, "Of the test set, the largest first."),
             ("Random samples", sample, "The same samples of the test set in every run."),

@@ -34,7 +34,7 @@ if (everyS) {  // the page of a run that trains is written again and again; the 
 }
 
 const filters = all("select[data-filters]");
-const passes = (figure, select) => !select.value || figure.dataset[select.dataset.filters]?.split(", ").includes(select.value);
+const passes = (figure, select) => !select.value || figure.dataset[select.dataset.filters]?.split("\n").includes(select.value);
 for (const select of filters) select.onchange = () => all(".gallery figure").forEach(figure => figure.hidden = !filters.every(each => passes(figure, each)));
 
 let zoomed;
