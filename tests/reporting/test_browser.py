@@ -149,7 +149,7 @@ def test_samples_are_filtered_and_enlarged(driver, page):
                 f"const e = document.querySelector('select[data-filters={name}]'); e.value = arguments[0]; e.onchange()"
             )
             driver.execute_script(change, value)
-            wanted = [each for each in everything if value in each[place].split(", ")]
+            wanted = [each for each in everything if value in each[place].split("\n")]
             assert driver.execute_script(shown) == wanted
         driver.execute_script(
             "document.querySelectorAll('select[data-filters]').forEach(e => { e.value = ''; e.onchange() })"
