@@ -21,6 +21,7 @@ BROKEN = {
     "strategy.traits=5": "strategy.traits is not a key",
     "trainer.max_step=5": "did you mean trainer.max_steps?",
     "optimm.lr=5": "did you mean optim.lr?",
+    "model@foo=basic_net": "model@foo cannot be set: a group stands under its own name. Set model=<option>",
     "trainer.min_epochs=5 trainer.max_epochs=2": "trainer.min_epochs=5 is more than the run's 2",
     "trainer.min_steps=5 trainer.max_steps=2": "trainer.min_steps=5 is more than trainer.max_steps=2",
     "trainer.check_val_every_n_epoch=null": "Set trainer.val_check_interval=<number of batches>",

@@ -214,6 +214,8 @@ def message(error: BaseException, override: str) -> str:
     key, text = key_of(override), f"{error} {error.__cause__ or ''}"
     if key in OWNED:
         return f"{key} cannot be set: {OWNED[key]}."
+    if "@" in (name := override.partition("=")[0]):
+        return f"{name} cannot be set: a group stands under its own name. Set {key}=<option>."
     if key in GROUPS and override.startswith("~"):
         return f"{override}: {key} is not in the config then, and the engine reads it. Choose an option, {key}=<name>."
     if "is not in struct" in text or "Could not override" in text or "Could not delete" in text:
