@@ -54,8 +54,9 @@ def test_the_commands_run_one_after_the_other(forked_command, tmp_path, mnist, c
             return code, out.read()
 
     assert run(ROOT / "train.py", "run=second", *data, *SHORT)[0] == 0  # which the page compares with the first
-    commands = {each.text: each for page in PAGES for each in Text(ROOT / page).commands if each.script and each.args}
-    wanted = [each for text, each in commands.items() if not any(word in text for word in ELSEWHERE)]
+    found = [each for page in PAGES for each in Text(ROOT / page).commands if each.script and each.args]
+    commands = {(each.script, *each.args): each for each in found}  # with `python` on one page, `uv run` on the other
+    wanted = [each for each in commands.values() if not any(word in each.text for word in ELSEWHERE)]
     assert len(wanted) > 25
     failed = {}
     for command in wanted:
