@@ -230,7 +230,7 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parents[1])
     report = folder.report()
-    if report.get("status") != "done" or not folder.page_file.is_file():  # which is written last
+    if report.get("status") != "done":  # which is written last
         return None
     newest = next(finding.checkpoints(folder.path), None)
     if newest is None or step_of(Path(cfg.resume)) < step_of(newest):

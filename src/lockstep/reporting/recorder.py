@@ -182,9 +182,9 @@ class Recorder:
 
         panels = [*self.panels, *(panel for more in from_callbacks(self.trainer, "report_panels") for panel in more)]
         if keeps:
-            self.folder.write_report(self.report)  # first, because a logger's server may take its time
             with suppress(*([Exception] if error else [])):  # the error that ended the run is what counts
                 write_page(self.folder, self.config, self.report, self.work, panels)
+            self.folder.write_report(self.report)  # then the run is done, even if a logger's server takes its time
         if self.loggers:
             from lockstep.reporting.loggers import end_run
 
