@@ -200,12 +200,12 @@ def config_file(name: str) -> Path:
     return next((file for file in files if file.is_file()), files[-1])
 
 
-def nearest_key(key: str) -> str:
-    """A known key of the same group, or the same key of another group, that differs by a letter or two."""
+def nearest_key(key: str, more: Sequence[str] = ()) -> str:
+    """A known key of the same group, or the same key of another group, that differs by a letter or two; or one of `more`."""
     group, _, name = key.rpartition(".")
     known = [each.rpartition(".") for each in (*KEYS, *GROUPS)]
     near = [f"{g}.{n}".lstrip(".") for g, _, n in known
-            if (g == group and did_you_mean(name, [n])) or (n == name and did_you_mean(group, [g]))]  # fmt: skip
+            if (g == group and did_you_mean(name, [n])) or (n == name and did_you_mean(group, [g]))] + [*more]  # fmt: skip
     return f"did you mean {max(near, key=lambda k: SequenceMatcher(None, k, key).ratio())}? " if near else ""
 
 
@@ -224,7 +224,7 @@ def message(error: BaseException, override: str) -> str:
         if key in KEYS:
             group = key.partition(".")[0]
             return f"{key} is not a key of the chosen {group}. Remove it, or choose another with {group}=<name>."
-        meant = f"did you mean {'.'.join(parts)}? " if parts != key.split(".") else nearest_key(key)
+        meant = nearest_key(key, [".".join(parts)] if parts != key.split(".") else [])
         if not meant and key.partition(".")[0] in (*OPTIONAL, *SEVERAL, "task", "data"):
             meant = f"to add it as an argument of a class, pass +{key}=<value>; "
         return f"{key} is not a key of this project; {meant}{command('train')} --help shows all."

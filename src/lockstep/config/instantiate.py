@@ -73,6 +73,9 @@ def create(node: Mapping[str, Any], key: str, **given: Any) -> Any:
         if wrong and wrong[1] in kept and wrong[1] not in (named or {}):
             meant = did_you_mean(wrong[1], [*(named or {}), *ENGINE.get(key, ())])
             raise UserError(f"{key}.{wrong[1]} is not an argument of {plain['_target_']}{meant}.") from None
+        lacking = re.search(r"missing \d+ required .*?'(\w+)'", str(e))  # one that a shipped class passes on
+        if lacking and is_shipped(plain):
+            raise UserError(f"{key}.{lacking[1]} is missing, and {plain['_target_']} needs it.") from None
         raise
 
 

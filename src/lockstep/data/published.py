@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import importlib.util
+import math
 import pickle
 import tarfile
 import zlib
@@ -149,6 +150,9 @@ MNIST_MIRRORS = (
 )
 
 
+MOST_BYTES = 2**31  # of a file; MNIST's are 47 MB
+
+
 def read_idx(path: Path) -> NDArray[np.uint8]:
     """An idx file (http://yann.lecun.com/exdb/mnist/), `.gz` or plain, of unsigned bytes.
 
@@ -157,11 +161,12 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read()
-        if content[:3] != b"\0\0\x08" or len(content) < 5 or not content[3]:
-            raise ValueError("no idx header")
-        shape = np.frombuffer(content, ">u4", content[3], offset=4)
-        return np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape.tolist())
+            header = file.read(4)
+            if len(header) < 4 or header[:3] != b"\0\0\x08" or not header[3]:
+                raise ValueError("no idx header")
+            shape = np.frombuffer(file.read(4 * header[3]), ">u4", header[3]).tolist()
+            content = file.read(min(math.prod(shape), MOST_BYTES) + 1)  # no more than it says, which may be anything
+        return np.frombuffer(content, np.uint8).reshape(shape)
     except (EOFError, OSError, ValueError, zlib.error) as e:
         raise UserError(
             f"{path} is cut off or damaged, or cannot be read ({getattr(e, 'strerror', None) or e}). Replace it, or set data.source=download."
