@@ -3,22 +3,19 @@
 python eval.py run=<name> [key=value ...]      python eval.py checkpoint=<path> [key=value ...]
 """
 
-from omegaconf import DictConfig
-
 from lockstep import launch
 
 
-def evaluate(cfg: DictConfig, world: launch.World) -> None:
-    """The part of one process. `cfg` is the run's config with the strategy and devices of this command line."""
+def evaluate(settings: launch.Settings) -> None:
+    """The part of one process: the run's settings with the strategy and devices of this command line."""
     from lockstep import build
-    from lockstep.config.run_config import evaluation_file
     from lockstep.reporting.page import show_evaluation
 
-    build.process(cfg, world)
-    data = build.data(cfg)
-    metrics = build.evaluate(cfg, world, data, cfg.init_from)
-    if world.rank == 0:
-        show_evaluation(evaluation_file(cfg), build.evaluation_info(cfg, world), metrics)
+    build.process(settings)
+    data = build.data(settings)
+    metrics = build.evaluate(settings, data, settings.cfg.init_from)
+    if settings.world.rank == 0:
+        show_evaluation(settings.evaluation_file(), build.evaluation_info(settings), metrics)
 
 
 JOB = evaluate

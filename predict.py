@@ -3,26 +3,23 @@
 python predict.py run=<name> input=<folder | "glob" | csv | file | test | val | train> [key=value ...]
 """
 
-from omegaconf import DictConfig
-
 from lockstep import launch
 
 
-def predict(cfg: DictConfig, world: launch.World) -> None:
-    """The part of one process. `cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
+def predict(settings: launch.Settings) -> None:
+    """The part of one process. `settings.cfg.predict` says what is asked for; the rest is the run's config, as for eval.py."""
     from lockstep import build
-    from lockstep.config.run_config import evaluation_file
     from lockstep.extras import prediction
     from lockstep.reporting.page import show_predictions
 
-    build.process(cfg, world)
-    data = prediction.data(cfg)
-    work = build.workload(cfg, data, weights=cfg.init_from)
-    found = prediction.predict(cfg, world, data, work)
+    build.process(settings)
+    data = prediction.data(settings)
+    work = build.workload(settings, data, weights=settings.cfg.init_from)
+    found = prediction.predict(settings, data, work)
     if found is not None:  # rank 0
-        asked, path = cfg.predict, evaluation_file(cfg, "predict")
+        asked, path = settings.cfg.predict, settings.evaluation_file("predict")
         result = {"input": asked.input, "output": asked.output, "count": found.count, "broken": found.broken}
-        show_predictions(path, build.evaluation_info(cfg, world), result, asked.gallery)
+        show_predictions(path, build.evaluation_info(settings), result, asked.gallery)
 
 
 JOB = predict

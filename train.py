@@ -3,29 +3,27 @@
 python train.py [key=value ...]      python train.py --help
 """
 
-from omegaconf import DictConfig
-
 from lockstep import launch
 
 
-def train(cfg: DictConfig, world: launch.World) -> None:
+def train(settings: launch.Settings) -> None:
     """The part of one process. By now the config is checked, the data is prepared and the run has a name."""
     from lockstep import build  # imports torch and Lightning (7 s), so only after the config is checked
 
-    build.process(cfg, world)
-    build.seed(cfg)
-    cfg = build.with_numbers(cfg)
-    with build.recorder(cfg, world) as run:
-        data = build.data(cfg)
-        work = build.workload(cfg, data, weights=None if cfg.resume else cfg.init_from)
-        trainer = build.trainer(cfg, world, work)
-        build.dry_run(cfg, world, trainer, work)  # what does not fit is refused before a file is written
+    build.process(settings)
+    build.seed(settings)
+    settings = settings.with_numbers()
+    with build.recorder(settings) as run:
+        data = build.data(settings)
+        work = build.workload(settings, data, weights=None if settings.cfg.resume else settings.cfg.init_from)
+        trainer = build.trainer(settings, work)
+        build.dry_run(settings, trainer, work)  # what does not fit is refused before a file is written
         run.begin(trainer, work)
-        best = build.fit(cfg, trainer, work)
+        best = build.fit(settings, trainer, work)
         run.trained(best)
         if not run.was_validated:
-            run.add(**build.evaluate(cfg, world, data, work, "val"))
-        run.add(**build.evaluate(cfg, world, data, best or work, panels=run.panels))
+            run.add(**build.evaluate(settings, data, work, "val"))
+        run.add(**build.evaluate(settings, data, best or work, panels=run.panels))
 
 
 JOB = train

@@ -210,7 +210,7 @@ def shared_overrides(args: argparse.Namespace) -> tuple[list[str], str]:
         *([f"data.root={args.data_root}"] if args.data_root else []),
     ]  # fmt: skip
     cfg = compose_config("train", overrides)
-    data = create_data(cfg)
+    data = create_data(cfg.data)
     data.prepare()
     images = len(data.train) - val_count(len(data.train), cfg.data.val_fraction)
     epochs = math.ceil((1 + args.rounds) * args.segment / (images // args.batch_size))  # as many as the turns need

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from measuring import ready, start_job
 from numpy.typing import NDArray
-from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,9 +39,9 @@ from torchvision import transforms
 from lockstep import build, models
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
+from lockstep.config.settings import Settings
 from lockstep.data.datamodule import DataModule
 from lockstep.data.sampler import Split, val_count
-from lockstep.machine.world import World
 from lockstep.training.arithmetic import completes_step
 
 T = TypeVar("T")
@@ -178,12 +177,12 @@ def fit(
 ) -> None:
     """What train.py does, without the report; `net` replaces the config's network."""
 
-    def job(cfg: DictConfig, world: World) -> None:
-        work, trainer = ready(cfg, world, net)
+    def job(settings: Settings) -> None:
+        work, trainer = ready(settings, net)
         trainer.callbacks.append(callback(turns, work.data))  # type: ignore[attr-defined]
         turns.about["precision"] = str(trainer.precision)
-        build.fit(cfg, trainer, work)
-        turns.answer(accuracy=build.evaluate(cfg, world, work.data, work)["test/acc"])
+        build.fit(settings, trainer, work)
+        turns.answer(accuracy=build.evaluate(settings, work.data, work)["test/acc"])
 
     start_job(job, overrides)
 
@@ -250,7 +249,7 @@ class Work:
         cfg = compose_config("train", overrides)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
         self.epochs, self.batch, self.lr = int(cfg.trainer.max_epochs), int(cfg.data.batch_size), float(cfg.optim.lr)
-        data = create_data(cfg)
+        data = create_data(cfg.data)
         data.prepare()
         total = len(data.train)
         val = val_count(total, cfg.data.val_fraction)

@@ -40,7 +40,6 @@ from measuring import (
     table,
     wait_until,
 )
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -48,10 +47,9 @@ from torch.utils.data import DataLoader
 from lockstep import ROOT, build
 from lockstep.checkpoints import io as checkpoint_io
 from lockstep.config.compose import compose_config
-from lockstep.config.run_config import run_dir
+from lockstep.config.settings import Settings
 from lockstep.launch.local import received, run_processes
 from lockstep.machine import process
-from lockstep.machine.world import World, world_of
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 
@@ -124,11 +122,11 @@ def all_of_lockstep(steps: int, *more: str) -> float:
     """All of a default run: batches from memory, normalised; seeds, log, throughput, checkpoints, schedule."""
     marks = Marks()
 
-    def job(cfg: DictConfig, world: World) -> None:
-        work, trainer = ready(cfg, world, one_layer())
+    def job(settings: Settings) -> None:
+        work, trainer = ready(settings, one_layer())
         torch.set_num_threads(1)
         trainer.callbacks.append(marks)  # type: ignore[attr-defined]
-        build.fit(cfg, trainer, work)
+        build.fit(settings, trainer, work)
 
     with tempfile.TemporaryDirectory() as folder, silenced():
         overrides = [
@@ -141,7 +139,7 @@ def all_of_lockstep(steps: int, *more: str) -> float:
 
 def overhead(args: argparse.Namespace) -> str:
     process.owned = True
-    build.process(compose_config("train", []), World("cpu", 1, 1, "single"))
+    build.process(Settings.of(compose_config("train", ["trainer.accelerator=cpu"])))
     torch.set_num_threads(1)
     ways: dict[str, Callable[[], float]] = {
         "bare loop": partial(bare_loop, args.steps),
@@ -192,19 +190,19 @@ def timed(function: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]
     return around
 
 
-def timed_run(cfg: DictConfig, world: World) -> None:
+def timed_run(settings: Settings) -> None:
     """One process's part of a run. Rank 0 leaves its times in the run's folder."""
     marks = Marks()
     saves: list[Span] = []  # within trainer.save_checkpoint
     writes: list[Span] = []
-    work, trainer = ready(cfg, world, mlp(int(os.environ[PARAMETERS])))
+    work, trainer = ready(settings, mlp(int(os.environ[PARAMETERS])))
     trainer.callbacks.insert(0, marks)  # type: ignore[attr-defined]
     trainer.save_checkpoint = timed(trainer.save_checkpoint, saves)  # type: ignore[method-assign]
     checkpoint_io.write_or_explain = timed(checkpoint_io.write_or_explain, writes)
-    build.fit(cfg, trainer, work)
-    if world.rank == 0:
+    build.fit(settings, trainer, work)
+    if settings.world.rank == 0:
         times = {"steps": [*marks.began_s, marks.ended_s], "saves": saves, "writes": writes}
-        (run_dir(cfg) / "times.json").write_text(json.dumps(times))
+        (settings.folder.path / "times.json").write_text(json.dumps(times))
 
 
 def save_costs(times: dict[str, Any], size_gb: float) -> dict[str, float]:
@@ -235,14 +233,14 @@ def saved_run(args: argparse.Namespace, setup: str, background: bool, runs_dir: 
     options = [f"checkpoint.background={str(background).lower()}", f"checkpoint.every_n_steps={args.every}"]
     run = f"{setup}-{'background' if background else 'at-once'}"
     place = [f"runs_dir={runs_dir}", f"run={run}", f"trainer.limit_train_batches={args.steps}"]
-    cfg = compose_config("train", [*SAVING, *SETUPS[setup], *options, *place])
-    run_processes(Path(__file__).resolve(), cfg, world_of(cfg))
-    checkpoint = run_dir(cfg) / "checkpoints" / "last.ckpt"
+    settings = Settings.of(compose_config("train", [*SAVING, *SETUPS[setup], *options, *place]))
+    run_processes(Path(__file__).resolve(), settings)
+    checkpoint = settings.folder.checkpoints / "last.ckpt"
     files = [checkpoint] if checkpoint.is_file() else list(checkpoint.iterdir())
     size_gb = sum(path.stat().st_size for path in files) / 1e9
     for path in files:
         path.unlink()
-    return save_costs(json.loads((run_dir(cfg) / "times.json").read_text()), size_gb)
+    return save_costs(json.loads((settings.folder.path / "times.json").read_text()), size_gb)
 
 
 def saving(args: argparse.Namespace) -> str:
@@ -419,6 +417,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if (job := received()) and job.world:
-        timed_run(job.config, job.world)
+        timed_run(Settings(job.config, job.world))
     else:
         main()

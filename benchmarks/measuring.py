@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
-from omegaconf import DictConfig
-
 import lockstep
 from lockstep.config.compose import compose_config
-from lockstep.config.run_config import run_dir
+from lockstep.config.settings import Settings
 from lockstep.extras import comparison
 from lockstep.machine import process
-from lockstep.machine.world import World, cores
+from lockstep.machine.world import cores
 from lockstep.run.report import versions
 
 if TYPE_CHECKING:
@@ -141,23 +139,23 @@ def train(overrides: list[str]) -> dict[str, Any]:
         return lockstep.train(overrides)
 
 
-def ready(cfg: DictConfig, world: World, net: Any = None) -> "tuple[TaskWorkload, Trainer]":
+def ready(settings: Settings, net: Any = None) -> "tuple[TaskWorkload, Trainer]":
     """Task and trainer of a run, with its folder; `net` takes the place of the config's network."""
     from lockstep import build
     from lockstep.training.workload import TaskWorkload
 
-    run_dir(cfg).mkdir(parents=True, exist_ok=True)
+    settings.folder.path.mkdir(parents=True, exist_ok=True)
     process.owned = True
-    build.process(cfg, world)
-    build.seed(cfg)
-    data = build.data(build.with_numbers(cfg))
+    build.process(settings)
+    build.seed(settings)
+    data = build.data(settings.with_numbers())
     with patch.object(build, "network", lambda *_, **__: net) if net is not None else contextlib.nullcontext():
-        work = build.workload(cfg, data)
+        work = build.workload(settings, data)
     assert isinstance(work, TaskWorkload)
-    return work, build.trainer(cfg, world, work)
+    return work, build.trainer(settings, work)
 
 
-def start_job(job: Callable[[DictConfig, World], None], overrides: list[str]) -> None:
+def start_job(job: Callable[[Settings], None], overrides: list[str]) -> None:
     """Runs `job` where train.py would train: the config is checked, and the run has a name."""
     from lockstep.launch import local
     from lockstep.launch.start import start

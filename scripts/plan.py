@@ -13,12 +13,11 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
-from omegaconf import DictConfig
 from rich.table import Table
 
 from lockstep import train
 from lockstep.config.instantiate import create
-from lockstep.config.run_config import step_plan
+from lockstep.config.settings import Settings
 from lockstep.config.targets import locate
 from lockstep.config.words import seconds, size
 from lockstep.errors import UserError
@@ -29,22 +28,23 @@ from lockstep.reporting.console import print_wide
 STEPS = 12  # that --measure trains; the report's speed leaves out the first ones
 
 
-def costs_of(cfg: DictConfig) -> tuple[Any, int]:
+def costs_of(settings: Settings) -> tuple[Any, int]:
     """The costs of a step, and the samples of an epoch."""
-    prepare_data(cfg)
+    prepare_data(settings)
     import torch
 
     from lockstep import build
     from lockstep.callbacks import Freeze
     from lockstep.extras.planning import costs
 
-    cfg = build.with_numbers(cfg)
+    settings = settings.with_numbers()
+    cfg = settings.cfg
     for key in ("pretrained", "checkpoint_path"):
         if cfg.model.get(key):
             cfg.model[key] = None if key == "checkpoint_path" else False
-    data: Any = build.data(cfg)
+    data: Any = build.data(settings)
     with torch.device("meta"):
-        work = build.workload(cfg, data)
+        work = build.workload(settings, data)
     module: Any = work.module
     if work.task is None:
         raise UserError("only tasks can be planned; a LightningModule defines its own steps.")
@@ -55,25 +55,28 @@ def costs_of(cfg: DictConfig) -> tuple[Any, int]:
     return costs(module, data, module.net.train(), nullcontext), data.train_split.count
 
 
-def in_half(cfg: DictConfig) -> bool:
+def in_half(settings: Settings) -> bool:
     """Whether the step computes in half precision, as `auto` does on all known devices."""
-    return not str(cfg.trainer.precision).startswith(("32", "64"))
+    return not str(settings.cfg.trainer.precision).startswith(("32", "64"))
 
 
-def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[str, Any, Any]]:
+def plans(settings: Settings, costs: Any, args: argparse.Namespace) -> list[tuple[str, Any, Any]]:
     """Strategy, setting and plan for each number of devices that divides the batch."""
     from lockstep.extras.planning import DEVICES, Setting, plan
 
+    cfg = settings.cfg
     batch = int(cfg.data.batch_size)
     copies = sum(getattr(locate(node._target_), "saved_weights", 0) for node in cfg.callbacks.values())
     device, found, logical_ranks = DEVICES[args.on], [], cfg.exact.logical_ranks or 0
     for count in args.devices:
         world = count * args.nodes
         for name, shards in (("single", False),) if world == 1 else (("ddp", False), ("fsdp", True)):
-            accumulate = step_plan(cfg).micro_batches(world)
+            accumulate = settings.steps.micro_batches(world)
             if logical_ranks % world or batch % (world * accumulate):
                 continue
-            of = Setting(world, args.nodes, shards, in_half(cfg), batch // (world * accumulate), accumulate, copies)
+            of = Setting(
+                world, args.nodes, shards, in_half(settings), batch // (world * accumulate), accumulate, copies
+            )
             found.append(
                 (name, of, plan(costs, of, device, utilisation=args.utilisation, between_nodes=args.between_nodes))
             )
@@ -84,14 +87,14 @@ def plans(cfg: DictConfig, costs: Any, args: argparse.Namespace) -> list[tuple[s
     return found
 
 
-def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) -> None:
-    plan = step_plan(cfg)
+def show(settings: Settings, costs: Any, samples: int, args: argparse.Namespace) -> None:
+    plan = settings.steps
     steps, batch = plan.steps(samples), plan.batch_size
     print_wide(
         f"{costs.parameters:,} parameters, {costs.trained:,} of them trained · {costs.flops / 1e9:,.2f} GFLOP per sample, forward and backward\n"
         f"weights {size(costs.weight_bytes)} · gradients {size(costs.gradient_bytes)} · optimizer {size(costs.optimizer_bytes)} · "
         f"activations {size(costs.activation_bytes)} per sample in fp32\n"
-        f"{args.on} at {args.utilisation:.0%} of its peak, {args.nodes} node{'s' * (args.nodes > 1)}, {'mixed precision' if in_half(cfg) else 'fp32'}, batch {batch}"
+        f"{args.on} at {args.utilisation:.0%} of its peak, {args.nodes} node{'s' * (args.nodes > 1)}, {'mixed precision' if in_half(settings) else 'fp32'}, batch {batch}"
     )
     columns = [
         "strategy",
@@ -106,7 +109,7 @@ def show(cfg: DictConfig, costs: Any, samples: int, args: argparse.Namespace) ->
         "run",
     ]
     table = Table(*columns, *(["cost"] if args.price else []))
-    made = plans(cfg, costs, args)
+    made = plans(settings, costs, args)
     for name, of, found in made:
         epoch_s, run_s = plan.epoch(samples) // plan.accumulate * found.step_s, steps * found.step_s
         fits = "" if of.micro_batch <= found.largest_micro_batch else " does not fit"
@@ -168,11 +171,11 @@ def main() -> None:
         raise UserError("--utilisation is a share of the peak, above 0 and at most 1.")
     if min(args.devices, default=0) < 1 or args.nodes < 1:
         raise UserError("--devices and --nodes are at least 1.")
-    cfg, world = checked(args.overrides)
-    if args.measure and world.size > 1:
+    settings = checked(args.overrides)
+    if args.measure and settings.world.size > 1:
         raise UserError("--measure trains in this process. Remove strategy and trainer.devices.")
-    costs, samples = costs_of(cfg)
-    show(cfg, costs, samples, args)
+    costs, samples = costs_of(settings)
+    show(settings, costs, samples, args)
     if args.measure:
         found = measure(args.overrides, costs)
         grown = found["measured"] - found["before"]

@@ -41,8 +41,8 @@ from rich.table import Table
 from lockstep.checkpoints.finding import checkpoints
 from lockstep.config.compose import ABSENT, PLACE, as_overrides, key_of, typed
 from lockstep.config.project import command
-from lockstep.config.run_config import title
 from lockstep.config.schema import GROUPS, KEYS
+from lockstep.config.settings import title
 from lockstep.config.words import number, readable, shown
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import exit_code

@@ -30,19 +30,17 @@ COLUMNS, SMALLEST, GAP, LINE, MARGIN = 8, 112, 6, 14, 52  # pixels, except for C
 
 def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) -> None:
     """Raises UserError if the arguments are wrong, or the data has no images."""
-    from lockstep.config.run_config import decided, identify
     from lockstep.launch.start import checked, prepare_data
 
-    cfg, world = checked(overrides)
-    prepared, samples = prepare_data(cfg)
+    settings = checked(overrides)
+    prepared, samples = prepare_data(settings)
     if prepared is None:
-        raise UserError(f"{cfg.data._target_} makes its own batches, so Lockstep does not know them.")
+        raise UserError(f"{settings.cfg.data._target_} makes its own batches, so Lockstep does not know them.")
     from lockstep import build
     from lockstep.augment.operation import repeated
     from lockstep.data.datamodule import DataModule
 
-    cfg = build.with_numbers(identify(decided(cfg, world, prepared, samples), None))
-    data = build.data(cfg)
+    data = build.data(settings.decided(prepared, samples).identified(None).with_numbers())
     assert isinstance(data, DataModule)
     raw = data.global_batch(epoch, step)
     before = data.finished(repeated(raw, data.repeats), training=False)

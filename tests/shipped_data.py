@@ -35,9 +35,7 @@ def prepared(root: Path, cache: Path | None, name: str = "mnist", **changes: obj
     from lockstep.config.instantiate import create_data
 
     own = {"root": str(root), "cache_dir": cache and str(cache), "channels_last": True}
-    dataset: Published = create_data(
-        OmegaConf.create({"data": OmegaConf.merge(shipped("data", name), {**own, **changes})})
-    )
+    dataset: Published = create_data(OmegaConf.merge(shipped("data", name), {**own, **changes}))
     dataset.prepare()
     return dataset
 

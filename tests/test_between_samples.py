@@ -17,10 +17,9 @@ from lockstep import build
 from lockstep.checkpoints.weights import read
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
-from lockstep.config.run_config import decided
+from lockstep.config.settings import Settings
 from lockstep.data.dataset import Batch
 from lockstep.errors import RunFailed, UserError
-from lockstep.machine.world import world_of
 from lockstep.training.metrics import whole_batch
 
 pytestmark = pytest.mark.xdist_group("between_samples")
@@ -213,9 +212,9 @@ def refused_by_two(capfd, *overrides: str) -> str:
 
 def test_evaluation_batches_are_those_of_one_process_or_refused(options):
     cfg = compose_config("train", ["run=refused", "task=between", *TWO, *options, "data.eval_batch_size=25"])
-    cfg = decided(cfg, world_of(cfg), create_data(cfg))
+    settings = Settings.of(cfg).decided(create_data(cfg.data))
     with pytest.raises(UserError, match=r"Set data\.eval_batch_size=24\."):
-        build.workload(cfg, build.data(cfg))
+        build.workload(settings, build.data(settings))
 
 
 @pytest.mark.slow

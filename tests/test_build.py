@@ -12,7 +12,7 @@ import lockstep
 from lockstep import CONFIGS, build
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create, create_data, network, to_plain
-from lockstep.config.run_config import decided, identify
+from lockstep.config.settings import Settings
 from lockstep.data import Cifar10
 from lockstep.machine.world import World, world_of
 from lockstep.training.schedules import scheduler
@@ -43,12 +43,9 @@ def cifar10(tmp_path, monkeypatch):
 def test_models_fit_data(model, data, mnist, cifar10, cache):
     name = ["model.name=resnet10t"] * (model == "timm")
     root = mnist if data == "mnist" else cifar10
-    cfg = build.with_numbers(
-        compose_config(
-            "train", [f"model={model}", f"data={data}", f"data.root={root}", f"data.cache_dir={cache}", *name]
-        )
-    )
-    dataset, task = create_data(cfg), create(cfg.task, "task")
+    overrides = [f"model={model}", f"data={data}", f"data.root={root}", f"data.cache_dir={cache}", *name]
+    cfg = Settings.of(compose_config("train", overrides)).with_numbers().cfg
+    dataset, task = create_data(cfg.data), create(cfg.task, "task")
     task.bind(dataset.about)
     channels, size = dataset.about["channels"], dataset.about["image_size"]
     assert (channels, size) == ((1, 28) if data == "mnist" else (3, 336))
@@ -66,10 +63,10 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
             "train",
             [f"{group}={option}", f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", "run=a"],
         )
-        cfg = identify(decided(cfg, world_of(cfg), create_data(cfg)), "disk")
-        data = build.data(cfg)
-        work = build.workload(cfg, data)
-        trainer, module = build.trainer(cfg, world_of(cfg), work), work.module
+        settings = Settings.of(cfg).decided(create_data(cfg.data)).identified("disk")
+        data = build.data(settings)
+        work = build.workload(settings, data)
+        trainer, module = build.trainer(settings, work), work.module
         assert len(trainer.loggers) == (2 if group == "logger" and option != "csv" else 1)
         assert type(trainer.strategy).__name__ == cfg.strategy._target_.split(".")[-1]
         optimizer = module.new_optimizer()
@@ -141,14 +138,16 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
     ],
 )
 def test_optimizers_are_fused_where_they_can_be(overrides, expected):
-    optimizer = build.optimizer(compose_config("train", ["trainer.accelerator=cpu", *overrides]))["optimizer"]
+    optimizer = build.optimizer(Settings.of(compose_config("train", ["trainer.accelerator=cpu", *overrides])))[
+        "optimizer"
+    ]
     assert optimizer([torch.nn.Parameter(torch.zeros(3))]).defaults["fused"] is expected
 
 
 @pytest.mark.parametrize("tf32", [True, False])
 def test_a_process_multiplies_as_tf32_says(tf32, monkeypatch):
     monkeypatch.setattr(build, "keep_freed_memory", lambda: None)
-    build.process(compose_config("train", [f"tf32={str(tf32).lower()}"]), World("cpu", 1, 1, "single"))
+    build.process(Settings(compose_config("train", [f"tf32={str(tf32).lower()}"]), World("cpu", 1, 1, "single")))
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
 
 
@@ -157,15 +156,17 @@ def test_freed_memory_is_kept_but_where_sharding_is_to_save_memory(strategy, kep
     calls = []
     monkeypatch.setattr(build, "keep_freed_memory", lambda: calls.append(1))
     monkeypatch.setattr(build, "threads", lambda _: None)
-    build.process(compose_config("train", [f"strategy={strategy}"]), World("cpu", 2, 1, strategy))
+    build.process(Settings(compose_config("train", [f"strategy={strategy}"]), World("cpu", 2, 1, strategy)))
     assert len(calls) == kept
 
 
 def test_a_rate_of_0_for_the_head_is_a_rate(mnist, cache):
     cfg = compose_config("train", ["optim.head_lr=0", "trainer.accelerator=cpu"])
-    groups = build.optimizer(cfg)["parameters"](torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    groups = build.optimizer(Settings.of(cfg))["parameters"](
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    )
     assert [group["lr"] for group in groups] == [1e-3, 0]
-    assert "parameters" not in build.optimizer(compose_config("train", ["trainer.accelerator=cpu"]))
+    assert "parameters" not in build.optimizer(Settings.of(compose_config("train", ["trainer.accelerator=cpu"])))
 
 
 def test_exact_threads_are_of_one_job_of_a_sweep():
@@ -178,7 +179,7 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
             ("exact.logical_ranks=null", 3),
         ):
             cfg = compose_config("train", [override, "trainer.accelerator=cpu"])
-            build.process(cfg, world_of(cfg))
+            build.process(Settings.of(cfg))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -188,7 +189,7 @@ def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
     for accelerator, expected in (("cuda", True), ("cpu", False)):
         cfg = compose_config("train", ["exact.logical_ranks=8", "trainer.limit_val_batches=2"])
         world = replace(world_of(cfg), accelerator=accelerator)
-        made = build.arithmetic(cfg).trainer_arguments(cfg.trainer, world)
+        made = build.arithmetic(Settings.of(cfg)).trainer_arguments(cfg.trainer, world)
         assert bool(made["deterministic"]) == expected
         assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)
 

@@ -155,14 +155,14 @@ def test_ctrl_c_under_torchrun_finishes_the_step_and_saves(command):
 WORKER = """
 from pathlib import Path
 from lockstep import launch
-def job(cfg, world):
+def job(settings):
     from lockstep.strategies import rendezvous
     connecting = rendezvous.connecting
     def waits(*args):
         Path("waits").touch()
         return connecting(*args)
     rendezvous.connecting = waits
-    launch.job("train")(cfg, world)
+    launch.job("train")(settings)
 launch.main(job, "train")
 """
 AGENT = (

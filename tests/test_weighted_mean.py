@@ -16,10 +16,9 @@ from lockstep import build
 from lockstep.checkpoints.weights import read
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
-from lockstep.config.run_config import decided
+from lockstep.config.settings import Settings
 from lockstep.data.loaders import fetch
 from lockstep.data.sampler import TrainBatches
-from lockstep.machine.world import world_of
 
 pytestmark = pytest.mark.xdist_group("weighted_mean")
 
@@ -68,10 +67,10 @@ def weighted_mean(net: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def plain(options) -> tuple[dict[str, Tensor], list[float], float]:
     """Weights, losses and validation loss of a plain loop."""
     cfg = compose_config("train", options)
-    cfg = decided(cfg, world_of(cfg), create_data(cfg))
-    build.seed(cfg)
-    data = build.data(cfg)
-    module = build.workload(cfg, data).module
+    settings = Settings.of(cfg).decided(create_data(cfg.data))
+    build.seed(settings)
+    data = build.data(settings)
+    module = build.workload(settings, data).module
     net, split, losses = module.net, data.train_split, []
     optimizer = module.make_optimizer(net.parameters())
     batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))

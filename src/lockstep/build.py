@@ -15,7 +15,6 @@ import lightning.pytorch as pl
 import torch
 from hydra.errors import InstantiationException
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, OmegaConf
 from torchmetrics import Metric
 
 from lockstep import strategies
@@ -24,38 +23,17 @@ from lockstep.build_trainer import evaluator, trainer
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.weights import load_into, load_module_weights, plain, read
 from lockstep.config.checks import monitor_problems, whole_batch_problems
-from lockstep.config.instantiate import (
-    ENGINE,
-    ENGINE_DATA,
-    create,
-    create_custom_module,
-    create_data,
-    network,
-    operations,
-    to_plain,
-    uses_custom_module,
-    with_numbers,
-)
+from lockstep.config.instantiate import ENGINE, ENGINE_DATA, create, create_custom_module, create_data, network
 from lockstep.config.project import of_users_code
-from lockstep.config.run_config import (
-    accumulations,
-    batches,
-    first_report,
-    optimizer_node,
-    run_dir,
-    step_plan,
-    title,
-    unit,
-)
+from lockstep.config.settings import Settings
 from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine import process as debugging
-from lockstep.machine.world import World, gpu_count, keep_freed_memory, spec_of, threads, world_of
+from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
-from lockstep.run.folder import RunFolder
 from lockstep.tasks import Task
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
@@ -64,7 +42,7 @@ from lockstep.training.metrics import undivided_evaluation
 from lockstep.training.module import TaskModule
 from lockstep.training.workload import TaskWorkload, Workload
 
-__all__ = ["data", "dry_run", "evaluate", "fit", "process", "recorder", "seed", "trainer", "with_numbers", "workload"]
+__all__ = ["data", "dry_run", "evaluate", "fit", "process", "recorder", "seed", "trainer", "workload"]
 before_exact: dict[str, int] = {}  # what the next job of a sweep in this process has again
 IN_DRY_RUN = (
     "This is the dry run, a step of two samples on copies. Enter c to continue, or set debug_rank=0 to skip it."
@@ -72,11 +50,12 @@ IN_DRY_RUN = (
 REFUSALS = (ValueError, TypeError, InstantiationException, MisconfigurationException)
 
 
-def process(cfg: DictConfig, world: World) -> None:
+def process(settings: Settings) -> None:
     """Settings of the whole process: what it prints, memory, threads, arithmetic."""
+    cfg, world = settings.cfg, settings.world
     console.quiet(world.rank)
     if world.accelerator == "cpu":
-        if not spec_of(cfg.strategy).is_sharded:  # Not when sharding: gathered blocks fragment the heap.
+        if not settings.spec.is_sharded:  # Not when sharding: gathered blocks fragment the heap.
             keep_freed_memory()
         if number := threads(world) or before_exact.pop("threads", None):
             torch.set_num_threads(number)
@@ -90,39 +69,41 @@ def process(cfg: DictConfig, world: World) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
 
 
-def seed(cfg: DictConfig) -> None:
+def seed(settings: Settings) -> None:
     """The same seed on every rank, so networks start equal. callbacks/step_seed.py seeds what differs by rank."""
-    pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    pl.seed_everything(settings.cfg.seed, workers=True, verbose=False)
 
 
-def recorder(cfg: DictConfig, world: World) -> Recorder:
-    return Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
+def recorder(settings: Settings) -> Recorder:
+    return Recorder(settings.folder, settings.cfg, settings.first_report(), settings.world.rank)
 
 
-def data(cfg: DictConfig) -> pl.LightningDataModule:
-    node, dataset = to_plain(cfg.data), create_data(cfg)
-    if dataset is None:
-        return create(cfg.data, "data")
+def data(settings: Settings) -> pl.LightningDataModule:
+    cfg, node = settings.cfg, settings.plain("data")
+    if settings.own_loaders:
+        return create(node, "data")
+    dataset = create_data(node)
     dataset.prepare()
     given = {key: node[key] for key in ENGINE_DATA if key in node}
-    augment = Augmentation(operations(cfg)) if cfg.get("augment") or given.get("repeats", 1) > 1 else None
+    augment = Augmentation(settings.operations) if cfg.get("augment") or given.get("repeats", 1) > 1 else None
     given = {"eval_batch_size": node["batch_size"], **given, "shards": cfg.exact.logical_ranks}
     made = DataModule(dataset, seed=cfg.seed, augment=augment, **given)
     made.about = plain(made.about, "about")
     return made
 
 
-def arithmetic(cfg: DictConfig) -> StepArithmetic:
-    return LogicalRanks(cfg.exact.logical_ranks) if cfg.exact.logical_ranks else StepArithmetic()
+def arithmetic(settings: Settings) -> StepArithmetic:
+    ranks = settings.cfg.exact.logical_ranks
+    return LogicalRanks(ranks) if ranks else StepArithmetic()
 
 
-def optimizer(cfg: DictConfig) -> dict[str, Any]:
+def optimizer(settings: Settings) -> dict[str, Any]:
     """Two functions: from parameters to their optimizer, and from a network to the parameters, in groups if a key asks for it."""
-    node = optimizer_node(cfg)
+    node = settings.optimizer_node
     made: dict[str, Any] = {"optimizer": create(node, "optim")}
     takes = inspect.signature(made["optimizer"]).parameters
-    sharding = cfg.strategy.name if spec_of(cfg.strategy).is_sharded else None
-    made["optimizer"] = arithmetic(cfg).optimizer_factory(made["optimizer"], node["_target_"], sharding)
+    sharding = settings.cfg.strategy.name if settings.spec.is_sharded else None
+    made["optimizer"] = arithmetic(settings).optimizer_factory(made["optimizer"], node["_target_"], sharding)
     own = set(ENGINE["optim"]) - takes.keys()
     if asked := {key: value for key, value in node.items() if key in own and value is not None and value is not False}:
         raise_problems(
@@ -135,45 +116,46 @@ def optimizer(cfg: DictConfig) -> dict[str, Any]:
     return made
 
 
-def workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None = None) -> Workload:
+def workload(settings: Settings, data: pl.LightningDataModule, weights: str | None = None) -> Workload:
     """What is trained on the data: the task with a new network, or with the weights of the checkpoint `weights`.
 
     Raises:
         UserError: network, task and data do not fit together.
     """
-    if not uses_custom_module(cfg):
-        return task_workload(cfg, data, weights)
-    work = Workload(create_custom_module(cfg), data)
-    raise_problems(work.problems(title(cfg.data), cfg.checkpoint.monitor))
+    if not settings.custom_module:
+        return task_workload(settings, data, weights)
+    work = Workload(create_custom_module(settings.cfg.task), data)
+    raise_problems(work.problems(settings.title("data"), settings.cfg.checkpoint.monitor))
     if weights:
         load_module_weights(work.module, Path(weights))
     return work
 
 
-def task_workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None) -> TaskWorkload:
+def task_workload(settings: Settings, data: pl.LightningDataModule, weights: str | None) -> TaskWorkload:
+    cfg = settings.cfg
     goal: Task = create(cfg.task, "task")
     if not isinstance(data, DataModule):
         raise UserError(
-            f"task={title(cfg.task)} needs a data set that describes itself; data={title(cfg.data)} is a LightningDataModule with its own dataloaders. "
+            f"task={settings.title('task')} needs a data set that describes itself; data={settings.title('data')} is a LightningDataModule with its own dataloaders. "
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
         )
     goal.bind(data.about)
     if goal.between_samples:
-        whole = undivided_evaluation(data, title(cfg.task), world_of(cfg).size)
-        raise_problems([*whole_batch_problems(cfg), *whole])
+        whole = undivided_evaluation(data, settings.title("task"), settings.world.size)
+        raise_problems([*whole_batch_problems(settings), *whole])
     if own := ", ".join(goal.state_dict()):
         raise UserError(
-            f"task={title(cfg.task)} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
+            f"task={settings.title('task')} has weights of its own ({own}), and checkpoints hold only the network. Move them into the "
             "network; register a buffer that never changes with persistent=False."
         )
     offered = plain({**data.dataset.network_arguments(), **goal.network_arguments()}, "network_arguments()")
-    net = network(to_plain(cfg.model), offered, with_weights=weights is None)
+    net = network(settings.plain("model"), offered, with_weights=weights is None)
     if weights:
         load_into(net.state_dict(), read(Path(weights)).weights, weights)
     made = TaskModule(
         net,
         goal,
-        **optimizer(cfg),
+        **optimizer(settings),
         schedule=create(cfg.schedule, "schedule"),
         parallelize=partial(
             strategies.parallelize,
@@ -184,15 +166,15 @@ def task_workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | 
         ),
         metrics=metrics(goal, cfg.task.get("metrics") or {}),
         network_arguments=offered,
-        arithmetic=arithmetic(cfg),
+        arithmetic=arithmetic(settings),
     )
-    raise_problems(monitor_problems(cfg, made.figure_names()))
+    raise_problems(monitor_problems(settings, made.figure_names()))
     return TaskWorkload(made, data)
 
 
 def load_module(path: Path) -> pl.LightningModule:
     """The LightningModule of a checkpoint with its weights, for evaluation. Raises UserError if they do not fit."""
-    made = create_custom_module(OmegaConf.create(read(path).config))
+    made = create_custom_module(read(path).config["task"])
     load_module_weights(made, path)
     return made.eval()
 
@@ -206,22 +188,22 @@ def metrics(goal: Task, nodes: Mapping[str, Any]) -> dict[str, Metric]:
     return found
 
 
-def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, work: Workload) -> None:
+def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
     if not isinstance(work, TaskWorkload):
         return
     if debugging.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
         return
-    samples = batches(cfg, world)["micro_batch"]
-    samples *= world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
+    cfg, samples = settings.cfg, settings.batches["micro_batch"]
+    samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
     trial = DryRun(
         work=work,
         device=trainer.strategy.root_device,
         samples=samples,
-        steps=step_plan(cfg).steps(work.data.train_split.count),
-        make_net=partial(network, to_plain(cfg.model), work.network_arguments, with_weights=False),
-        titles={group: title(cfg[group]) for group in ("model", "data", "task")},
+        steps=settings.steps.steps(work.data.train_split.count),
+        make_net=partial(network, settings.plain("model"), work.network_arguments, with_weights=False),
+        titles={group: settings.title(group) for group in ("model", "data", "task")},
         image_size=cfg.data.get("image_size"),
         evaluates=any(cfg.trainer[f"limit_{part}_batches"] != 0 for part in ("val", "test")),
         compiled=cfg.compile,
@@ -235,18 +217,18 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, work: Workload) 
         debugging.notice = None
 
 
-def oom_advice(cfg: DictConfig, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
+def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:
     """Explains errors of memory that ran out."""
-    world = trainer.world_size
+    synchronised = settings.cfg.trainer.sync_batchnorm and settings.world.size > 1
     return oom.oom_advice(
         trainer,
         work,
-        accumulations=lambda: accumulations(cfg.data.batch_size, world, unit(cfg)[0]),
-        alone=not spec_of(cfg.strategy).is_sharded and not (cfg.trainer.sync_batchnorm and world > 1),
+        accumulations=lambda: settings.accumulations,
+        alone=not settings.spec.is_sharded and not synchronised,
     )
 
 
-def fit(cfg: DictConfig, trainer: pl.Trainer, work: Workload) -> str | None:
+def fit(settings: Settings, trainer: pl.Trainer, work: Workload) -> str | None:
     """Trains; returns the checkpoint to test.
 
     Raises:
@@ -254,8 +236,8 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, work: Workload) -> str | None:
         OutOfMemory: memory ran out, in training or in validation.
     """
     try:
-        with oom_advice(cfg, trainer, work):
-            trainer.fit(work.module, work.data, ckpt_path=cfg.resume, weights_only=True)
+        with oom_advice(settings, trainer, work):
+            trainer.fit(work.module, work.data, ckpt_path=settings.cfg.resume, weights_only=True)
     except REFUSALS as e:
         began = trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if began or isinstance(e, UserError) or of_users_code(e):
@@ -265,8 +247,7 @@ def fit(cfg: DictConfig, trainer: pl.Trainer, work: Workload) -> str | None:
 
 
 def evaluate(
-    cfg: DictConfig,
-    world: World,
+    settings: Settings,
     data: pl.LightningDataModule,
     tested: str | Workload,
     stage: str = "test",
@@ -277,18 +258,18 @@ def evaluate(
     Of a checkpoint with averaged weights, `test/acc` is of the average, and `test/raw/acc` of the weights themselves.
     """
     step, run = {"test": ("test", "test"), "val": ("validation", "validate")}[stage]
-    if cfg.trainer[f"limit_{stage}_batches"] == 0:
+    if settings.cfg.trainer[f"limit_{stage}_batches"] == 0:
         return {}
-    work = workload(cfg, data, weights=tested) if isinstance(tested, str) else tested
+    work = workload(settings, data, weights=tested) if isinstance(tested, str) else tested
     if not work.evaluates(step, stage):
         console.say(f"no {run}: {work.title} has no {step}_step, or the data has no {stage}_dataloader")
         return {}
     if panels is not None:
-        work.collect_panels(panels, compiled=bool(cfg.compile))
+        work.collect_panels(panels, compiled=bool(settings.cfg.compile))
 
     def run_and_collect(work: Workload) -> dict[str, float]:
-        trainer = evaluator(cfg, world, work)
-        with oom_advice(cfg, trainer, work):
+        trainer = evaluator(settings, work)
+        with oom_advice(settings, trainer, work):
             by_loader = getattr(trainer, run)(work.module, data, verbose=False, weights_only=True)
         metrics = {name: value for each in by_loader for name, value in each.items() if name != "val/count"}
         return {name: int(value) if name.endswith("/count") else value for name, value in metrics.items()}
@@ -296,13 +277,19 @@ def evaluate(
     metrics = run_and_collect(work)
     raw = read(Path(tested)).raw_state_dict if isinstance(tested, str) else None
     if raw is not None:  # the run averaged its weights: training goes on with these
-        work = workload(cfg, data, weights=str(tested))
+        work = workload(settings, data, weights=str(tested))
         load_into(work.module.state_dict(), raw, tested)
         of_raw = run_and_collect(work)
         metrics |= {name.replace("/", "/raw/", 1): v for name, v in of_raw.items() if not name.endswith("/count")}
     return metrics
 
 
-def evaluation_info(cfg: DictConfig, world: World) -> dict[str, Any]:
+def evaluation_info(settings: Settings) -> dict[str, Any]:
     """What eval.json and predict.json say of the evaluation itself."""
-    return {"run": cfg.run, "checkpoint": cfg.init_from, "strategy": cfg.strategy.name, "world_size": world.size}
+    cfg = settings.cfg
+    return {
+        "run": cfg.run,
+        "checkpoint": cfg.init_from,
+        "strategy": cfg.strategy.name,
+        "world_size": settings.world.size,
+    }

@@ -21,14 +21,12 @@ from lockstep.checkpoints.finding import DATA, outline
 from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
 from lockstep.config.instantiate import create, to_plain
-from lockstep.config.run_config import SPARSEST, log_interval, model_title, run_dir, title
+from lockstep.config.settings import SPARSEST, Settings, log_interval
 from lockstep.config.targets import accepted
 from lockstep.errors import UserError
 from lockstep.machine import process
-from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.reporting.page import LivePage
-from lockstep.run.folder import RunFolder
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.workload import Workload
 
@@ -48,51 +46,52 @@ class NoProfiler(PassThroughProfiler):
         return self.context
 
 
-def loggers(cfg: DictConfig) -> list[Logger]:
+def loggers(settings: Settings) -> list[Logger]:
     """All loggers, metrics.csv first. One that names `run_dir`, `run`, `runs_dir` or `resumed` in its signature gets it."""
-    folder = run_dir(cfg)
+    cfg, folder = settings.cfg, settings.folder.path
     offered = {"run_dir": folder, "run": cfg.run, "runs_dir": Path(cfg.runs_dir), "resumed": bool(cfg.resume)}
     made: list[Logger] = [MetricsCsv(folder)]
     for name, node in cfg.logger.items():
         if name != "csv":
-            given = accepted(node["_target_"], offered) | labels(cfg, node)
+            given = accepted(node["_target_"], offered) | labels(settings, node)
             made.append(create(node, f"logger.{name}", **given))
     return made
 
 
-def labels(cfg: DictConfig, node: DictConfig) -> dict[str, Any]:
+def labels(settings: Settings, node: DictConfig) -> dict[str, Any]:
     """For a logger with these keys: its `group`, a sweep's name; its `tags`, where `auto` stands for the model, the data and the strategy."""
     values: dict[str, Any] = {}
     if "group" in node and node.group is None:
-        values["group"] = str(cfg.run).rpartition("/")[0] or None
+        values["group"] = str(settings.cfg.run).rpartition("/")[0] or None
     if "auto" in (tags := list(node.get("tags") or ())):
         place = tags.index("auto")
-        tags[place : place + 1] = [model_title(cfg), title(cfg.data), title(cfg.strategy)]
+        tags[place : place + 1] = [settings.model_title, settings.title("data"), settings.title("strategy")]
         values["tags"] = list(dict.fromkeys(tags))
     return values
 
 
-def custom_module_callbacks(cfg: DictConfig, work: Workload) -> list[pl.Callback]:
+def custom_module_callbacks(settings: Settings, work: Workload) -> list[pl.Callback]:
     """First in the list, to report first what is wrong."""
     if work.task is not None:
         return []
+    trainer = settings.cfg.trainer
     return [
         CustomModule(
-            seed=cfg.seed,
+            seed=settings.cfg.seed,
             own_loaders=work.engine_data is None,
-            synchronise=synchronise if cfg.trainer.sync_batchnorm else None,
-            log_interval=log_interval if cfg.trainer.log_every_n_steps == "auto" else None,
+            synchronise=synchronise if trainer.sync_batchnorm else None,
+            log_interval=log_interval if trainer.log_every_n_steps == "auto" else None,
         )
     ]
 
 
-def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
+def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     """The Trainer of a training run.
 
     Raises:
         UserError: Lightning refuses a combination of arguments, or the checkpoint to resume has no position.
     """
-    own_loaders = work.engine_data is None
+    cfg, folder, own_loaders = settings.cfg, settings.folder, work.engine_data is None
     if cfg.resume:
         outline(Path(cfg.resume)).require_position(*work.position, *(() if own_loaders else (DATA,)))
     config, data_info = to_plain(cfg), work.facts
@@ -110,42 +109,44 @@ def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
             own_loaders=own_loaders,
         ),
         stopping.RankAgreement(shared),
-        summary.RunSummary(work, data_info, model_title(cfg), title(cfg.data), config),
+        summary.RunSummary(work, data_info, settings.model_title, settings.title("data"), config),
         summary.Clock(),
         summary.FirstBatch(),
         *([] if work.task is None else [stopping.CollectivesGuard()]),
-        CutAtResume(RunFolder(run_dir(cfg))),
-        LivePage(RunFolder(run_dir(cfg)), cfg, work),
+        CutAtResume(folder),
+        LivePage(folder, cfg, work),
     ]
     if cfg.trainer.enable_progress_bar:
         own.append(summary.Progress(cfg.checkpoint.monitor))
     if cfg.exact.digests:
-        own.append(Digests(run_dir(cfg)))
+        own.append(Digests(folder.path))
     save = None
     if cfg.trainer.enable_checkpointing:
-        folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
-            own.append(saving.ModelCheckpoint(dirpath=folder, logged_by=work.title, **named))
-        own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
+            own.append(saving.ModelCheckpoint(dirpath=folder.checkpoints, logged_by=work.title, **named))
+        own.append(
+            last := saving.LastCheckpoint(folder.checkpoints / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
+        )
         save = last.save_and_wait
     own.append(stopping.Preemption(save))
     if cfg.trainer.max_time:
         own.append(stopping.Timer(to_plain(cfg.trainer)["max_time"]))
     chosen = [create(node, f"callbacks.{name}") for name, node in cfg.callbacks.items()]
     position = saving.Position(config)  # before those that log when a batch begins
-    every = [*custom_module_callbacks(cfg, work), position, *chosen, *own]
-    return lightning_trainer(cfg, world, work, callbacks=every, logger=loggers(cfg))
+    every = [*custom_module_callbacks(settings, work), position, *chosen, *own]
+    return lightning_trainer(settings, work, callbacks=every, logger=loggers(settings))
 
 
-def evaluator(cfg: DictConfig, world: World, work: Workload, *more: pl.Callback) -> pl.Trainer:
+def evaluator(settings: Settings, work: Workload, *more: pl.Callback) -> pl.Trainer:
     """A Trainer that tests or predicts only: no logger, the strategy and precision of the config."""
-    shown = [summary.Progress()] if cfg.trainer.enable_progress_bar else []
-    own = [*custom_module_callbacks(cfg, work), stopping.Preemption(None), *shown, *more]
-    return lightning_trainer(cfg, world, work, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
+    shown = [summary.Progress()] if settings.cfg.trainer.enable_progress_bar else []
+    own = [*custom_module_callbacks(settings, work), stopping.Preemption(None), *shown, *more]
+    return lightning_trainer(settings, work, callbacks=own, logger=False, enable_checkpointing=False, profiler=None)
 
 
-def lightning_trainer(cfg: DictConfig, world: World, work: Workload, **parts: Any) -> pl.Trainer:
+def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Trainer:
+    cfg, world, folder = settings.cfg, settings.world, settings.folder.path
     given = accepted("lightning.pytorch.Trainer", to_plain(cfg.trainer))  # a key of your own is for your callback
     ids = isinstance(given["devices"], list) or "," in str(given["devices"])  # which devices; otherwise their number
     devices = given["devices"] if ids else world.devices
@@ -159,7 +160,7 @@ def lightning_trainer(cfg: DictConfig, world: World, work: Workload, **parts: An
     elif timeout_s := node.get("timeout_s"):  # first, so that a process that hangs in another callback is behind
         given["callbacks"] = [HangDetector(timeout_s), *given["callbacks"]]
     profiler = PROFILERS.get(given["profiler"])
-    given["profiler"] = profiler(dirpath=run_dir(cfg), filename="profile") if profiler else NoProfiler()
+    given["profiler"] = profiler(dirpath=folder, filename="profile") if profiler else NoProfiler()
     # strategies/base.py, callbacks/summary.py, callbacks/stopping.py
     given |= {"sync_batchnorm": False, "enable_progress_bar": False, "max_time": None}
     # For processes that Lockstep started, LOCAL_RANK and its like count, not the rest of the environment.
@@ -182,7 +183,7 @@ def lightning_trainer(cfg: DictConfig, world: World, work: Workload, **parts: An
             strategy=strategy,
             plugins=plugins,
             use_distributed_sampler=work.engine_data is None,
-            default_root_dir=run_dir(cfg),
+            default_root_dir=folder,
         )
     except (ValueError, TypeError, MisconfigurationException) as e:
         raise UserError(f"trainer: {e}") from e

@@ -11,10 +11,10 @@ from your_own import forget
 
 from lockstep import CONFIGS, ROOT
 from lockstep.augment import Augmentation
-from lockstep.config.checks import check
+from lockstep.config.checks import check, check_classes
 from lockstep.config.compose import compose_config, tried_alone
 from lockstep.config.instantiate import operations
-from lockstep.config.run_config import accumulations, step_plan, unit
+from lockstep.config.settings import Settings, accumulations
 
 PAGE = (ROOT / "docs/augment.md").read_text()
 FILES = dict(re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -54,7 +54,7 @@ def config(*overrides: str):
 
 
 def problems(*overrides: str) -> str:
-    return "\n".join(check(config(*overrides), imported=True))
+    return "\n".join(check_classes(Settings.of(config(*overrides))))
 
 
 def test_the_operation_of_the_page_changes_each_image_by_its_own_draws(project):
@@ -93,21 +93,21 @@ def test_every_option_is_right_and_in_the_table_of_the_page(option):
 def test_batches_of_ones_own_loaders_are_not_augmented(project):
     cfg = config("data=bare", "augment=flip")
     told = "augment.flip has no effect: mywork.loaders.Loaders makes its own batches. Set augment=none."
-    assert told in check(cfg, imported=True)
+    assert told in check_classes(Settings.of(cfg))
 
 
 def test_a_module_that_computes_its_own_loss_gets_no_mixed_samples(project):
     module = ["task=lightning_module", "task._target_=mywork.loaders.Module"]
-    assert check(config(*module, "augment=standard"), imported=True) == []
-    (told,) = check(config(*module, "augment=strong"), imported=True)
+    assert check_classes(Settings.of(config(*module, "augment=standard"))) == []
+    (told,) = check_classes(Settings.of(config(*module, "augment=strong")))
     assert told.startswith("augment.mixup_cutmix mixes the losses of two targets, which a task computes")
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 def test_copies_lengthen_an_epoch_and_stay_in_one_micro_batch(repeats):
     cfg = config(f"data.repeats={repeats}", "trainer.accumulate_grad_batches=2", "augment=mixup")
-    assert step_plan(cfg).epoch(640) == 640 // (64 // repeats) * 2
-    assert unit(cfg)[0] == 2 * repeats
-    assert accumulations(48, 2, unit(cfg)[0]) == [
+    assert Settings.of(cfg).steps.epoch(640) == 640 // (64 // repeats) * 2
+    assert Settings.of(cfg).unit[0] == 2 * repeats
+    assert accumulations(48, 2, Settings.of(cfg).unit[0]) == [
         count for count in range(1, 25) if 24 % count == 0 and 24 // count % (2 * repeats) == 0
     ]

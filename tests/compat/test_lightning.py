@@ -27,7 +27,7 @@ from lockstep.compat.lightning import (
     without_anonymous,
 )
 from lockstep.config.compose import compose_config
-from lockstep.machine.world import world_of
+from lockstep.config.settings import Settings
 from lockstep.training.workload import Workload
 
 
@@ -147,7 +147,7 @@ def test_lightning_still_broadcasts(mnist, cache, monkeypatch):
     given = [f"data.root={mnist}", f"data.cache_dir={cache}", "run=a", "trainer.accelerator=cpu"]
     cfg = compose_config("train", [*given, "trainer.precision=32-true"])
     work = Workload(pl.LightningModule(), pl.LightningDataModule())
-    build.evaluator(cfg, world_of(cfg), work).fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    build.evaluator(Settings.of(cfg), work).fit_loop.epoch_loop._broadcast_sigterm_tensor()
 
 
 def test_wandb_warns_about_what_lightning_passes(tmp_path, monkeypatch):

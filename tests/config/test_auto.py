@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.config import run_config
+from lockstep.config import settings
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.launch import start
@@ -20,12 +20,12 @@ DATA = SimpleNamespace(bytes_in_memory=54_880_000)
 
 @pytest.fixture
 def bf16(monkeypatch):
-    return lambda has: monkeypatch.setattr(run_config, "multiplies_bf16", lambda _: has)
+    return lambda has: monkeypatch.setattr(settings, "multiplies_bf16", lambda _: has)
 
 
 def decided(*overrides: str):
     cfg = compose_config("train", ["trainer.accelerator=cpu", *overrides])
-    return run_config.decided(cfg, world_of(cfg), DATA)
+    return settings.Settings.of(cfg).decided(DATA).cfg
 
 
 @pytest.mark.parametrize(("has", "expected"), [(True, "bf16-mixed"), (False, "32-true")])
@@ -55,16 +55,16 @@ def test_a_cpu_is_asked_what_it_can_do(monkeypatch, tmp_path, flags, expected):
     ("steps", "expected"), [(1, 1), (20, 1), (56, 2), (843, 42), (1000, 50), (10**6, 50), (math.inf, 50)]
 )
 def test_a_run_has_at_least_20_rows_and_at_most_one_every_50_steps(steps, expected):
-    assert run_config.log_interval(steps) == expected
+    assert settings.log_interval(steps) == expected
     assert steps / expected >= min(20, steps)
 
 
 def test_the_log_interval_counts_the_steps_of_the_run():
     cfg = compose_config("train", ["data.batch_size=32", "trainer.max_epochs=8", "trainer.accumulate_grad_batches=2"])
-    found = run_config.decided(cfg, WORLD, DATA, samples=245)  # 7 steps an epoch
+    found = settings.Settings(cfg, WORLD).decided(DATA, samples=245).cfg  # 7 steps an epoch
     assert found.trainer.log_every_n_steps == 2
     cfg.trainer.log_every_n_steps = 9
-    assert run_config.decided(cfg, WORLD, DATA, samples=245).trainer.log_every_n_steps == 9
+    assert settings.Settings(cfg, WORLD).decided(DATA, samples=245).cfg.trainer.log_every_n_steps == 9
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expecte
     gpus(*capabilities, kernels="sm_61 sm_75 sm_80 sm_90")
     cfg = compose_config("train", [f"strategy={strategy}"])
     assert world_of(cfg, {}).accelerator == "cuda"
-    assert run_config.decided(cfg, world_of(cfg, {}), DATA).trainer.precision == expected
+    assert settings.Settings(cfg, world_of(cfg, {})).decided(DATA).cfg.trainer.precision == expected
 
 
 @pytest.mark.parametrize(
@@ -146,15 +146,15 @@ def test_a_run_that_falls_back_to_the_cpu_says_why(gpus, train, capfd, monkeypat
     [(10, 16, 4, 0), (60, 16, 4, 3), (60, 2, 1, 1), (60, 2, 4, 1), (60, 128, 2, 8), (None, 16, 4, 3)],
 )
 def test_workers_load_what_does_not_fit_into_memory_or_has_to_be_decoded(monkeypatch, size, cores, devices, expected):
-    monkeypatch.setattr(run_config, "memory_bytes", lambda: 100)
-    monkeypatch.setattr(run_config, "cores", lambda: cores)
-    assert run_config.workers(size, replace(WORLD, devices=devices, strategy="ddp", one_process=False)) == expected
+    monkeypatch.setattr(settings, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(settings, "cores", lambda: cores)
+    assert settings.workers(size, replace(WORLD, devices=devices, strategy="ddp", one_process=False)) == expected
 
 
 @pytest.mark.parametrize(("on_device", "expected"), [("auto", 3), ("true", 0)])
 def test_what_is_kept_on_a_gpu_needs_no_workers(monkeypatch, on_device, expected):
-    monkeypatch.setattr(run_config, "memory_bytes", lambda: 100)
-    monkeypatch.setattr(run_config, "cores", lambda: 4)
+    monkeypatch.setattr(settings, "memory_bytes", lambda: 100)
+    monkeypatch.setattr(settings, "cores", lambda: 4)
     assert decided(f"data.on_device={on_device}").data.num_workers == expected
 
 

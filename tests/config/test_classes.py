@@ -11,9 +11,9 @@ import thin_project
 import lockstep
 from lockstep import PACKAGE
 from lockstep.config import project
-from lockstep.config.checks import check
+from lockstep.config.checks import check_classes
 from lockstep.config.compose import compose_config
-from lockstep.config.run_config import identify
+from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 
 OWN = """
@@ -93,7 +93,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def found(*overrides: str) -> list[str]:
     """What the checks say once the user's classes are imported."""
     model = [] if MODULE[0] in overrides else ["model=basic_net"]
-    return check(compose_config("train", [*model, *CPU, *overrides]), imported=True)
+    return check_classes(Settings.of(compose_config("train", [*model, *CPU, *overrides])))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_shipped_classes_are_left_to_the_check_that_imports_nothing():
 
 def test_a_source_that_only_ones_own_data_knows_stays_in_the_config():
     given = compose_config("train", [*DATA, "+data.source=s3"])
-    assert identify(given, "disk").data.source == "s3"
+    assert Settings.of(given).identified("disk").cfg.data.source == "s3"
 
 
 def test_all_mistakes_are_told_before_data_is_prepared():

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 import lockstep
 from lockstep import CONFIGS, ROOT
 from lockstep.config import compose, project
-from lockstep.config.run_config import model_title
+from lockstep.config.settings import model_title
 from lockstep.errors import UserError
 from lockstep.launch import local
 

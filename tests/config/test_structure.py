@@ -7,6 +7,7 @@ from test_checks import problems
 from lockstep.config.checks import check, step_problems
 from lockstep.config.compose import compose_config, fixed_keys
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES
+from lockstep.config.settings import Settings
 from lockstep.launch.cli import refused_options
 from lockstep.launch.resuming import set_aside
 
@@ -71,10 +72,10 @@ def test_values_that_no_run_can_use_are_told_together():
 
 def test_what_a_run_does_not_reach_is_told_before_it_begins():
     cfg = compose_config("train", ["trainer.min_steps=50", "schedule.warmup_steps=10", "trainer.val_check_interval=11"])
-    told = list(step_problems(cfg, 640))
+    told = list(step_problems(Settings.of(cfg), 640))
     assert ["warmup_steps=10 must be below the run's 10 steps" in told[0], "min_steps=50" in told[1]] == [True, True]
     assert "trainer.val_check_interval=11 is more than the 10 batches" in told[2]
-    assert list(step_problems(cfg, 64 * 51)) == []
+    assert list(step_problems(Settings.of(cfg), 64 * 51)) == []
 
 
 def test_the_facts_about_a_strategy_are_not_set():

@@ -127,7 +127,7 @@ def whole(case, forked) -> dict:
 def batches(case: Case, *, rank: int = 0, world: int = 1, workers: int = 0) -> list[list[tuple[int, bytes]]]:
     """Index and pixels of the samples of each step of the second epoch, as a rank's loader gives them."""
     cfg = compose_config("train", case.overrides())
-    module = DataModule(create_data(cfg), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
+    module = DataModule(create_data(cfg.data), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
     module.trainer = stand_in_trainer(rank=rank, world=world)
     loader = module.train_dataloader()
     loader.sampler.set_epoch(1)
@@ -146,7 +146,7 @@ def test_batches_are_the_same_for_every_number_of_processes_and_workers(case):
 
 
 def test_only_what_is_held_in_memory_can_be_kept_on_the_gpu(case):
-    data = create_data(compose_config("train", case.overrides()))
+    data = create_data(compose_config("train", case.overrides()).data)
     if case.name == "folder-cache":
         assert data.bytes_in_memory == 81 * (3 * SIZE * SIZE + 8)
         return
@@ -193,6 +193,6 @@ def test_the_data_is_described_in_the_checkpoint(case, whole):
 
 def test_a_changed_image_is_different_data(case, whole):
     case.source.change()  # the last test of a source: its data is different now
-    assert create_data(compose_config("train", case.overrides())).fingerprint != whole["data/sha256"]
+    assert create_data(compose_config("train", case.overrides()).data).fingerprint != whole["data/sha256"]
     with pytest.raises(lockstep.errors.UserError, match="trained on different data"):
         case.train("whole", "resume=auto", "trainer.max_epochs=2")

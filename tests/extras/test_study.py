@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
 from lockstep.config import compose
-from lockstep.config.run_config import sweep_name
+from lockstep.config.settings import sweep_name
 from lockstep.errors import UserError
 from lockstep.extras import study, study_files
 

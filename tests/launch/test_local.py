@@ -17,6 +17,7 @@ from forked import until
 
 from lockstep import ROOT
 from lockstep.config.compose import compose_config
+from lockstep.config.settings import Settings
 from lockstep.errors import OutOfMemory, RunFailed
 from lockstep.launch import local
 from lockstep.machine import process
@@ -57,6 +58,7 @@ print(f"hello from {local_rank}", flush=True)
 PARENT = """
 import sys
 from pathlib import Path
+from lockstep.config.settings import Settings
 from lockstep.launch import local
 from lockstep.config.compose import compose_config
 from lockstep.launch.exits import exit_code
@@ -64,7 +66,7 @@ from lockstep.machine import process
 from lockstep.machine.world import World
 def run():
     with process.noted():
-        local.run_processes(Path(sys.argv[1]), compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp"))
+        local.run_processes(Path(sys.argv[1]), Settings(compose_config("train", ["run=r"]), World("cpu", 2, 1, "ddp")))
 sys.exit(exit_code(run))
 """
 # A job that is done while gloo's threads still let go of tensors: in 5 of 6 pairs, one was aborted as Python was taken down.
@@ -75,19 +77,19 @@ from lockstep import launch
 class Witness:
     def __del__(self):
         print("taken down", flush=True)
-def job(cfg, world):
+def job(settings):
     import torch
     import torch.distributed as dist
     sys.modules["witness"] = Witness()
     atexit.register(print, "exit handler")
-    dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    dist.init_process_group("gloo", rank=settings.world.rank, world_size=settings.world.size)
     x = torch.ones(200_000)
     works = [dist.all_reduce(x.clone(), async_op=True) for _ in range(300)]
     works[3].wait()
     print("done")
     here = Path(__file__).parent
-    (here / f"done{world.rank}").touch()
-    while not (here / f"done{1 - world.rank}").exists():  # whose sums this one's end could break off
+    (here / f"done{settings.world.rank}").touch()
+    while not (here / f"done{1 - settings.world.rank}").exists():  # whose sums this one's end could break off
         time.sleep(0.01)
 launch.main(job, "train")
 """
@@ -113,7 +115,7 @@ def started(worker: Path) -> list[int]:
 
 
 def run_both(script: Path) -> None:
-    local.run_processes(script, compose_config("train", ["run=r"]), WORLD)
+    local.run_processes(script, Settings(compose_config("train", ["run=r"]), WORLD))
 
 
 def gone(pid: int) -> bool:

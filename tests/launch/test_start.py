@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lockstep.config.compose import compose_config
+from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.launch import local, start
 from lockstep.machine.world import World
@@ -33,7 +34,7 @@ def test_the_error_of_a_job_is_recorded_by_its_run_alone(job, report, after, tmp
     folder.report_file.write_text(report)
     world = World("cpu", devices=1, nodes=1, strategy="single", one_process=True)
     with pytest.raises(RuntimeError, match="the real error"):
-        start.execute(local.Job(job, Path(), None), cfg, world)
+        start.execute(local.Job(job, Path(), None), Settings(cfg, world))
     assert (json.loads(folder.report_file.read_text())["status"] if after else None) == after
 
 

@@ -8,7 +8,7 @@ import torch
 import lockstep
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.run_config import identify, name_of_job, stamp
+from lockstep.config.settings import Settings, stamp
 from lockstep.errors import UserError
 from lockstep.machine import world
 from lockstep.machine.world import external_launcher, launcher_problems, rank_of, world_of
@@ -140,15 +140,15 @@ def test_a_strategy_of_one_process_is_refused_where_several_were_started(strateg
 
 def test_runs_of_one_second_have_different_names():
     assert len({stamp() for _ in range(20)}) == 20
-    assert identify(config("run=mine"), "disk").run == "mine"
-    assert identify(config(), "disk").run != identify(config(), "disk").run
+    assert Settings.of(config("run=mine")).identified("disk").cfg.run == "mine"
+    assert Settings.of(config()).identified("disk").cfg.run != Settings.of(config()).identified("disk").cfg.run
 
 
 def test_all_ranks_of_a_cluster_job_find_the_same_name():
     ranks = [{**TORCHRUN, "RANK": str(rank)} for rank in range(6)]
-    assert {name_of_job(config(), env) for env in ranks} == {"basic_net-mnist-job7"}
+    assert {Settings.of(config()).name_of_job(env) for env in ranks} == {"basic_net-mnist-job7"}
     tasks = [{**SLURM, "SLURM_PROCID": str(rank)} for rank in range(4)]
-    assert {name_of_job(config(), env) for env in tasks} == {"basic_net-mnist-99.0"}
+    assert {Settings.of(config()).name_of_job(env) for env in tasks} == {"basic_net-mnist-99.0"}
 
 
 # --- What is read from torch's files is what torch itself says ---

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.run_config import identify
+from lockstep.config.settings import Settings
 from lockstep.launch import resuming
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import MetricsCsv, has_wandb_key, wandb_sync_line
@@ -187,7 +187,7 @@ def test_every_part_of_an_offline_run_that_was_resumed_is_synced(tmp_path, folde
 def test_a_resumed_run_keeps_the_id_of_a_logger_of_any_name(tmp_path):
     logger = "+logger.mine={_target_: lightning.pytorch.loggers.WandbLogger, id: null}"
     cfg = compose_config("train", [logger, "run=a", "trainer.accelerator=cpu"])
-    first = identify(cfg, None)
+    first = Settings.of(cfg).identified(None).cfg
     assert len(first.logger.mine.id) == 8
     OmegaConf.save(first, tmp_path / "config.yaml")
     assert resuming.same_identity(cfg, RunFolder(tmp_path)).logger.mine.id == first.logger.mine.id

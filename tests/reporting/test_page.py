@@ -16,7 +16,7 @@ import lockstep
 from lockstep import build
 from lockstep.callbacks import FiniteLoss
 from lockstep.callbacks.summary import Clock, samples_of
-from lockstep.machine.world import World
+from lockstep.config.settings import Settings
 from lockstep.reporting import page as pages
 from lockstep.reporting.panels import classes_of, is_right
 from lockstep.run.folder import RunFolder
@@ -74,9 +74,11 @@ def test_the_panels_are_those_of_the_checkpoint_in_any_number_of_processes(run_a
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
 def test_the_matrix_counts_the_predictions_of_the_checkpoint(run_a, mnist, cache):
     cfg = OmegaConf.load("runs/a/config.yaml")
-    data, panels = build.data(cfg), []
-    work = build.workload(cfg, data, weights=str(Path("runs/a", run_a["checkpoint"])))
-    build.evaluate(cfg, World("cpu", 1, 1, "single"), data, work, panels=panels)
+    settings = Settings.of(cfg)
+    settings = Settings.of(cfg)
+    data, panels = build.data(settings), []
+    work = build.workload(settings, data, weights=str(Path("runs/a", run_a["checkpoint"])))
+    build.evaluate(settings, data, work, panels=panels)
     matrix = next(panel for panel in panels if isinstance(panel, Matrix))
     batch = data.finished(data.raw("test", range(103)), training=False)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed"):

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep
 from lockstep.build_trainer import labels
 from lockstep.config.compose import compose_config
-from lockstep.config.run_config import identify
+from lockstep.config.settings import Settings
 from lockstep.errors import Preempted, UserError
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import RunEnd, flat
@@ -86,7 +86,7 @@ def test_a_logger_gets_config_metrics_page_checkpoint_and_status(train, kept):
 def test_a_sweep_is_the_group_and_choices_are_tags(run, experiment, given, group, tags):
     cfg = compose_config("train", ["logger=[csv,wandb]", f"run={run}", "trainer.accelerator=cpu", *given])
     for _ in range(2):  # typed again, to resume
-        cfg = identify(cfg, None, experiment)
+        cfg = Settings.of(cfg).identified(None, experiment).cfg
     made = labels(cfg, cfg.logger.wandb)
     assert (made.get("group"), made.get("tags")) == (group, tags)
     assert not labels(cfg, cfg.logger.csv)

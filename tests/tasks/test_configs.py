@@ -6,6 +6,7 @@ from lockstep import CONFIGS, build, tasks
 from lockstep.config.checks import about_problems, check
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create
+from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 
@@ -61,8 +62,8 @@ def test_the_traits_of_a_config_are_those_of_its_class(name):
         told = f"task.{argument} has 3 numbers; the data has 2 {of}"
         with pytest.raises(UserError, match=told):
             create(cfg.task, "task").bind(ABOUT)
-        assert any(told in problem for problem in about_problems(cfg, ABOUT))
-    assert any(f"needs {', '.join(task.needs)}" in problem for problem in about_problems(cfg, {}))
+        assert any(told in problem for problem in about_problems(Settings.of(cfg), ABOUT))
+    assert any(f"needs {', '.join(task.needs)}" in problem for problem in about_problems(Settings.of(cfg), {}))
 
 
 @pytest.mark.parametrize("wrong", [

@@ -11,11 +11,11 @@ import thin_project
 import torch
 
 import lockstep
-from lockstep import build
 from lockstep.callbacks.step_seed import step_seed
 from lockstep.checkpoints.finding import step_of
-from lockstep.config.checks import check
+from lockstep.config.checks import check, check_classes
 from lockstep.config.compose import compose_config
+from lockstep.config.settings import Settings
 from lockstep.errors import NotSaved, OutOfMemory, TrainingFailed, UserError
 from lockstep.extras.export import export
 from lockstep.training import dropout
@@ -269,7 +269,7 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
     ],
 )  # fmt: skip
 def test_what_the_module_would_not_notice_is_refused(overrides, words):
-    assert words in "\n".join(check(config(*overrides), imported=True))
+    assert words in "\n".join(check_classes(Settings.of(config(*overrides))))
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_task_of_locksteps_refuses_dataloaders_of_ones_own():
 
 def test_keys_that_divide_locksteps_batches_are_refused_for_dataloaders_of_ones_own():
     cfg = config("data=odd", "task._target_=odd.Small", "trainer.accumulate_grad_batches=auto", "data.num_workers=auto")
-    found = "\n".join(check(cfg, imported=True))
+    found = "\n".join(check_classes(Settings.of(cfg)))
     assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data=data makes its own" in found
     assert "data.num_workers=auto is for Lockstep's dataloaders" in found
 
@@ -469,7 +469,7 @@ def test_an_order_that_processes_share_depends_on_no_process(train):
 
 def test_a_build_without_a_network_takes_the_datas_own_normalisation():
     cfg = config("task._target_=odd.Small", "data=cifar10")
-    assert list(build.with_numbers(cfg).data.mean) == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
+    assert list(Settings.of(cfg).with_numbers().cfg.data.mean) == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-3)
 
 
 @pytest.mark.slow

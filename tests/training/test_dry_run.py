@@ -15,10 +15,10 @@ from torchmetrics import Metric
 import lockstep
 from lockstep import build
 from lockstep.config.compose import compose_config
+from lockstep.config.settings import Settings
 from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
-from lockstep.machine.world import World
 from lockstep.training import dry_run
 from lockstep.training.dry_run import MOST, try_metric
 
@@ -36,9 +36,9 @@ class Black(Images):
 def flops_per_sample(channels: int, image_size: int, *overrides: str) -> int | None:
     given = [*overrides, "data.batch_size=2", f"data.image_size={image_size}", "trainer.accelerator=cpu"]
     cfg = compose_config("train", given)
-    work = build.workload(cfg, DataModule(Black(channels, image_size), batch_size=2, eval_batch_size=2))
+    work = build.workload(Settings.of(cfg), DataModule(Black(channels, image_size), batch_size=2, eval_batch_size=2))
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), callbacks=[])
-    build.dry_run(cfg, World("cpu", 1, 1, "single"), trainer, work)
+    build.dry_run(Settings.of(cfg), trainer, work)
     return work.flops_per_sample
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 import lockstep
 from lockstep import ROOT
 from lockstep.config.compose import compose_config
-from lockstep.config.run_config import accumulations
+from lockstep.config.settings import Settings, accumulations
 from lockstep.errors import OutOfMemory
 from lockstep.extras import comparison
 from lockstep.launch import local
@@ -250,13 +250,13 @@ def test_attempts_go_on_until_one_fits_or_no_number_helps(answers, before, expec
         (tmp_path / "runs/a").mkdir(parents=True)
         (tmp_path / "runs/a/report.json").write_text(json.dumps({"micro_batch": before}))
 
-    def run(cfg, world) -> None:
-        tried.append(cfg.trainer.accumulate_grad_batches)
+    def run(settings) -> None:
+        tried.append(settings.cfg.trainer.accumulate_grad_batches)
         for answer in left:
             raise OutOfMemory("too large", answer)
 
     with pytest.raises(OutOfMemory) if None in answers else nullcontext():
-        local.until_it_fits(run, compose_config("train", ["run=a", AUTO]), World("cpu", 2, 1, "ddp"))
+        local.until_it_fits(run, Settings(compose_config("train", ["run=a", AUTO]), World("cpu", 2, 1, "ddp")))
     assert tried == expected
 
 
@@ -269,7 +269,9 @@ def test_the_kernel_counts_what_it_ends(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_the_words_for_a_killed_process_name_keys_of_its_own_command(trains):
-    said = local.killed(compose_config("train", []), World("cpu", 2, 1, "ddp"), 1, by_kernel=True, trains=trains)
+    said = local.killed(
+        Settings(compose_config("train", []), World("cpu", 2, 1, "ddp")), 1, by_kernel=True, trains=trains
+    )
     assert ("trainer.accumulate_grad_batches=2" in str(said)) == trains == (said.accumulate == 2)
     assert str(said).startswith("rank 1 ")
     assert "data.eval_batch_size" in str(said)

@@ -7,14 +7,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import rules
-from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, operations, problems, to_plain
-from lockstep.config.rules import Context
-from lockstep.config.run_config import optimizer_node, step_plan, title
+from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, problems, to_plain
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
+from lockstep.config.settings import Settings
 from lockstep.config.targets import foreign_names, target_of, unnamed
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, did_you_mean
-from lockstep.machine.world import world_of
 
 # --- Whether a config has the groups, classes and keys that the engine reads, and no others ---
 
@@ -94,11 +92,11 @@ def unknown_keys(cfg: DictConfig) -> Iterator[str]:
 # --- Signatures ---
 
 
-def signature_problems(cfg: DictConfig, *, shipped: bool) -> Iterator[str]:
+def signature_problems(settings: Settings, *, shipped: bool) -> Iterator[str]:
     """Keys that a class of the user's does not take, and of the `shipped` ones too, which take seconds to import. Without `data`."""
-    groups = ("task", "model", "strategy", "optim", "schedule")
+    cfg, groups = settings.cfg, ("task", "model", "strategy", "optim", "schedule")
     nodes: dict[str, Any] = {key: cfg[key] for key in groups if "_target_" in cfg[key]}
-    nodes |= {"optim": optimizer_node(cfg)} if "optim" in nodes else {}
+    nodes |= {"optim": settings.optimizer_node} if "optim" in nodes else {}
     for key, group in (("task.metrics", cfg.task.get("metrics")), ("callbacks", cfg.callbacks), ("logger", cfg.logger)):
         nodes |= {f"{key}.{name}": node for name, node in (group or {}).items()}
     for key, node in nodes.items():
@@ -111,72 +109,72 @@ def signature_problems(cfg: DictConfig, *, shipped: bool) -> Iterator[str]:
 # --- The classes of data and task ---
 
 
-def data(run: Context) -> Iterator[str]:
+def data(settings: Settings) -> Iterator[str]:
     """The keys of `data`, by its class. Lockstep's own data sets import no torch; adapters of other libraries wait."""
-    node = to_plain(run.cfg.data)
-    if not run.imported and not str(node["_target_"]).startswith("lockstep.data."):
+    node = to_plain(settings.cfg.data)
+    if not settings.imported and not str(node["_target_"]).startswith("lockstep.data."):
         return
-    if not run.own_loaders:
+    if not settings.own_loaders:
         yield from data_set_problems(node)
         if "batch_size" not in node:
             yield "data.batch_size is missing: it is the global batch of one optimizer step. Set +data.batch_size=64."
         if not is_shipped(node):
-            yield from wrong_values(run.cfg, [f"data.{key}" for key in ENGINE_DATA])
+            yield from wrong_values(settings.cfg, [f"data.{key}" for key in ENGINE_DATA])
         return
     yield from problems(node, "data")
-    own = f"divides Lockstep's batches, but data={title(run.cfg.data)} makes its own"
-    yield from run.excluded({"exact.logical_ranks": (None, f"{own}. Remove it")})
-    if run.cfg.trainer.accumulate_grad_batches == "auto":
+    own = f"divides Lockstep's batches, but data={settings.title('data')} makes its own"
+    yield from settings.excluded({"exact.logical_ranks": (None, f"{own}. Remove it")})
+    if settings.cfg.trainer.accumulate_grad_batches == "auto":
         yield f"trainer.accumulate_grad_batches=auto {own}. Set a number."
     if node.get("num_workers") == "auto":
-        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={title(run.cfg.data)} has its own. Set a number."
+        yield f"data.num_workers=auto is for Lockstep's dataloaders, but data={settings.title('data')} has its own. Set a number."
 
 
-def task(run: Context) -> Iterator[str]:
-    cfg = run.cfg
+def task(settings: Settings) -> Iterator[str]:
+    cfg = settings.cfg
     if not is_shipped(cfg.task) and cfg.checkpoint.monitor and cfg.checkpoint.mode not in ("max", "min"):
         yield f"checkpoint.mode={cfg.checkpoint.mode} is invalid; expected one of max, min. Set checkpoint.mode=min."
-    if not run.knows(cfg.task) or run.custom_module:
+    if not settings.knows("task") or settings.custom_module:
         return
     added = cfg.task.get("metrics") or ()
     for name in sorted({"loss", "count"} & set(added)):
         yield f"task.metrics.{name}: every task already logs {name}. Use another name."
     for group in ("model", "optim", "schedule"):
         if not cfg[group]:
-            yield f"{group}=none is for a LightningModule with its own {group}; task={title(cfg.task)} needs one. Choose it with {group}=<name>."
+            yield f"{group}=none is for a LightningModule with its own {group}; task={settings.title('task')} needs one. Choose it with {group}=<name>."
     if not is_shipped(cfg.task):
         if getattr(target_of(cfg.task._target_, "task"), "between_samples", False):
-            yield from whole_batch_problems(cfg)
+            yield from whole_batch_problems(settings)
     elif cfg.task.get("traits"):
         metrics = [*cfg.task.traits.metrics, *(f"{name}{rest}" for name in added for rest in ("", "/*"))]
-        yield from monitor_problems(cfg, metrics)
+        yield from monitor_problems(settings, metrics)
 
 
-def module(run: Context) -> Iterator[str]:
+def module(settings: Settings) -> Iterator[str]:
     """Groups and keys that a LightningModule as the task does not use."""
-    if not run.custom_module:
+    if not settings.custom_module:
         return
-    cfg, name = run.cfg, title(run.cfg.task)
+    cfg, name = settings.cfg, settings.title("task")
     if groups := [group for group in ("model", "optim", "schedule") if cfg[group]]:
         yield (
             f"{', '.join(groups)} would have no effect: {cfg.task._target_} has its own. "
             f"Set {' '.join(f'{group}=none' for group in groups)}, or begin its config with defaults: [lightning_module]."
         )
-    for operation in (key for key, each in operations(cfg, shipped_only=not run.imported).items() if each.mixes):
+    for operation in (key for key, each in settings.operations.items() if each.mixes):
         yield f"augment.{operation} mixes the losses of two targets, which a task computes and {name} does not. Remove it: ~augment.{operation}."
     if cfg.task.get("metrics"):
         yield f"task.metrics has no effect: {name} logs its own metrics. Remove it."
     idle = f"compiles the network of the model group, but {name} makes its own. Remove it; a module may call self.<network>.compile()"
     steps = f"is about the steps of a task, and {name} makes its own. Remove it"
-    yield from run.excluded({"exact.logical_ranks": (None, steps), "compile": (False, idle)})
-    if run.spec.is_sharded or run.spec.splits_batches:
+    yield from settings.excluded({"exact.logical_ranks": (None, steps), "compile": (False, idle)})
+    if settings.spec.is_sharded or settings.spec.splits_batches:
         yield f"strategy={cfg.strategy.name} changes how a task's network is called; {name} calls its own. Set strategy=ddp."
 
 
-def whole_batch_problems(cfg: DictConfig) -> Iterator[str]:
+def whole_batch_problems(settings: Settings) -> Iterator[str]:
     """What divides the global batch of a task that compares its samples (`Task.between_samples`)."""
-    why = f"task={title(cfg.task)} compares the samples of a batch (between_samples)"
-    given = cfg.trainer.accumulate_grad_batches
+    why = f"task={settings.title('task')} compares the samples of a batch (between_samples)"
+    cfg, given = settings.cfg, settings.cfg.trainer.accumulate_grad_batches
     if cfg.exact.logical_ranks:
         yield f"exact.logical_ranks={cfg.exact.logical_ranks} divides the global batch into logical ranks, but {why}. Remove it."
     elif given != 1:
@@ -186,8 +184,9 @@ def whole_batch_problems(cfg: DictConfig) -> Iterator[str]:
         )
 
 
-def monitor_problems(cfg: DictConfig, metrics: list[str]) -> Iterator[str]:
+def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
     """Monitored metrics that nothing logs. The metrics of callbacks that are not Lockstep's are known only when the run logs them."""
+    cfg = settings.cfg
     first = "task.monitor" if cfg.task.get("monitor") == cfg.checkpoint.monitor else "checkpoint.monitor"
     monitors = {first: cfg.checkpoint.monitor}
     monitors |= {f"callbacks.{name}.monitor": node.get("monitor") for name, node in cfg.callbacks.items()}
@@ -207,15 +206,16 @@ def monitor_problems(cfg: DictConfig, metrics: list[str]) -> Iterator[str]:
 # --- What is known only once the data is prepared ---
 
 
-def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
+def about_problems(settings: Settings, about: Mapping[str, Any]) -> Iterator[str]:
     """Whether the data has what a shipped task needs, by the task's traits."""
+    cfg = settings.cfg
     traits = cfg.task.get("traits") if is_shipped(cfg.task) else None
     if traits is None:
         return
     there = [k for k, v in about.items() if v is not None and not (isinstance(v, Sized) and len(v) == 0)]
     if missing := [name for name in traits.needs if name not in there]:
         yield (
-            f"task={title(cfg.task)} needs {', '.join(missing)} in the `about` of the data; data={title(cfg.data)} has "
+            f"task={settings.title('task')} needs {', '.join(missing)} in the `about` of the data; data={settings.title('data')} has "
             f"{', '.join(there) or 'nothing'}. Choose another task or data, or add it to the `about` of your data set."
         )
     for name, of in traits.one_each.items():
@@ -224,10 +224,10 @@ def about_problems(cfg: DictConfig, about: Mapping[str, Any]) -> Iterator[str]:
             yield f"task.{name} has {len(given)} numbers; the data has {count} {of}. Give one for each."
 
 
-def step_problems(cfg: DictConfig, samples: int) -> Iterator[str]:
+def step_problems(settings: Settings, samples: int) -> Iterator[str]:
     """Limits that a run of so many training samples per epoch does not reach."""
-    trainer, every = cfg.trainer, cfg.trainer.val_check_interval
-    plan = step_plan(cfg)
+    cfg, trainer, plan = settings.cfg, settings.cfg.trainer, settings.steps
+    every = trainer.val_check_interval
     batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
         return  # Lightning says that nothing is trained
@@ -262,25 +262,37 @@ TRAINING = (
 )
 
 
-def check(cfg: DictConfig, *, evaluating: bool = False, imported: bool = False, shipped: bool = False) -> list[str]:
-    """All problems of a composed config; an empty list when it can run. Reads no data.
+def check(cfg: DictConfig, *, evaluating: bool = False) -> list[str]:
+    """All problems of a composed config that need neither torch nor the user's classes; an empty list without any. Reads no data."""
+    structure = list(structure_problems(cfg))
+    found = [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
+    if structure:  # the rules read these keys
+        return found
+    for group in GROUPS:
+        found += foreign_names(to_plain(cfg[group]), group) if group in cfg else ()
+    try:
+        settings = Settings.of(cfg, imported=False)
+    except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):
+        if not found:  # otherwise a value that is already reported caused it
+            raise
+        return found
+    return broken_rules(settings, found, evaluating=evaluating)
 
-    A config is checked twice: first without the user's classes and without torch, then, if that found nothing, with the classes `imported`:
-    their signatures, and the rules again. The signatures of the `shipped` classes are looked at only on demand.
+
+def check_classes(settings: Settings, *, evaluating: bool = False, shipped: bool = False) -> list[str]:
+    """The problems that `check` cannot see: imports the user's classes, checks their signatures, and applies the rules to them.
+
+    The signatures of the `shipped` classes, which take seconds to import, are looked at only on demand.
     """
-    found: list[str] = []
-    if imported:
-        found += () if evaluating else signature_problems(cfg, shipped=shipped)  # what has trained is right
-    else:
-        structure = list(structure_problems(cfg))
-        found += [*structure, *unknown_keys(cfg), *wrong_values(cfg)]
-        if structure:  # the rules read these keys
-            return found
-        for group in GROUPS:
-            found += foreign_names(to_plain(cfg[group]), group) if group in cfg else ()
+    found = [] if evaluating else list(signature_problems(settings, shipped=shipped))  # what has trained is right
+    return broken_rules(settings, found, evaluating=evaluating)
+
+
+def broken_rules(settings: Settings, found: list[str], *, evaluating: bool) -> list[str]:
+    """`found` and the problems of the rules."""
     for rule in EVALUATION if evaluating else TRAINING:
         try:
-            found += rule(Context(cfg, world_of(cfg), imported))
+            found += rule(settings)
         except UserError as e:
             found += e.problems
         except (TypeError, ValueError, ArithmeticError, OmegaConfBaseException):

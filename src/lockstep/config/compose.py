@@ -20,8 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check
 from lockstep.config.project import command, config_folders
-from lockstep.config.run_config import sweep_name
 from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, SEVERAL
+from lockstep.config.settings import sweep_name
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, did_you_mean
 from lockstep.run.report import LOADER

@@ -14,7 +14,6 @@ from lockstep.config import targets
 from lockstep.config.schema import KEYS, is_shipped
 from lockstep.config.targets import (
     accepted,
-    locate,
     parameters,
     takes_one,
     target_of,
@@ -96,16 +95,6 @@ ENGINE_DATA = (
 )
 
 
-def has_own_loaders(cfg: DictConfig) -> bool:
-    """Whether `data` is a LightningDataModule, which has its own dataloaders. Imports its class."""
-    return is_a(cfg.data, "data", "lightning.pytorch.core.datamodule.LightningDataModule")
-
-
-def uses_custom_module(cfg: DictConfig) -> bool:
-    """Whether the task is a LightningModule of the user's. Imports its class."""
-    return is_a(cfg.task, "task", "lightning.pytorch.core.module.LightningModule")
-
-
 def is_a(node: DictConfig, key: str, base: str) -> bool:
     """Whether a node names a subclass of `base`, which is known by its name: only the class is imported. Lockstep ships none."""
     path = node.get("_target_")
@@ -128,18 +117,16 @@ def data_set_problems(node: Mapping[str, Any]) -> Iterator[str]:
     yield from problems(data_set_node(node), "data")
 
 
-def create_data(cfg: DictConfig) -> Any:
-    """Creates the data set of a config, without its dataloaders; None for a LightningDataModule, which has its own."""
-    if has_own_loaders(cfg):
-        return None
-    node = to_plain(cfg.data)
+def create_data(node: Mapping[str, Any]) -> Any:
+    """Creates the data set of a `data` node, without its dataloaders."""
+    node = to_plain(node)
     raise_problems(data_set_problems(node))
     return create(data_set_node(node), "data")
 
 
-def create_custom_module(cfg: DictConfig) -> "pl.LightningModule":
-    """Creates the LightningModule of a task. It runs unchanged, with its own steps, optimizers and metrics."""
-    task = to_plain(cfg.task)
+def create_custom_module(node: Mapping[str, Any]) -> "pl.LightningModule":
+    """Creates the LightningModule of a `task` node. It runs unchanged, with its own steps, optimizers and metrics."""
+    task = to_plain(node)
     partials = {name: node for name, node in task.items() if isinstance(node, Mapping) and node.get("_partial_")}
     made = {name: create(node, f"task.{name}") for name, node in partials.items()}
     for name, hydras in made.items():  # Hydra's cannot be pickled, and Lightning drops hyperparameters that cannot
@@ -196,45 +183,23 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
 # --- The operations of the `augment` group. Lockstep's own are free of torch, so a check makes them to check their arguments ---
 
 
-def operations(cfg: DictConfig, *, shipped_only: bool = False) -> dict[str, Any]:
-    """The operations by name, in the order of the config. The data offers them `image_size`.
+def operations(nodes: Mapping[str, Any], image_size: int | None) -> dict[str, Any]:
+    """The operations of the `augment` node by name, in its order. The data offers them `image_size`.
 
     Raises:
         UserError: all that is wrong with their arguments.
     """
     made: dict[str, Any] = {}
     wrong: list[str] = []
-    nodes = {str(name): to_plain(node) for name, node in (cfg.get("augment") or {}).items()}
-    for name, node in nodes.items():
-        if shipped_only and not is_shipped(node):
-            continue
-        offered = accepted(str(node.get("_target_")), {"image_size": cfg.data.get("image_size")})
+    for name, each in nodes.items():
+        node = to_plain(each)
+        offered = accepted(str(node.get("_target_")), {"image_size": image_size})
         try:
             made[name] = create(node, f"augment.{name}", **{k: v for k, v in offered.items() if k not in node})
         except UserError as e:
             wrong += e.problems
     raise_problems(wrong)
     return made
-
-
-# --- The mean and standard deviation that images are normalised with ---
-
-
-def with_numbers(cfg: DictConfig) -> DictConfig:
-    """`cfg` with numbers in place of data.mean=model and data.std=model, so a newer timm cannot change a resumed run."""
-    if not (wanted := [key for key in ("mean", "std") if cfg.data.get(key) == "model"]):
-        return cfg
-    cfg = cfg.copy()
-    dataset = locate(cfg.data._target_)
-    network_class = locate(cfg.model._target_) if cfg.model else None
-    of_network = getattr(network_class, "normalisation", lambda _: None)(cfg.model.get("name"))
-    own = dataset.normalisation(to_plain(cfg.data))
-    if of_network and len(of_network[0]) != len(own[0]):  # pretrained on colour images, used on grey ones
-        of_network = None
-    numbers = dict(zip(("mean", "std"), of_network or own, strict=True))
-    for key in wanted:
-        cfg.data[key] = list(numbers[key])
-    return cfg
 
 
 # --- The network, for the data and the task ---

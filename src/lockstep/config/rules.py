@@ -3,19 +3,14 @@
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from lockstep.config.instantiate import has_own_loaders, operations, uses_custom_module
-from lockstep.config.run_config import step_plan, title, unit, why_not_fused
 from lockstep.config.schema import is_devices, is_shipped
+from lockstep.config.settings import Settings
 from lockstep.config.words import plain, shown
 from lockstep.errors import did_you_mean
-from lockstep.machine.world import StrategySpec, World, available, number, spec_of, why_no_gpu
+from lockstep.machine.world import available, number, why_no_gpu
 
 # What `exact.logical_ranks` excludes: a key, its usual value, and why it cannot have another one. In training and in evaluation:
 EXACT = {
@@ -47,48 +42,12 @@ WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of
 MLFLOW = "lockstep.extras.mlflow_logger.mlflow"
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a rule looks at. A rule yields what breaks it, or raises UserError."""
-
-    cfg: DictConfig
-    world: World
-    imported: bool = False  # whether the classes of the user may be imported; until then rules are about Lockstep's own
-
-    def given(self, key: str) -> str:
-        """A key and its value, as messages show them."""
-        return f"{key}={shown(plain(OmegaConf.select(self.cfg, key)))}"
-
-    def excluded(self, table: Mapping[str, tuple[Any, str]]) -> Iterator[str]:
-        """Keys of a table that differ from their usual value, with why they must not."""
-        for key, (usual, why) in table.items():
-            if OmegaConf.select(self.cfg, key, default=usual) not in (usual, None):
-                yield f"{self.given(key)} {why.format(exact=self.given('exact.logical_ranks'))}."
-
-    def knows(self, node: DictConfig) -> bool:
-        return self.imported or is_shipped(node)
-
-    @property
-    def spec(self) -> StrategySpec:
-        return spec_of(self.cfg.strategy)
-
-    @property
-    def own_loaders(self) -> bool:
-        return self.imported and has_own_loaders(self.cfg)
-
-    @property
-    def custom_module(self) -> bool:
-        """By what task=lightning_module declares; of another task once its class is imported."""
-        declared = "replaces" in (self.cfg.task.get("traits") or {})
-        return declared or (self.imported and uses_custom_module(self.cfg))
-
-
 # --- The machine, its launcher and the strategy ---
 
 
-def devices(run: Context) -> Iterator[str]:
+def devices(settings: Settings) -> Iterator[str]:
     """Whether the machine and its launcher have the devices and processes that a config asks for."""
-    cfg, world, splits = run.cfg, run.world, run.spec.splits_batches
+    cfg, world, splits = settings.cfg, settings.world, settings.spec.splits_batches
     ids = plain(cfg.trainer.devices)
     given, there = shown(ids), available(world.accelerator)
     if world.accelerator == "cuda" and not there:
@@ -130,42 +89,46 @@ def devices(run: Context) -> Iterator[str]:
         yield f"trainer.num_nodes={cfg.trainer.num_nodes} contradicts {world.external}, which started {world.nodes} nodes. Remove trainer.num_nodes."
 
 
-def strategy(run: Context) -> Iterator[str]:
-    precision, possible, accelerator = str(run.cfg.trainer.precision), run.spec.precisions, run.world.accelerator
+def strategy(settings: Settings) -> Iterator[str]:
+    precision, possible, accelerator = (
+        str(settings.cfg.trainer.precision),
+        settings.spec.precisions,
+        settings.world.accelerator,
+    )
     if precision in ("16-mixed", "16-true", "16") and accelerator == "cpu":
         yield f"trainer.precision={precision} is not supported on a CPU. Set trainer.precision=bf16-mixed."
     if possible and precision not in ("auto", "32", *possible):
-        yield f"strategy={run.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Set trainer.precision=bf16-mixed."
+        yield f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Set trainer.precision=bf16-mixed."
     if accelerator == "mps" and precision in ("64-true", "64"):
         yield "trainer.precision=64-true is not supported on mps. Set trainer.precision=32-true."
-    yield from without_effect(run).values()
+    yield from without_effect(settings).values()
 
 
-def without_effect(run: Context) -> dict[str, str]:
+def without_effect(settings: Settings) -> dict[str, str]:
     """Keys that do nothing under the strategy or on the device, each with what to say. Flags, or names that null takes away."""
-    cfg, on_gpu, found = run.cfg, run.world.accelerator == "cuda", dict[str, str]()
-    under = f"has no effect under strategy={run.world.strategy}"
+    cfg, on_gpu, found = settings.cfg, settings.world.accelerator == "cuda", dict[str, str]()
+    under = f"has no effect under strategy={settings.world.strategy}"
     if cfg.tf32 and not on_gpu:
-        found["tf32"] = f"has no effect on {run.world.accelerator}: only NVIDIA GPUs have it. Set tf32=false."
-    if cfg.trainer.sync_batchnorm and run.spec.splits_batches:
+        found["tf32"] = f"has no effect on {settings.world.accelerator}: only NVIDIA GPUs have it. Set tf32=false."
+    if cfg.trainer.sync_batchnorm and settings.spec.splits_batches:
         found["trainer.sync_batchnorm"] = f"{under}: each replica normalises its own part. Set strategy=ddp."
-    if cfg.compile and run.spec.splits_batches:
+    if cfg.compile and settings.spec.splits_batches:
         found["compile"] = f"{under}: all replicas would run on the first device. Set strategy=ddp."
-    if cfg.checkpoint.sharded and not run.spec.is_sharded:
+    if cfg.checkpoint.sharded and not settings.spec.is_sharded:
         found["checkpoint.sharded"] = (
             f"{under}: nothing is sharded there. Set strategy=fsdp, or checkpoint.sharded=false."
         )
     if cfg.strategy.get("comm_hook") and not on_gpu:
         found["strategy.comm_hook"] = "has no effect without GPUs. Set strategy.comm_hook=null."
-    return {key: f"{run.given(key)} {why}" for key, why in found.items()}
+    return {key: f"{settings.given(key)} {why}" for key, why in found.items()}
 
 
 # --- The same bits on any number of processes (`exact.logical_ranks`) ---
 
 
-def processes(run: Context) -> Iterator[str]:
+def processes(settings: Settings) -> Iterator[str]:
     """Of training and evaluation: where metrics would depend on the processes."""
-    cfg, world, exact = run.cfg, run.world, run.given("exact.logical_ranks")
+    cfg, world, exact = settings.cfg, settings.world, settings.given("exact.logical_ranks")
     ranks, on_gpu = cfg.exact.logical_ranks, world.accelerator == "cuda"
     if ranks is None:
         return
@@ -174,43 +137,43 @@ def processes(run: Context) -> Iterator[str]:
             f"{exact} cannot be divided among {world.size} processes. Start 1, 2, 4 or another power of two up to {ranks}. A run keeps its "
             "exact.logical_ranks; an evaluation with exact.logical_ranks=null gives metrics that are equal up to rounding."
         )
-    if not run.spec.adds_in_fixed_order:
-        yield f"{exact} needs strategy=single, ddp or fsdp: strategy={title(cfg.strategy)} adds gradients in an order of its own."
-    if run.spec.splits_batches:
+    if not settings.spec.adds_in_fixed_order:
+        yield f"{exact} needs strategy=single, ddp or fsdp: strategy={settings.title('strategy')} adds gradients in an order of its own."
+    if settings.spec.splits_batches:
         yield f"{exact} is not possible with strategy={world.strategy}, which divides batches by the number of GPUs. Set strategy=ddp."
     if world.accelerator == "mps":
         yield f"{exact} needs float64, which mps does not support. Set trainer.accelerator=cpu."
     if on_gpu and cfg.trainer.deterministic in (False, "warn"):
-        yield f"{exact} needs deterministic kernels on GPUs. Remove {run.given('trainer.deterministic')}."
+        yield f"{exact} needs deterministic kernels on GPUs. Remove {settings.given('trainer.deterministic')}."
     if on_gpu and cfg.trainer.benchmark:
         yield f"trainer.benchmark=true chooses kernels by their speed in this run, so {exact} is not possible. Remove trainer.benchmark."
     if world.accelerator != "cpu" and cfg.exact.threads != 1:
-        yield f"{run.given('exact.threads')} has no effect on {world.accelerator}: it is for CPUs. Remove it."
-    yield from run.excluded(EXACT)
+        yield f"{settings.given('exact.threads')} has no effect on {world.accelerator}: it is for CPUs. Remove it."
+    yield from settings.excluded(EXACT)
 
 
-def exact_training(run: Context) -> Iterator[str]:
-    trainer, exact = run.cfg.trainer, run.given("exact.logical_ranks")
-    if run.cfg.exact.logical_ranks is None:
+def exact_training(settings: Settings) -> Iterator[str]:
+    trainer, exact = settings.cfg.trainer, settings.given("exact.logical_ranks")
+    if settings.cfg.exact.logical_ranks is None:
         alone = "has no effect without exact.logical_ranks. Set exact.logical_ranks=8 as well, or remove it"
-        yield from run.excluded({"exact.threads": (1, alone), "exact.digests": (False, alone)})
+        yield from settings.excluded({"exact.threads": (1, alone), "exact.digests": (False, alone)})
         return
     for key in COUNTED:
         if isinstance(trainer[key], float) and trainer[key] not in (0.0, 1.0):
             yield f"trainer.{key}={trainer[key]} is a fraction of a process's micro-batches; with {exact} it takes a number of steps. Set trainer.{key}=10."
-    yield from run.excluded(EXACT_TRAINING)
-    if run.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
-        yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={run.world.strategy}. Set trainer.precision=bf16-mixed."
+    yield from settings.excluded(EXACT_TRAINING)
+    if settings.spec.is_sharded and trainer.precision in ("bf16-true", "16-true"):
+        yield f"trainer.precision={trainer.precision} rounds the last elements of a shard in another way, so {exact} is not possible with strategy={settings.world.strategy}. Set trainer.precision=bf16-mixed."
 
 
 # --- Data, batches and operations ---
 
 
-def loading(run: Context) -> Iterator[str]:
-    data, workers = run.cfg.data, run.cfg.data.get("num_workers")
-    if not run.knows(data) or run.own_loaders:
+def loading(settings: Settings) -> Iterator[str]:
+    data, workers = settings.cfg.data, settings.cfg.data.get("num_workers")
+    if not settings.knows("data") or settings.own_loaders:
         return
-    if data.get("on_device") is True and run.world.accelerator == "cpu":
+    if data.get("on_device") is True and settings.world.accelerator == "cpu":
         yield "data.on_device=true has no effect on a CPU: the samples are in its memory already. Set data.on_device=auto."
     if data.get("on_device") is True and workers not in (0, "auto"):
         yield f"data.on_device=true leaves nothing for data.num_workers={workers} to load. Remove one of them."
@@ -219,25 +182,24 @@ def loading(run: Context) -> Iterator[str]:
             yield f"data.{key}={shown(data[key])} has no effect without workers. Set data.num_workers=2 as well, or remove it."
 
 
-def augmentation(run: Context) -> Iterator[str]:
-    if run.own_loaders and (names := [*(run.cfg.get("augment") or ())]):
-        yield f"augment.{names[0]} has no effect: {run.cfg.data._target_} makes its own batches. Set augment=none."
-    else:
-        operations(run.cfg, shipped_only=not run.imported)
+def augmentation(settings: Settings) -> Iterator[str]:
+    names = [*settings.operations]  # raises all that is wrong with their arguments
+    if settings.own_loaders and names:
+        yield f"augment.{names[0]} has no effect: {settings.cfg.data._target_} makes its own batches. Set augment=none."
 
 
-def division(run: Context) -> Iterator[str]:
+def division(settings: Settings) -> Iterator[str]:
     """The global batch must divide into processes x micro-batches, each with whole pairs and copies; evaluation batches need not."""
-    cfg, batch = run.cfg, run.cfg.data.get("batch_size")
-    if not run.knows(cfg.data) or run.own_loaders:
+    cfg, batch = settings.cfg, settings.cfg.data.get("batch_size")
+    if not settings.knows("data") or settings.own_loaders:
         return
     folds, fold = cfg.data.get("folds"), cfg.data.get("fold", 0)
     if folds is None and fold:
         yield f"data.fold={fold} has no effect without data.folds. Set data.folds=5 as well."
     if folds is not None and fold >= folds:
         yield f"data.fold={fold} is invalid with data.folds={folds}; folds are counted from 0 to {folds - 1}."
-    whole, why = unit(cfg, shipped_only=not run.imported)
-    parts, into, keys = step_plan(cfg).parts(run.world.size)
+    whole, why = settings.unit
+    parts, into, keys = settings.steps.parts(settings.world.size)
     if batch % (parts := parts * whole):
         low, high = batch // parts * parts, (batch // parts + 1) * parts
         into += f" of a multiple of {whole} samples ({why} within a micro-batch)" if whole > 1 else ""
@@ -247,9 +209,9 @@ def division(run: Context) -> Iterator[str]:
         )
 
 
-def accumulation(run: Context) -> Iterator[str]:
+def accumulation(settings: Settings) -> Iterator[str]:
     """Counts of micro-batches are whole steps. trainer.accumulate_grad_batches=auto restarts the processes with other ones."""
-    trainer, world, accumulate = run.cfg.trainer, run.world, step_plan(run.cfg).accumulate
+    trainer, world, accumulate = settings.cfg.trainer, settings.world, settings.steps.accumulate
     auto, is_auto = "trainer.accumulate_grad_batches=auto", trainer.accumulate_grad_batches == "auto"
     if is_auto and (world.external or world.nodes > 1):
         who = world.external or "more than one parent process"
@@ -275,15 +237,15 @@ def accumulation(run: Context) -> Iterator[str]:
 # --- The training: its length, optimizer, checkpoints, callbacks, loggers ---
 
 
-def length(run: Context) -> Iterator[str]:
-    cfg, trainer, epochs = run.cfg, run.cfg.trainer, step_plan(run.cfg).epochs
+def length(settings: Settings) -> Iterator[str]:
+    cfg, trainer, epochs = settings.cfg, settings.cfg.trainer, settings.steps.epochs
     if trainer.min_epochs and trainer.min_epochs > epochs:
         yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {epochs} epochs. Set trainer.max_epochs={trainer.min_epochs}."
     if trainer.min_steps and -1 < trainer.max_steps < trainer.min_steps:
         yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Remove one of them."
     if cfg.schedule.get("needs_end") is True and epochs == math.inf and trainer.max_steps == -1:
         yield (
-            f"schedule={title(cfg.schedule)} needs the run's number of steps, and trainer.max_epochs={trainer.max_epochs} has no end. "
+            f"schedule={settings.title('schedule')} needs the run's number of steps, and trainer.max_epochs={trainer.max_epochs} has no end. "
             "Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
         )
     if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
@@ -292,9 +254,9 @@ def length(run: Context) -> Iterator[str]:
         yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval in place of train, with run=<name>."
 
 
-def optimizer(run: Context) -> Iterator[str]:
-    cfg, optim, trainer = run.cfg, run.cfg.optim, run.cfg.trainer
-    if optim.get("fused") is True and (why := why_not_fused(cfg)):
+def optimizer(settings: Settings) -> Iterator[str]:
+    optim, trainer = settings.cfg.optim, settings.cfg.trainer
+    if optim.get("fused") is True and (why := settings.why_not_fused):
         yield f"optim.fused=true {why}. Remove optim.fused."
     if optim.get("nesterov") is True and "momentum" in optim and not optim.momentum:
         yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
@@ -304,9 +266,9 @@ def optimizer(run: Context) -> Iterator[str]:
         yield f"trainer.gradient_clip_algorithm={trainer.gradient_clip_algorithm} has no effect alone. Set trainer.gradient_clip_val=1.0 as well."
 
 
-def checkpoints(run: Context) -> Iterator[str]:
+def checkpoints(settings: Settings) -> Iterator[str]:
     """What is kept and started from: the monitored metric, saving, and weights."""
-    cfg, checkpoint = run.cfg, run.cfg.checkpoint
+    cfg, checkpoint = settings.cfg, settings.cfg.checkpoint
     modes = {cfg.task.monitor: cfg.task.mode, "val/loss": "min", None: checkpoint.mode}
     if (good := modes.get(checkpoint.monitor, checkpoint.mode)) != checkpoint.mode:
         yield f"checkpoint.monitor={checkpoint.monitor} with checkpoint.mode={checkpoint.mode} would keep the worst checkpoint. Set checkpoint.mode={good}."
@@ -332,10 +294,10 @@ def checkpoints(run: Context) -> Iterator[str]:
         yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
 
 
-def loggers(run: Context) -> Iterator[str]:
+def loggers(settings: Settings) -> Iterator[str]:
     """Packages, and variables whose values a library would refuse late."""
     mode = os.environ.get("WANDB_MODE", "offline")
-    for name, node in run.cfg.logger.items():
+    for name, node in settings.cfg.logger.items():
         if node.get("_target_") == WANDB and node.get("mode") == "auto" and mode not in WANDB_MODES:
             yield (
                 f"WANDB_MODE={mode} in the environment is invalid; expected one of {', '.join(WANDB_MODES)}{did_you_mean(mode, WANDB_MODES)}. "

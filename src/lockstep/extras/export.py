@@ -23,7 +23,7 @@ from lockstep.checkpoints.saving import Position
 from lockstep.checkpoints.weights import load_into, read
 from lockstep.config.compose import as_overrides
 from lockstep.config.instantiate import WEIGHTS, create, create_data, network
-from lockstep.config.run_config import model_title, title
+from lockstep.config.settings import Settings, model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.data import dataset, pixels
 from lockstep.data.dataset import Batch, DataSet, samples_of
@@ -249,9 +249,9 @@ def samples_to_compare(
         good = [place for place, problem in enumerate(batch.pop("problem")) if not problem]
         return reader, samples_at(batch, good, len(batch["index"]))
     try:
-        data = create_data(cfg)
-        if data is None:
+        if Settings.of(cfg).own_loaders:
             raise UserError("it has its own dataloaders.")
+        data: DataSet = create_data(cfg.data)
         data.prepare()
         samples = samples_of(data.test)
         return data, fetch(samples, np.arange(min(COMPARED, len(samples))))

@@ -15,15 +15,13 @@ from urllib.parse import quote
 
 import lightning.pytorch as pl
 import numpy as np
-from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
 
 from lockstep import build
 from lockstep.build_trainer import evaluator
 from lockstep.checkpoints.weights import read
-from lockstep.config.instantiate import has_own_loaders
-from lockstep.config.run_config import title
+from lockstep.config.settings import Settings
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
 from lockstep.data.images import find_inputs
@@ -34,7 +32,6 @@ from lockstep.extras.exported import digits, text
 from lockstep.extras.tables import LISTED, InputFiles, Inputs, Row, as_utf8, listed, reading_class, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
-from lockstep.machine.world import World
 from lockstep.reporting.render import render
 from lockstep.tasks.panel import Mask, Sample
 from lockstep.training.workload import Workload
@@ -285,15 +282,16 @@ class Writer(pl.Callback):
 # --- The data to predict, and the table of their predictions ---
 
 
-def data(cfg: DictConfig) -> DataModule:
+def data(settings: Settings) -> DataModule:
     """The part of the run's data that is asked for, or the files."""
-    if has_own_loaders(cfg):
+    cfg = settings.cfg
+    if settings.own_loaders:
         raise UserError(
-            f"data={title(cfg.data)} is a LightningDataModule with its own dataloaders, which may repeat samples or leave some out. "
+            f"data={settings.title('data')} is a LightningDataModule with its own dataloaders, which may repeat samples or leave some out. "
             "Write a lockstep.data.DataSet to predict, or call lockstep.load_model and predict in your own loop."
         )
     if cfg.predict.part:
-        made = build.data(cfg)
+        made = build.data(settings)
         assert isinstance(made, DataModule)
         made.predicted = cfg.predict.part
         return made
@@ -309,13 +307,14 @@ def data(cfg: DictConfig) -> DataModule:
     return DataModule(Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=batch, num_workers=workers)
 
 
-def predict(cfg: DictConfig, world: World, data: DataModule, work: Workload) -> Parts | None:
+def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | None:
     """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
+    cfg, world = settings.cfg, settings.world
     asked, output = cfg.predict, Path(cfg.predict.output)
     columns, names = work.columns(asked.top_k)
-    trainer = evaluator(cfg, world, work, Writer(data, asked, columns, names))
+    trainer = evaluator(settings, work, Writer(data, asked, columns, names))
     try:
-        with build.oom_advice(cfg, trainer, work):
+        with build.oom_advice(settings, trainer, work):
             trainer.predict(work.module, data, return_predictions=False)
         if world.rank:
             return None

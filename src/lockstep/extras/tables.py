@@ -13,7 +13,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from lockstep.config.project import of_users_code
-from lockstep.config.run_config import title
+from lockstep.config.settings import title
 from lockstep.config.targets import target_of
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
 from lockstep.data.images import Listing

@@ -1,7 +1,7 @@
 """From a command to the processes of a run. Free of torch."""
 
+from lockstep.config.settings import Settings
 from lockstep.launch.cli import main
 from lockstep.launch.local import job
-from lockstep.machine.world import World
 
-__all__ = ["World", "job", "main"]
+__all__ = ["Settings", "job", "main"]

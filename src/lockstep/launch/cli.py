@@ -16,15 +16,15 @@ from omegaconf import DictConfig
 
 from lockstep import CONFIGS
 from lockstep.config import compose, project
-from lockstep.config.run_config import run_dir
 from lockstep.config.schema import wrong_values
+from lockstep.config.settings import Settings, folder_of
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.launch import help, local, sweeps
 from lockstep.launch.exits import INTERRUPTED, exit_code
 from lockstep.launch.local import Job, Run
 from lockstep.launch.start import FIRST, start
 from lockstep.machine import process
-from lockstep.machine.world import TORCHRUN, World, external_launcher, launcher_problems, rank_of
+from lockstep.machine.world import TORCHRUN, external_launcher, launcher_problems, rank_of
 
 # --- The command line: `python train.py key=value ...`, and the processes that a command starts ---
 
@@ -143,7 +143,7 @@ def one_job(job: Job, outcome: list[int], cfg: DictConfig) -> dict[str, Any] | N
         outcome.append(code)
         return None
     if rank_of() == 0:
-        sweeps.record(run_dir(cfg), overrides, failed=bool(code))
+        sweeps.record(folder_of(cfg), overrides, failed=bool(code))
     if code == INTERRUPTED or process.received:
         raise KeyboardInterrupt  # ends a multirun as a whole
     if code:
@@ -184,10 +184,10 @@ def guarded_job(name: str) -> Job:
     script = local.script(name)
     run = local.load(script)
 
-    def run_and_restore(cfg: DictConfig, world: World) -> Any:
+    def run_and_restore(settings: Settings) -> Any:
         import lockstep.build  # noqa: F401  # first, so that what an import sets up stays
 
         with process.libraries_restored():
-            return run(cfg, world)
+            return run(settings)
 
     return Job(name, script, run_and_restore)

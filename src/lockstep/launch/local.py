@@ -16,23 +16,22 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from lockstep import PACKAGE, ROOT, WHEEL
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.run_config import accumulations, batches, run_dir, unit
+from lockstep.config.settings import Settings
 from lockstep.errors import LostProcess, OutOfMemory, RunFailed, UserError, did_you_mean
 from lockstep.launch.exits import INTERRUPTED
 from lockstep.machine import process
 from lockstep.machine.files import write_text
 from lockstep.machine.world import World, cores
-from lockstep.run.folder import RunFolder
 
 # --- The scripts that commands run, the project's own or Lockstep's, and the jobs that they define ---
 
 SCRIPTS = (PACKAGE / "scripts",) if WHEEL else (ROOT, ROOT / "scripts")
-Run = Callable[[DictConfig, World], Any]  # the part of one process
+Run = Callable[[Settings], Any]  # the part of one process
 
 
 @dataclass(frozen=True)
@@ -165,12 +164,12 @@ def environment(world: World, port: int) -> dict[str, str]:
     return {**several, **os.environ, **here, **place}
 
 
-def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
+def in_run(run: Run, settings: Settings) -> Any:
     """This process's part of a run; what it prints also goes to its log."""
-    log = process.RankLog(run_dir(cfg), world.rank) if process.owned else nullcontext()
+    log = process.RankLog(settings.folder.path, settings.world.rank) if process.owned else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
         end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
-        return run(cfg, world)
+        return run(settings)
 
 
 def report_end(run: Run, handover: Handover) -> None:
@@ -181,19 +180,19 @@ def report_end(run: Run, handover: Handover) -> None:
     assert handover.world is not None
     end_file = Path(handover.end_file)
 
-    def reported(cfg: DictConfig, world: World) -> None:
-        run(cfg, world)
+    def reported(settings: Settings) -> None:
+        run(settings)
         end_file.touch()  # before it waits for the others
 
     try:
-        in_run(reported, handover.config, handover.world)
+        in_run(reported, Settings(handover.config, handover.world))
     except OutOfMemory as e:
         write_text(end_file, json.dumps(e.args))
         time.sleep(GRACE_S)
         raise
 
 
-def run_processes(script: Path, cfg: DictConfig, world: World, *, trains: bool = True) -> None:
+def run_processes(script: Path, settings: Settings, *, trains: bool = True) -> None:
     """Runs `script` once for each process of this node and waits. None is left afterwards.
 
     Raises:
@@ -202,10 +201,10 @@ def run_processes(script: Path, cfg: DictConfig, world: World, *, trains: bool =
         LostProcess: a signal ended one of them.
         KeyboardInterrupt: once they have saved, or at once at a second Ctrl-C.
     """
-    debug_rank, kills = process.debug_rank, kernel_kills()
+    world, debug_rank, kills = settings.world, process.debug_rank, kernel_kills()
     if trains or debug_rank is not None:
         process.install(interrupt=process.on_interrupt)
-    config = OmegaConf.to_container(cfg, resolve=True)
+    config = OmegaConf.to_container(settings.cfg, resolve=True)
     job = Handover(config, debug_rank=debug_rank, from_notebook=process.in_notebook())
     processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, held_port() as port:
@@ -218,7 +217,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World, *, trains: bool =
                     streams["stdout"] = subprocess.DEVNULL
                 handover = replace(job, world=place, end_file=str(end_file))
                 processes.append(spawn(script, environment(place, port), handover, **streams))
-            code = wait(processes, end_files, run_dir(cfg) / "checkpoints")
+            code = wait(processes, end_files, settings.folder.checkpoints)
             rank = world.rank + next((i for i, child in enumerate(processes) if child.poll() == code), 0)
         finally:
             for child in processes:  # the others wait for the failed one, and SIGTERM only asks them to save
@@ -234,7 +233,7 @@ def run_processes(script: Path, cfg: DictConfig, world: World, *, trains: bool =
     if errors:  # the error without a remedy, else the one with the smallest micro-batch
         raise max(errors, key=lambda e: e.accumulate or float("inf"))
     if code == -9:  # SIGKILL, which Windows does not have
-        raise killed(cfg, world, rank, by_kernel=kernel_kills() > kills, trains=trains)
+        raise killed(settings, rank, by_kernel=kernel_kills() > kills, trains=trains)
     if code < 0:
         raise LostProcess(f"rank {rank} was ended by {signal.Signals(-code).name}, so the others were ended too.")
     if code:
@@ -278,29 +277,30 @@ def wait(
 VMSTAT = Path("/proc/vmstat")
 
 
-def until_it_fits(run: Callable[[DictConfig, World], None], cfg: DictConfig, world: World) -> None:
+def until_it_fits(run: Callable[[Settings], None], settings: Settings) -> None:
     """Runs with as few micro-batches per step as memory allows. Each attempt continues from the previous one's last checkpoint.
 
     Raises:
         OutOfMemory: a smaller micro-batch does not help, or does not exist.
     """
-    cfg, batch = cfg.copy(), cfg.data.batch_size
-    had = RunFolder(run_dir(cfg)).report().get("micro_batch") or batch  # of a resumed run
-    fits = (k for k in accumulations(batch, world.size, unit(cfg)[0]) if batch // (world.size * k) <= had)
+    cfg, folder = settings.cfg.copy(), settings.folder
+    batch = cfg.data.batch_size
+    had = folder.report().get("micro_batch") or batch  # of a resumed run
+    fits = (k for k in settings.accumulations if batch // (settings.world.size * k) <= had)
     cfg.trainer.accumulate_grad_batches = next(fits)
     while True:
         try:
-            return run(cfg, world)
+            return run(settings.but(cfg))
         except OutOfMemory as e:
             if e.accumulate is None or process.received:
                 raise
-            before = batches(cfg, world)["micro_batch"]
+            before = settings.but(cfg).batches["micro_batch"]
             cfg.trainer.accumulate_grad_batches = e.accumulate
-        newest = checkpoint_if_any(run_dir(cfg))
+        newest = checkpoint_if_any(folder.path)
         cfg.resume = str(newest) if newest else cfg.resume
         if not cfg.resume:
-            RunFolder(run_dir(cfg)).discard()
-        now = batches(cfg, world)
+            folder.discard()
+        now = settings.but(cfg).batches
         words = f"{now['micro_batch']} x {now['accumulate_grad_batches']} accumulated"
         print(f"a micro-batch of {before} does not fit in memory; continuing with {words}", file=sys.stderr, flush=True)
 
@@ -311,19 +311,18 @@ def kernel_kills() -> int:
     return int(found[1]) if found else 0
 
 
-def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
+def killed(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> OutOfMemory:
     """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
-    who = f"rank {rank}" if world.size > 1 else "the process"
+    who = f"rank {rank}" if settings.world.size > 1 else "the process"
     fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
     if not trains:
         return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the metrics stay the same.")
-    batch = batches(cfg, world)["batch_size"]
-    if batch is None:  # the data's own dataloaders decide
+    if settings.own_loaders:  # the data's own dataloaders decide
         return OutOfMemory(
-            f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
+            f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {settings.cfg.data._target_}."
         )
-    now = cfg.trainer.accumulate_grad_batches
-    more = next((k for k in accumulations(batch, world.size, unit(cfg)[0]) if k > now), None)
+    now, batch = settings.cfg.trainer.accumulate_grad_batches, settings.cfg.data.batch_size
+    more = next((k for k in settings.accumulations if k > now), None)
     smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
     return OutOfMemory(f"{who} of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)

@@ -10,9 +10,9 @@ from lockstep.checkpoints import finding
 from lockstep.checkpoints.finding import outline, step_of
 from lockstep.config.compose import compose_config, dotted, is_group, key_of
 from lockstep.config.project import command
-from lockstep.config.rules import Context, without_effect
-from lockstep.config.run_config import name_of_job, restarted, run_dir, step_plan
+from lockstep.config.rules import without_effect
 from lockstep.config.schema import CLOSED, KEYS, PREDICT, RECIPES
+from lockstep.config.settings import Settings, folder_of, restarted
 from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
 from lockstep.machine.world import world_of
@@ -99,7 +99,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     cfg = composed.copy()
     raise_problems(contradictions(cfg))
     if cfg.run is None and cfg.resume in (None, "auto"):
-        cfg.run = name_of_job(cfg)
+        cfg.run = Settings.of(cfg).name_of_job()
         if has_begun(cfg) and not cfg.resume and not restarted() and world_of(cfg).external is None:
             cfg.run = None  # a second command in the same SLURM job
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
@@ -124,7 +124,7 @@ def contradictions(cfg: DictConfig) -> Iterator[str]:
 
 
 def has_begun(cfg: DictConfig) -> bool:
-    return cfg.run is not None and RunFolder(run_dir(cfg)).has_config()
+    return cfg.run is not None and folder_of(cfg).has_config()
 
 
 def from_weights(cfg: DictConfig) -> DictConfig:
@@ -156,17 +156,17 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
     set_aside(result, own)
     if world_of(result).rank == 0 and result.run != own_name and has_begun(result):
-        raise UserError(f"run={result.run}: {run_dir(result)} is another run. Remove run, or pass another name.")
+        raise UserError(f"run={result.run}: {folder_of(result).path} is another run. Remove run, or pass another name.")
     raise_problems(changes(result, saved))
     return same_identity(result, before) if result.run == own_name else result
 
 
 def set_aside(cfg: DictConfig, overrides: list[str]) -> None:
     """Neutralises recalled values that have no effect under the new strategy or device, with a warning. Those passed now stay an error."""
-    world, passed = world_of(cfg), [key_of(override) for override in overrides]
-    for key in (key for key in without_effect(Context(cfg, world)) if key not in passed):
+    settings, passed = Settings.of(cfg), [key_of(override) for override in overrides]
+    for key in (key for key in without_effect(settings) if key not in passed):
         value = OmegaConf.select(cfg, key)
-        if world.rank == 0:
+        if settings.world.rank == 0:
             warn(f"{key}={shown(value)} of the resumed run has no effect here and is set aside")
         OmegaConf.update(cfg, key, False if value is True else None, force_add=True)
 
@@ -220,12 +220,13 @@ def for_evaluation(composed: DictConfig, overrides: list[str], job: str = "eval"
 PLACE = ("run", "runs_dir", "resume", "init_from", *MACHINE)  # keys that change nothing of the training
 
 
-def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
+def already_finished(settings: Settings, samples: int | None) -> str | None:
     """What to report if the run of the checkpoint `cfg.resume` is done and `cfg` trains no further; None if it does.
 
     `samples` are those of an epoch; None if they are not known. Early stopping and max_time may end a run before its last step, so a
     config that trains alike has nothing left either.
     """
+    cfg, plan = settings.cfg, settings.steps
     if not cfg.resume:
         return None
     folder = RunFolder(Path(cfg.resume).resolve().parents[1])
@@ -237,7 +238,6 @@ def already_finished(cfg: DictConfig, samples: int | None) -> str | None:
         return None
     steps = int(report["train/steps"])
     longer = []  # the keys that end the run after these steps, each with a larger value
-    plan = step_plan(cfg)
     per_epoch = plan.epoch(samples) // plan.accumulate if samples else None
     if plan.epochs * (per_epoch or 0) <= steps:
         longer.append(f"trainer.max_epochs={steps // per_epoch + 1 if per_epoch else int(plan.epochs) + 1}")

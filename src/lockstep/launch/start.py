@@ -13,16 +13,16 @@ from omegaconf import DictConfig, open_dict
 
 from lockstep.checkpoints.finding import checkpoint_if_any
 from lockstep.config import project
-from lockstep.config.checks import about_problems, check, missing_keys, step_problems
+from lockstep.config.checks import about_problems, check, check_classes, missing_keys, step_problems
 from lockstep.config.compose import beyond_schema, composed, fixed_keys, key_of, without_replaced_defaults
-from lockstep.config.run_config import decided, evaluation_file, first_report, identify, restarted, run_dir, workers
 from lockstep.config.schema import PREDICT, problem_of, wrong_values
+from lockstep.config.settings import Settings, folder_of, restarted, workers
 from lockstep.config.words import readable, warn
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch import local, resuming
 from lockstep.launch.local import Job
 from lockstep.machine import files, process
-from lockstep.machine.world import World, rank_of, why_no_gpu, world_of
+from lockstep.machine.world import World, rank_of, why_no_gpu
 from lockstep.run.folder import PATIENCE_S, RunFolder
 
 FIRST = ("run", "runs_dir", "resume", "init_from", "debug_rank")  # a resumed run's own config is found by them
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.reporting.runs_page import Report
 
 
-def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet, int] | tuple[None, None]":
+def prepare_data(settings: Settings, *, evaluating: bool = False) -> "tuple[DataSet, int] | tuple[None, None]":
     """Prepares the data, once for all processes, and warns if it is not the whole set.
 
     Returns the data and the number of training samples; None for a LightningDataModule, which prepares its data in training.
@@ -43,25 +43,27 @@ def prepare_data(cfg: DictConfig, *, evaluating: bool = False) -> "tuple[DataSet
     from lockstep.config.instantiate import create_data
     from lockstep.data.sampler import splits
 
-    data: DataSet | None = create_data(cfg)
-    if data is None:
+    if settings.own_loaders:
         return None, None
+    node = settings.cfg.data
+    data: DataSet = create_data(node)
     data.prepare()
-    train, *_ = splits(data, **{key: cfg.data[key] for key in SPLITTING if key in cfg.data})
+    train, *_ = splits(data, **{key: node[key] for key in SPLITTING if key in node})
     if not evaluating:
-        raise_problems([*about_problems(cfg, data.about), *step_problems(cfg, train.count)])
+        raise_problems([*about_problems(settings, data.about), *step_problems(settings, train.count)])
     if data.notice and rank_of() == 0:
         warn(data.notice)
     return data, train.count
 
 
-def checked(overrides: list[str]) -> tuple[DictConfig, World]:
-    """The config of a training, with its processes, for scripts that train differently. Raises UserError: it is wrong."""
+def checked(overrides: list[str]) -> Settings:
+    """The settings of a training, for scripts that train differently. Raises UserError: they are wrong."""
     project.make_importable()
     cfg = composed("train", overrides)
     raise_problems(check(cfg))
-    raise_problems(check(cfg, imported=True, shipped=beyond_schema(overrides)))
-    return cfg, world_of(cfg)
+    settings = Settings.of(cfg)
+    raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
+    return settings
 
 
 def runs_here(world: World) -> bool:
@@ -100,55 +102,55 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
     if fresh:
         raise_problems(check(cfg))
     if rank_of() == 0:
-        files.refuse_unwritable(run_dir(cfg) if cfg.run else Path(cfg.runs_dir), "runs_dir")
+        files.refuse_unwritable(folder_of(cfg).path if cfg.run else Path(cfg.runs_dir), "runs_dir")
     cfg = resuming.for_training(cfg, overrides)
     # a fresh run has got no more than its name and the path of its weights
     raise_problems(wrong_values(cfg, FIRST) if fresh and not cfg.resume else check(cfg))
-    world = world_of(cfg)
+    settings = Settings.of(cfg)
+    world = settings.world
     try:
-        raise_problems(check(cfg, imported=True, shipped=beyond_schema(overrides)))
+        raise_problems(check_classes(settings, shipped=beyond_schema(overrides)))
         raise_problems(debug_problems(world))
-        data, samples = prepare_data(cfg)
+        data, samples = prepare_data(settings)
     except Exception as e:
         if project.of_users_code(e):
             from lockstep.reporting.recorder import Recorder
 
-            cfg = identify(cfg, None)
-            recorder = Recorder(RunFolder(run_dir(cfg)), cfg, first_report(cfg, world), world.rank)
+            settings = settings.identified(None)
+            recorder = Recorder(settings.folder, settings.cfg, settings.first_report(), world.rank)
             if not recorder.folder.has_config():  # a run that has begun keeps its report
                 recorder.__exit__(type(e), e, e.__traceback__)
         raise
     from lockstep.reporting.runs_page import Report
 
     experiment = next((o.partition("=")[2] for o in overrides if key_of(o) == "experiment"), None)
-    cfg = identify(decided(cfg, world, data, samples), data.source if data else None, experiment)
-    if told := resuming.already_finished(cfg, samples):
+    settings = settings.decided(data, samples).identified(data.source if data else None, experiment)
+    if told := resuming.already_finished(settings, samples):
         if world.rank == 0:
             print(readable(told))
         return Report(RunFolder(Path(cfg.resume).resolve().parents[1]))
-    folder = RunFolder(run_dir(cfg))
+    folder = settings.folder
     lock = folder.locked(RESTART_S if restarted() else PATIENCE_S) if world.rank == 0 else nullcontext()
     with lock:  # before any file is changed
         if again and not cfg.resume and world.rank == 0:
             if checkpoint_if_any(folder.path):  # saved since this command looked, by a run that has ended meanwhile
                 raise UserError(f"{folder.path} has been trained meanwhile. Run the command again to continue it.")
             folder.discard()  # the run died before its first checkpoint
-        execute(job, cfg, world)
+        execute(job, settings)
     return Report(folder)
 
 
 def start_evaluation(job: Job, asked: DictConfig, overrides: list[str]) -> dict[str, Any]:
     cfg = resuming.for_evaluation(asked, overrides, job.name)
     raise_problems(check(cfg, evaluating=True))
-    requested = with_request(cfg, asked, overrides) if job.name == "predict" else cfg
-    raise_problems(check(cfg, evaluating=True, imported=True, shipped=beyond_schema(overrides)))
-    cfg = requested
-    world = world_of(cfg)
-    raise_problems(debug_problems(world))
-    data = None if job.name == "predict" and cfg.predict.part is None else prepare_data(cfg, evaluating=True)[0]
-    cfg = identify(decided(cfg, world, data), data.source if data else None)
-    execute(job, cfg, world)
-    path = evaluation_file(cfg, job.name)
+    settings = Settings.of(cfg)
+    requested = with_request(settings, asked, overrides) if job.name == "predict" else settings
+    raise_problems(check_classes(settings, evaluating=True, shipped=beyond_schema(overrides)))
+    raise_problems(debug_problems(settings.world))
+    reads_files = job.name == "predict" and requested.cfg.predict.part is None
+    data = None if reads_files else prepare_data(settings, evaluating=True)[0]
+    execute(job, requested.decided(data).identified(data.source if data else None))
+    path = requested.evaluation_file(job.name)
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}  # it may be on another node's disk
     return result
 
@@ -162,28 +164,29 @@ def debug_problems(world: World) -> Iterator[str]:
         yield f"debug_rank={rank}: the run has {world.size} processes. Set a rank of at most {world.size - 1}."
 
 
-def execute(job: Job, cfg: DictConfig, world: World) -> None:
+def execute(job: Job, settings: Settings) -> None:
     """Runs the job in this process or in others. A failure is recorded, and a pre-empted run goes back into its queue."""
+    cfg, world, folder = settings.cfg, settings.world, settings.folder
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")
     if process.debug_rank is not None and "num_workers" in cfg.data:
         cfg.data.num_workers = 0  # workers have no terminal
     if process.debug_rank is not None and world.size > 1:
-        logs = run_dir(cfg) / "logs"
+        logs = folder.path / "logs"
         print(f"rank {process.debug_rank} has the terminal; each rank also prints to {logs}", file=sys.stderr)
     in_processes = partial(local.run_processes, job.script, trains=job.trains)
     with process.noted():
         try:
             if cfg.trainer.accumulate_grad_batches == "auto":
-                local.until_it_fits(in_processes, cfg, world)
+                local.until_it_fits(in_processes, settings)
             elif runs_here(world):
-                local.in_run(job.run, cfg, world)
+                local.in_run(job.run, settings)
             else:
-                in_processes(cfg, world)
+                in_processes(settings)
         except BaseException as e:
             if world.rank == 0 and job.trains:
                 with suppress(UserError, OSError):  # of a damaged report or a full disk; `e` is what counts
-                    RunFolder(run_dir(cfg)).record_end(e)
+                    folder.record_end(e)
             process.requeue(world.rank)
             raise
 
@@ -194,8 +197,8 @@ TABLES = (".csv", ".json", ".jsonl", ".parquet")  # endings of what prediction w
 FEW = 256  # files that need no workers
 
 
-def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> DictConfig:
-    """`cfg`, the config of a run, with the node `predict`, made of the keys at the top level of `asked`.
+def with_request(settings: Settings, asked: DictConfig, overrides: list[str]) -> Settings:
+    """The settings of a run with the node `predict`, made of the keys at the top level of `asked`.
 
     Raises:
         UserError: all that is wrong with them.
@@ -204,7 +207,8 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
     from lockstep.data.pixels import ENDINGS
     from lockstep.data.sampler import PARTS
 
-    folder = run_dir(cfg) if run_dir(cfg).is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
+    cfg, folder = settings.cfg.copy(), settings.folder.path
+    folder = folder if folder.is_dir() else Path(cfg.init_from).parent  # of a checkpoint that was moved
     output = Path(asked.output or folder / "predictions.csv").expanduser()
     part = asked.input if asked.input in PARTS else None
     problems, count = list(output_problems(output, asked.overwrite, asked.gallery)), 0
@@ -219,13 +223,12 @@ def with_request(cfg: DictConfig, asked: DictConfig, overrides: list[str]) -> Di
         problems += e.problems
     raise_problems(problems)
     files.refuse_unwritable(output.parent, "output")
-    cfg = cfg.copy()
     with open_dict(cfg):
         cfg.predict = {**{key: asked[key] for key in PREDICT}, "output": str(output), "part": part}
         typed = "data.num_workers" in map(key_of, overrides) and cfg.data.num_workers != "auto"
         if part is None and not typed:
-            cfg.data.num_workers = workers(None, world_of(cfg)) if count > FEW else 0
-    return cfg
+            cfg.data.num_workers = workers(None, settings.world) if count > FEW else 0
+    return settings.but(cfg)
 
 
 def gallery_of(output: Path) -> Path:

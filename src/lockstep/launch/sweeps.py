@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.table import Table
 
-from lockstep.config.run_config import run_dir
+from lockstep.config.settings import folder_of
 from lockstep.config.words import counted, number, readable
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
@@ -52,13 +52,13 @@ def typed(overrides: list[str]) -> list[str]:
     return [o for o in overrides if not o.startswith(INNER)]
 
 
-def record(folder: Path, overrides: list[str], *, failed: bool) -> None:
+def record(folder: RunFolder, overrides: list[str], *, failed: bool) -> None:
     """Adds a job's overrides to its report; a job that failed before it had one gets one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    report = {"status": "failed"} | RunFolder(folder).report()
+    folder.path.mkdir(parents=True, exist_ok=True)
+    report = {"status": "failed"} | folder.report()
     if failed and report["status"] in ("done", "running"):
         return  # the report belongs to another run, which kept its directory
-    RunFolder(folder).write_report(report | {"overrides": shlex.join(typed(overrides))})
+    folder.write_report(report | {"overrides": shlex.join(typed(overrides))})
 
 
 def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,7 +153,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
     if process.received:
         done.return_value = RunFailed(f"{cfg.run} was not started")
         return done
-    folder, gpus = RunFolder(run_dir(cfg)), slot.get("CUDA_VISIBLE_DEVICES")
+    folder, gpus = folder_of(cfg), slot.get("CUDA_VISIBLE_DEVICES")
     output = folder.path.with_name(f"{folder.path.name}.log")
     line = f"{cfg.run} begins" + (f" on GPU {gpus}" if gpus else "") + f": {' '.join(typed(overrides))}"
     print(f"{line}\n", end="", flush=True)  # one write, because several threads print
@@ -171,7 +171,7 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
         code = child.wait()
     if code:
         folder.record_end(RunFailed(f"its process ended with exit code {code}", code))
-    record(folder.path, overrides, failed=bool(code))
+    record(folder, overrides, failed=bool(code))
     report = folder.report()
     print(f"{cfg.run} {report.get('status')}\n", end="", flush=True)
     done.status = JobStatus.FAILED if code else JobStatus.COMPLETED
