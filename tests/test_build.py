@@ -14,7 +14,7 @@ from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create, create_data, network, to_plain
 from lockstep.config.settings import Settings
 from lockstep.data import Cifar10
-from lockstep.machine.world import World, world_of
+from lockstep.machine.world import World
 from lockstep.training.schedules import scheduler
 
 pytestmark = pytest.mark.xdist_group("build")
@@ -188,7 +188,7 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
 def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
     for accelerator, expected in (("cuda", True), ("cpu", False)):
         cfg = compose_config("train", ["exact.logical_ranks=8", "trainer.limit_val_batches=2"])
-        world = replace(world_of(cfg), accelerator=accelerator)
+        world = replace(Settings.of(cfg).world, accelerator=accelerator)
         made = build.arithmetic(Settings.of(cfg)).trainer_arguments(cfg.trainer, world)
         assert bool(made["deterministic"]) == expected
         assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)

@@ -20,8 +20,8 @@ import yaml
 from lockstep import ROOT
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
+from lockstep.config.settings import Settings
 from lockstep.machine import world
-from lockstep.machine.world import world_of
 
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 ALL = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
@@ -141,7 +141,7 @@ def config_problems(monkeypatch: pytest.MonkeyPatch, *more: str, rank: int = 0) 
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(world, "gpu_count", lambda: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
     cfg = compose_config("train", [*OVERRIDES, *more])
-    found = world_of(cfg)
+    found = Settings.of(cfg).world
     assert (found.external, found.nodes, found.size, found.rank) == ("torchrun", NODES, NODES * GPUS, rank)
     assert (cfg.resume, bool(cfg.run)) == ("auto", True)
     return check(cfg)

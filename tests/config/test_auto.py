@@ -12,7 +12,7 @@ from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
 from lockstep.launch import start
 from lockstep.machine import world
-from lockstep.machine.world import World, threads, world_of
+from lockstep.machine.world import World, threads
 
 WORLD = World("cpu", 1, 1, "single", one_process=True)
 DATA = SimpleNamespace(bytes_in_memory=54_880_000)
@@ -104,8 +104,8 @@ def gpus(monkeypatch):
 def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expected):
     gpus(*capabilities, kernels="sm_61 sm_75 sm_80 sm_90")
     cfg = compose_config("train", [f"strategy={strategy}"])
-    assert world_of(cfg, {}).accelerator == "cuda"
-    assert settings.Settings(cfg, world_of(cfg, {})).decided(DATA).cfg.trainer.precision == expected
+    assert settings.Settings.of(cfg, {}).world.accelerator == "cuda"
+    assert settings.Settings.of(cfg, {}).decided(DATA).cfg.trainer.precision == expected
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_gpu_is_asked_for_its_generation(gpus, capabilities, strategy, expecte
 )
 def test_a_gpu_that_the_installed_torch_cannot_use_is_none(gpus, shown, why):
     gpus(90, **shown)
-    assert world_of(compose_config("train", []), {}).accelerator == ("cpu" if why else "cuda")
+    assert settings.Settings.of(compose_config("train", []), {}).world.accelerator == ("cpu" if why else "cuda")
     told = check(compose_config("train", ["trainer.accelerator=gpu"]))
     if why:
         assert re.search(f"trainer.accelerator=gpu needs a GPU, but the installed torch .*{why}", told[0])

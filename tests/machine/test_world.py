@@ -11,7 +11,7 @@ from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings, stamp
 from lockstep.errors import UserError
 from lockstep.machine import world
-from lockstep.machine.world import external_launcher, launcher_problems, rank_of, world_of
+from lockstep.machine.world import external_launcher, launcher_problems, rank_of
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7", "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
@@ -110,23 +110,23 @@ def test_a_process_with_a_stale_rank_reports_it_itself(forked_command):
 ])  # fmt: skip
 def test_devices_and_processes(overrides, gpus, devices, size, monkeypatch):
     monkeypatch.setattr(world, "gpu_count", lambda: gpus)
-    found = world_of(config(*overrides), {})
+    found = Settings.of(config(*overrides), {}).world
     assert (found.devices, found.size) == (devices, size)
     assert found.accelerator == ("cpu" if not gpus or "trainer.accelerator=cpu" in overrides else "cuda")
 
 
 def test_torchrun_and_slurm_say_themselves_who_takes_part():
-    found = world_of(config("strategy=ddp"), TORCHRUN)
+    found = Settings.of(config("strategy=ddp"), TORCHRUN).world
     assert (found.external, found.devices, found.nodes, found.size, found.rank) == ("torchrun", 2, 3, 6, 3)
-    found = world_of(config("strategy=ddp"), SLURM)
+    found = Settings.of(config("strategy=ddp"), SLURM).world
     assert (found.external, found.devices, found.nodes, found.size, found.rank) == ("slurm", 2, 2, 4, 1)
-    assert world_of(config(), {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).external is None
+    assert Settings.of(config(), {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).world.external is None
 
 
 def test_an_interactive_step_is_one_process():
-    found = world_of(
+    found = Settings.of(
         config("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}
-    )
+    ).world
     assert (found.external, found.size) == (None, 2)
 
 

@@ -25,16 +25,21 @@ from lockstep.config.targets import locate
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError
 from lockstep.machine.world import (
+    SLURM,
+    TORCHRUN,
     VOLTA,
     StrategySpec,
     World,
     accelerator_of,
     capabilities,
     cores,
+    device_count,
+    external_launcher,
     memory_bytes,
     multiplies_bf16,
+    number,
+    rank_of,
     spec_of,
-    world_of,
 )
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import provenance
@@ -167,9 +172,21 @@ class Settings:
     imported: bool = True  # whether the user's classes may be imported; until then rules are about Lockstep's own
 
     @classmethod
-    def of(cls, cfg: DictConfig, *, imported: bool = True) -> "Settings":
-        """With the processes that the config asks for, or that a launcher started."""
-        return cls(cfg, world_of(cfg), imported)
+    def of(cls, cfg: DictConfig, env: Mapping[str, str] = os.environ, *, imported: bool = True) -> "Settings":
+        """With the processes that the config asks for; under torchrun and SLURM, those that they started."""
+        spec, trainer = spec_of(cfg.strategy), cfg.trainer
+        accelerator = accelerator_of(str(trainer.accelerator))
+        devices = device_count(trainer.devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
+        nodes, external, rank = int(trainer.num_nodes), external_launcher(env), rank_of(env)
+        if external == TORCHRUN:
+            devices, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+        elif external == SLURM:
+            nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+            devices = int(env["SLURM_NTASKS"]) // nodes
+        else:
+            rank = int(env.get("NODE_RANK", "0")) * devices
+        world = World(accelerator, devices, nodes, str(cfg.strategy.name), rank, external, spec.one_process)
+        return cls(cfg, world, imported)
 
     def but(self, cfg: DictConfig) -> "Settings":
         return replace(self, cfg=cfg)

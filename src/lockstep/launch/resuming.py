@@ -15,7 +15,6 @@ from lockstep.config.schema import CLOSED, KEYS, PREDICT, RECIPES
 from lockstep.config.settings import Settings, folder_of, restarted
 from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
-from lockstep.machine.world import world_of
 from lockstep.run.folder import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
@@ -100,14 +99,14 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     raise_problems(contradictions(cfg))
     if cfg.run is None and cfg.resume in (None, "auto"):
         cfg.run = Settings.of(cfg).name_of_job()
-        if has_begun(cfg) and not cfg.resume and not restarted() and world_of(cfg).external is None:
+        if has_begun(cfg) and not cfg.resume and not restarted() and Settings.of(cfg).world.external is None:
             cfg.run = None  # a second command in the same SLURM job
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:
         cfg.resume = "auto"  # the system restarted this command: continue in the same directory
     if cfg.resume:
         return resumed(cfg, overrides)
     # only rank 0 checks that a directory is free: a later rank may find the one that rank 0 has made
-    if world_of(cfg).rank == 0 and has_begun(cfg):
+    if Settings.of(cfg).world.rank == 0 and has_begun(cfg):
         place = f"run={cfg.run}: {cfg.runs_dir}/{cfg.run} exists"
         raise UserError(f"{place}. Pass resume=auto to continue it, or another name.")
     return from_weights(cfg)
@@ -155,7 +154,7 @@ def resumed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         result.run, result.runs_dir = str(cfg.run or own_name), cfg.runs_dir
         result.resume, result.init_from = str(checkpoint.path), saved.init_from  # init_from is for the record
     set_aside(result, own)
-    if world_of(result).rank == 0 and result.run != own_name and has_begun(result):
+    if Settings.of(result).world.rank == 0 and result.run != own_name and has_begun(result):
         raise UserError(f"run={result.run}: {folder_of(result).path} is another run. Remove run, or pass another name.")
     raise_problems(changes(result, saved))
     return same_identity(result, before) if result.run == own_name else result

@@ -12,13 +12,13 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.table import Table
 
-from lockstep.config.settings import folder_of
+from lockstep.config.settings import Settings, folder_of
 from lockstep.config.words import counted, number, readable
 from lockstep.errors import RunFailed, UserError
 from lockstep.launch import local
 from lockstep.machine import process
 from lockstep.machine.files import write_csv
-from lockstep.machine.world import cores, visible_gpus, world_of
+from lockstep.machine.world import cores, visible_gpus
 from lockstep.reporting import console
 from lockstep.run.folder import RunFolder
 from lockstep.run.report import tested
@@ -134,7 +134,7 @@ def environments(cfg: DictConfig, jobs: int | str) -> list[dict[str, str]]:
     if isinstance(cfg.trainer.devices, ListConfig) or "," in str(cfg.trainer.devices):
         advice = "hydra/launcher=slots assigns the GPUs. Set trainer.devices=<how many per job>"
         raise UserError(f"trainer.devices={cfg.trainer.devices}: {advice}.")
-    world, gpus = world_of(cfg), visible_gpus()
+    world, gpus = Settings.of(cfg).world, visible_gpus()
     on_gpus, each = world.accelerator == "cuda", world.devices
     there = len(gpus) if on_gpus else cores()
     count = max(1, there // each) if jobs == "auto" else int(jobs)

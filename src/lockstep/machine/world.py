@@ -361,20 +361,3 @@ def device_count(devices: int | str | list[int], accelerator: str, *, one_device
     if isinstance(devices, int):
         return available(accelerator) or 1 if devices == -1 else devices
     return len(devices)
-
-
-def world_of(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> World:
-    """The world that a config asks for; under torchrun and SLURM, the one that they started."""
-    spec = spec_of(cfg.strategy)
-    accelerator = accelerator_of(str(cfg.trainer.accelerator))
-    devices = device_count(cfg.trainer.devices, accelerator, one_device=spec.one_process and not spec.splits_batches)
-    nodes = int(cfg.trainer.num_nodes)
-    external, rank = external_launcher(env), rank_of(env)
-    if external == TORCHRUN:
-        devices, nodes = int(env["LOCAL_WORLD_SIZE"]), int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
-    elif external == SLURM:
-        nodes = number(env, "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-        devices = int(env["SLURM_NTASKS"]) // nodes
-    else:
-        rank = int(env.get("NODE_RANK", "0")) * devices
-    return World(accelerator, devices, nodes, str(cfg.strategy.name), rank, external, spec.one_process)
