@@ -10,6 +10,7 @@ from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 from lockstep.machine import world
+from lockstep.run.folder import RunFolder
 
 TYPED = [
     "seed=0",
@@ -21,7 +22,7 @@ TYPED = [
 
 
 def record(folder: Path, *overrides: str) -> dict[str, str]:
-    sweeps.record(folder, ["run=sweep/0", "resume=auto", *overrides], failed=True)
+    sweeps.record(RunFolder(folder), ["run=sweep/0", "resume=auto", *overrides], failed=True)
     report: dict[str, str] = json.loads((folder / "report.json").read_text())
     return report
 
