@@ -11,7 +11,7 @@ from shipped_data import stand_in_trainer
 from lockstep import CONFIGS
 from lockstep.augment import Augmentation
 from lockstep.config.compose import compose_config
-from lockstep.config.instantiate import operations
+from lockstep.config.settings import Settings
 from lockstep.data import Arrays, Images
 from lockstep.data.datamodule import DataModule
 
@@ -21,7 +21,7 @@ FORKS = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:Dep
 
 def augmentation(*options: str) -> Augmentation:
     """As the config makes it, for images that are resized to 17 pixels."""
-    return Augmentation(operations(composed(options)))
+    return Augmentation(Settings.of(composed(options)).operations)
 
 
 @cache

@@ -13,7 +13,6 @@ from lockstep import CONFIGS, ROOT
 from lockstep.augment import Augmentation
 from lockstep.config.checks import check, check_classes
 from lockstep.config.compose import compose_config, tried_alone
-from lockstep.config.instantiate import operations
 from lockstep.config.settings import Settings, accumulations
 
 PAGE = (ROOT / "docs/augment.md").read_text()
@@ -60,7 +59,7 @@ def problems(*overrides: str) -> str:
 def test_the_operation_of_the_page_changes_each_image_by_its_own_draws(project):
     cfg = config(*COMMANDS[-1])
     assert problems(*COMMANDS[-1]) == ""
-    change = Augmentation(operations(cfg))
+    change = Augmentation(Settings.of(cfg).operations)
     assert list(change.operations) == ["shift", "flip", "darken"]
     batch = {"input": torch.full((8, 1, 12, 12), 200, dtype=torch.uint8), "index": torch.arange(8), "count": 8}
     del change.operations["shift"]

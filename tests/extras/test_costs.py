@@ -45,7 +45,7 @@ def test_costs_are_those_of_a_real_step(name, size, above, given):
 
     net = timm.create_model(name, in_chans=1, num_classes=10)
     typed = ["model=timm", f"model.name={name}", f"data.image_size={size}", "optim=sgd"]
-    found, samples = script.costs_of(script.checked([*given, *typed])[0])
+    found, samples = script.costs_of(script.checked([*given, *typed]))
     own = sum(p.numel() for p in net.parameters())
     assert (found.parameters, found.gradient_bytes, found.optimizer_bytes, samples) == (own, 4 * own, 4 * own, 576)
     real = (saved_bytes(net, 6, size) - saved_bytes(net, 2, size)) / 4
@@ -53,13 +53,13 @@ def test_costs_are_those_of_a_real_step(name, size, above, given):
 
 
 def test_an_optimizer_with_two_moments_holds_twice_the_weights(given):
-    found, _ = script.costs_of(script.checked(given)[0])
+    found, _ = script.costs_of(script.checked(given))
     assert found.optimizer_bytes == pytest.approx(2 * found.gradient_bytes, rel=1e-3)
 
 
 def test_what_is_frozen_has_no_gradient_and_no_moments(given):
-    whole, _ = script.costs_of(script.checked(given)[0])
-    head, _ = script.costs_of(script.checked([*given, "callbacks=[default,freeze]"])[0])
+    whole, _ = script.costs_of(script.checked(given))
+    head, _ = script.costs_of(script.checked([*given, "callbacks=[default,freeze]"]))
     assert (head.parameters, head.trained) == (whole.parameters, 128 * 10 + 10)
     assert head.gradient_bytes == 4 * head.trained
     assert head.optimizer_bytes == pytest.approx(8 * head.trained, rel=1e-2)

@@ -87,9 +87,9 @@ def test_a_sweep_is_the_group_and_choices_are_tags(run, experiment, given, group
     cfg = compose_config("train", ["logger=[csv,wandb]", f"run={run}", "trainer.accelerator=cpu", *given])
     for _ in range(2):  # typed again, to resume
         cfg = Settings.of(cfg).identified(None, experiment).cfg
-    made = labels(cfg, cfg.logger.wandb)
+    made = labels(Settings.of(cfg), cfg.logger.wandb)
     assert (made.get("group"), made.get("tags")) == (group, tags)
-    assert not labels(cfg, cfg.logger.csv)
+    assert not labels(Settings.of(cfg), cfg.logger.csv)
 
 
 def test_keys_are_flat_and_values_plain():
