@@ -165,12 +165,15 @@ def environment(world: World, port: int) -> dict[str, str]:
     return {**several, **os.environ, **here, **place}
 
 
-def in_run(run: Run, cfg: DictConfig, world: World) -> Any:
-    """This process's part of a run; what it prints also goes to its log."""
+def in_run(run: Run, cfg: DictConfig, world: World, end_file: Path | None = None) -> Any:
+    """This process's part of a run; what it prints also goes to its log. `end_file` is made before it waits for the others."""
     log = process.RankLog(run_dir(cfg), world.rank) if process.owned else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
         end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
-        return run(cfg, world)
+        result = run(cfg, world)
+        if end_file is not None:
+            end_file.touch()
+        return result
 
 
 def report_end(run: Run, handover: Handover) -> None:
@@ -180,13 +183,8 @@ def report_end(run: Run, handover: Handover) -> None:
     """
     assert handover.world is not None
     end_file = Path(handover.end_file)
-
-    def reported(cfg: DictConfig, world: World) -> None:
-        run(cfg, world)
-        end_file.touch()  # before it waits for the others
-
     try:
-        in_run(reported, handover.config, handover.world)
+        in_run(run, handover.config, handover.world, end_file)
     except OutOfMemory as e:
         write_text(end_file, json.dumps(e.args))
         time.sleep(GRACE_S)
@@ -315,15 +313,15 @@ def killed(cfg: DictConfig, world: World, rank: int, *, by_kernel: bool, trains:
     """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     who = f"rank {rank}" if world.size > 1 else "the process"
-    fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
-    if not trains:
-        return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the metrics stay the same.")
-    batch = batches(cfg, world)["batch_size"]
+    batch, more = batches(cfg, world)["batch_size"], None
+    advice = "fewer data.num_workers, or a smaller data.eval_batch_size"
     if batch is None:  # the data's own dataloaders decide
-        return OutOfMemory(
-            f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {cfg.data._target_}."
+        advice = f"smaller batches or fewer workers in {cfg.data._target_}"
+    elif trains:
+        now = cfg.trainer.accumulate_grad_batches
+        more = next((k for k in accumulations(batch, world.size, unit(cfg)[0]) if k > now), None)
+        parts = (
+            f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
         )
-    now = cfg.trainer.accumulate_grad_batches
-    more = next((k for k in accumulations(batch, world.size, unit(cfg)[0]) if k > now), None)
-    smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
-    return OutOfMemory(f"{who} of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)
+        advice = f"{parts}, {advice}"
+    return OutOfMemory(f"{who} was ended {by}. Try {advice}.", more if by_kernel else None)
