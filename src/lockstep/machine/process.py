@@ -117,9 +117,9 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     if warning and rank == 0 and callable(handler := before.get(warning)):
         handler(warning, None)
     elif warning and rank == 0:
-        of_array = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
-        job = of_array if "SLURM_ARRAY_JOB_ID" in env else env["SLURM_JOB_ID"]
-        assert re.fullmatch(r"\d+(_\d+)?", job)
+        job = env["SLURM_JOB_ID"]
+        if "SLURM_ARRAY_JOB_ID" in env:  # one task's SLURM_JOB_ID is that of the whole array
+            job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
         print(f"{warning.name}: everything is saved; job {job} is requeued", file=sys.stderr, flush=True)
         subprocess.run(["scontrol", "requeue", job], check=True)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
