@@ -296,8 +296,8 @@ def restored() -> Iterator[None]:
     """Restores the environment, the arguments, the import path, the working directory and signal handlers afterwards."""
     from unittest.mock import patch
 
-    lists = (patch.object(sys, name, list(getattr(sys, name))) for name in ("argv", "path"))
-    with patch.dict(os.environ), next(lists), next(lists), contextlib.chdir("."), handlers_restored():
+    argv, path = patch.object(sys, "argv", list(sys.argv)), patch.object(sys, "path", list(sys.path))
+    with patch.dict(os.environ), argv, path, contextlib.chdir("."), handlers_restored():
         yield
 
 
