@@ -34,11 +34,11 @@ def disk_error(error: BaseException) -> str:
 
 def lost_process(error: BaseException) -> str:
     """What an error of gloo or nccl means; empty if no other process is missing. The traceback is in train.log."""
-    first_line = str(error).partition("\n")[0]
-    if process.store is None or not isinstance(error, RuntimeError) or not LOST.search(first_line):
+    if process.store is None or not isinstance(error, RuntimeError) or not LOST.search(str(error)):
         return ""
+    why, _, _ = str(error).partition("\n")
     return (
-        f"the connection to another process is lost: {first_line}. That process printed the first error; if none did, it hangs, or "
+        f"the connection to another process is lost: {why}. That process printed the first error; if none did, it hangs, or "
         "the network to it is down."
     )
 
