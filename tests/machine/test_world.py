@@ -55,7 +55,7 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
     ({"RANK": "abc"}, ["RANK=abc", "not a whole number"]),
     ({"RANK": ""}, ["RANK=", "not a whole number"]),
     ({"RANK": "-1"}, ["RANK=-1", "not a whole number"]),
-    ({"SLURM_RESTART_COUNT": "x"}, ["SLURM_RESTART_COUNT=x", "not a whole number"]),
+    ({"NODE_RANK": "x"}, ["NODE_RANK=x", "not a whole number"]),
     ({"SLURM_PROCID": "1", "SLURM_JOB_ID": "9"}, ["SLURM_PROCID=1", "unset SLURM_JOB_ID SLURM_PROCID"]),
     (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), ["RANK=3", "neither torchrun", "MASTER_ADDR"]),
     (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK, MASTER_PORT", "missing", "TORCHELASTIC_RUN_ID"]),
