@@ -1,6 +1,8 @@
 """Evaluate a checkpoint on the test set, under any strategy.
 
-python eval.py run=<name> [key=value ...]      python eval.py checkpoint=<path> [key=value ...]
+python eval.py run=first                                   evaluate the checkpoint that the run `first` tested
+python eval.py run=first data.root=<folder>                evaluate it on different data
+python eval.py checkpoint=<path> strategy=ddp trainer.devices=4
 """
 
 from lockstep import launch

@@ -1,6 +1,8 @@
 """Predict with a checkpoint: a table with a row for each input, under any strategy.
 
-python predict.py run=<name> input=<folder | "glob" | csv | file | test | val | train> [key=value ...]
+python predict.py run=first input=<folder>                 a table with a row per file
+python predict.py run=first input=test gallery=true        the test data, and a page that shows it
+python predict.py run=first input=<folder> output=predictions.parquet top_k=5
 """
 
 from lockstep import launch

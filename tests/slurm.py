@@ -12,6 +12,8 @@ from pathlib import Path
 
 from forked import until
 
+from lockstep.launch.local import held_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = ("n1", "n2")
 CONF = """
@@ -58,16 +60,6 @@ def missing() -> str | None:
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @dataclass
 class Cluster:
     folder: Path
@@ -79,22 +71,17 @@ class Cluster:
         return {**os.environ, "PATH": SEARCH, "SLURM_CONF": str(self.folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}
 
     def start(self) -> None:
-        ports = free_ports(3)
+        with contextlib.ExitStack() as held:
+            ports = [held.enter_context(held_port()) for _ in range(3)]
         conf = CONF.format(host=socket.gethostname(), ports=ports, folder=self.folder)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
-        files = {name: f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")}
-        self.daemon(
-            "munged",
-            "--foreground",
-            "--force",
-            f"--key-file={key}",
-            f"--socket={self.folder}/munge.socket",
-            *files.values(),
-        )
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
+        options = [f"--key-file={key}", f"--socket={self.folder}/munge.socket", *files]
+        self.daemon("munged", "--foreground", "--force", *options)
         until((self.folder / "munge.socket").exists, 20, "munged's socket")
         self.daemon("slurmctld", "-D")
         for node in NODES:
@@ -134,10 +121,7 @@ class Cluster:
 
     def stop(self) -> None:
         self.run("scancel", "--signal=KILL", "--full", "-u", "root", check=False)
-        for name in (*NODES, "slurmctld", "munged"):
-            daemon = self.daemons.get(name)
-            if daemon is None:
-                continue
+        for name, daemon in reversed(self.daemons.items()):
             for pid in started_by(name):
                 kill(pid)
             daemon.terminate()

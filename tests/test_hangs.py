@@ -18,23 +18,32 @@ from lockstep import ROOT
 TWO = ["strategy=ddp", "trainer.devices=2", *SMALL, "trainer.max_epochs=500"]
 
 
-def hook(folder: Path, bodies: dict[int, str]) -> dict[str, str]:
-    """The environment of a command whose processes do what `bodies` has for their rank in the third training step."""
-    lines = [
-        "import os, signal, time",
-        "from lockstep.training.module import TaskModule",
-        "original = TaskModule.training_step",
-        "def hook(self, *args):",
-        "    rank = self.trainer.global_rank if self.trainer.global_step == 2 else -1",
-        *(f"    if rank == {rank}: {body}" for rank, body in bodies.items()),
-        "    return original(self, *args)",
-        "TaskModule.training_step = hook",
-    ]
-    (folder / "hook.py").write_text("\n".join(lines))
+STEP, IN_THIRD_STEP = "lockstep.training.module.TaskModule.training_step", "args[0].trainer.global_step == 2"
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def hook(folder: Path, bodies: dict[int, str], name: str = STEP, when: str = IN_THIRD_STEP) -> dict[str, str]:
+    """The environment of a command whose processes do what `bodies` has for their rank when they call `name`."""
+    branches = [f"    if rank == '{rank}': {body}" for rank, body in bodies.items()]
+    lines = f"""
+import os, pkgutil, signal, time
+owner, _, name = "{name}".rpartition(".")
+owner = pkgutil.resolve_name(owner)
+original = getattr(owner, name)
+def hook(*args, **kwargs):
+    rank = os.environ.get("RANK") if {when} else None
+BRANCHES
+    return original(*args, **kwargs)
+setattr(owner, name, hook)
+"""
+    (folder / "hook.py").write_text(lines.replace("BRANCHES", "\n".join(branches)))
     return {forked.HOOK: str(folder / "hook.py")}
 
 
-STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+def torchrun(port: int, rank: int) -> dict[str, str]:
+    """The environment of one of its two processes."""
+    sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return {**sizes, "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 @pytest.mark.slow
@@ -43,7 +52,7 @@ STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
     [
         (1, STOPPED, r"error: rank 1 of 2 hung \(no answer, as from a stopped process\)"),
         (0, STOPPED, r"error: \[rank 1\] rank 0 of 2, or the launcher that keeps its store, hung \(no answer"),
-        (1, "time.sleep(600)", r"error: rank 1 of 2 hung \(in .*hook.py:6 \(hook\)\)"),
+        (1, "time.sleep(600)", r"error: rank 1 of 2 hung \(in .*hook.py:\d+ \(hook\)\)"),
     ],
     ids=["stopped", "stopped with the store", "stuck"],
 )
@@ -71,26 +80,13 @@ def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_com
     [
         (0, "lockstep.build.evaluate"),
         (1, "lockstep.build.evaluate"),
-        (0, "lockstep.reporting.recorder.Recorder.__exit__"),
+        (0, "lockstep.reporting.recorder.Recorder.__exit__"),  # what rank 0 does in the end is done by it alone
     ],
 )
 def test_a_process_that_stops_outside_training_and_test_is_named(rank, name, forked_command, tmp_path):
-    """They were monitored within `fit` and `test` only: a request to the store of a stopped one waits for ever, and what rank 0 does
-    in the end is done by it alone."""
-    (tmp_path / "hook.py").write_text(f"""
-import os, pkgutil, signal
-owner, _, name = "{name}".rpartition(".")
-owner = pkgutil.resolve_name(owner)
-original = getattr(owner, name)
-def hook(*args, **kwargs):
-    if os.environ.get("RANK") == "{rank}": os.kill(os.getpid(), signal.SIGSTOP)
-    return original(*args, **kwargs)
-setattr(owner, name, hook)
-""")
-    env = {forked.HOOK: str(tmp_path / "hook.py")}
-    done = forked_command(
-        "train.py", "run=a", *TWO, "trainer.max_steps=2", "strategy.timeout_s=20", env=env, timeout_s=120
-    )
+    """A request to the store of a stopped process waits for ever, so they are monitored between `fit` and `test` too."""
+    env, options = hook(tmp_path, {rank: STOPPED}, name, "True"), ["trainer.max_steps=2", "strategy.timeout_s=20"]
+    done = forked_command("train.py", "run=a", *TWO, *options, env=env, timeout_s=120)
     assert (done.code, f"rank {rank} of 2" in done.err) == (1, True), done
     assert report(forked_command.folder / "runs/a")["status"] == "failed"
     assert working_in(forked_command.folder) == []
@@ -100,11 +96,9 @@ setattr(owner, name, hook)
 def test_a_process_that_fails_ends_one_that_is_in_no_collective(forked_command, tmp_path, port):
     """As srun starts them: nobody else ends them."""
     env = hook(tmp_path, {0: "time.sleep(600)", 1: "raise KeyError('mine')"})
-    env |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
-    env["MASTER_PORT"] = str(port)
-    first, second = (
-        forked_command.start("train.py", "run=a", *TWO, env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
-    )
+    first, second = [
+        forked_command.start("train.py", "run=a", *TWO, env=env | torchrun(port, rank)) for rank in range(2)
+    ]
     assert "[rank 1] KeyError: 'mine'" in second.done(120).err
     began_s = time.monotonic()
     done = first.done(60)
@@ -173,8 +167,7 @@ AGENT = (
 @pytest.mark.slow
 def test_a_worker_that_waits_for_others_ends_with_its_agent(command, port):
     (command.folder / "worker.py").write_text(WORKER)
-    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "0", "LOCAL_RANK": "0"}
+    env = torchrun(port, 0) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     data = [f"data.root={command.data}", f"data.cache_dir={command.cache}"]
     agent = subprocess.Popen(
         [sys.executable, "-c", AGENT, sys.executable, "worker.py", *data, "run=a", *TWO],

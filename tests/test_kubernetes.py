@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from forked import until
 
 from lockstep import ROOT
 from lockstep.config.checks import check
@@ -25,8 +25,7 @@ from lockstep.machine import world
 
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 ALL = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
-DOCUMENTS = {document["kind"]: document for document in ALL}
-CLAIM, SERVICE, JOB = (DOCUMENTS[kind] for kind in ("PersistentVolumeClaim", "Service", "Job"))
+CLAIM, SERVICE, JOB = ALL
 TEMPLATE = JOB["spec"]["template"]
 POD = TEMPLATE["spec"]
 (CONTAINER,) = POD["containers"]
@@ -54,7 +53,7 @@ sys.exit(1)
 """
 
 
-def refused(document: dict[str, Any], version: str = VERSIONS[-1]) -> str | None:
+def problem(document: dict[str, Any], version: str) -> str | None:
     try:
         kubernetes_validate.validate(document, version, strict=True)
     except kubernetes_validate.ValidationError as e:
@@ -63,31 +62,13 @@ def refused(document: dict[str, Any], version: str = VERSIONS[-1]) -> str | None
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("document", ALL, ids=lambda document: document["kind"])
-def test_kubernetes_knows_every_key(document, version):
-    assert refused(document, version) is None
-
-
-@pytest.mark.parametrize(("kind", "keys", "right", "wrong"), [
-    ("Job", ["spec"], "completionMode", "completionmode"),
-    ("Job", ["spec", "template", "spec"], "subdomain", "subDomain"),
-    ("Job", ["spec", "template", "spec", "containers", 0], "volumeMounts", "volumesMounts"),
-    ("Service", ["spec"], "publishNotReadyAddresses", "publishNotReadyAddress"),
-    ("PersistentVolumeClaim", ["spec"], "accessModes", "accessMode"),
-])  # fmt: skip
-def test_a_misspelt_key_is_refused(kind, keys, right, wrong):
-    document = copy.deepcopy(DOCUMENTS[kind])
-    node = document
-    for key in keys:
-        node = node[key]
-    node[wrong] = node.pop(right)
-    assert wrong in (refused(document) or "")
-
-
-def test_a_value_of_the_wrong_type_is_refused():
-    document = copy.deepcopy(JOB)
-    document["spec"]["parallelism"] = "two"
-    assert "'two' is not of type" in (refused(document) or "")
+def test_kubernetes_knows_every_key_and_its_type(version):
+    assert [problem(document, version) for document in ALL] == [None] * 3
+    misspelt, wrong = copy.deepcopy(JOB), copy.deepcopy(JOB)
+    container = misspelt["spec"]["template"]["spec"]["containers"][0]
+    container["volumesMounts"] = container.pop("volumeMounts")
+    wrong["spec"]["parallelism"] = "two"
+    assert "volumesMounts" in str(problem(misspelt, version)) and "'two' is not" in str(problem(wrong, version))
 
 
 def test_the_pods_find_each_other():
@@ -129,34 +110,24 @@ def test_the_api_server_takes_the_policies_together():
     assert (POD["restartPolicy"], JOB["spec"]["podReplacementPolicy"]) == ("Never", "Failed")
 
 
-def config_problems(monkeypatch: pytest.MonkeyPatch, *more: str, rank: int = 0) -> list[str]:
-    """What the config check says in the process `rank` that torchrun starts on a node of the Job."""
+@pytest.mark.parametrize("more", [[], ["trainer.accelerator=cpu"], ["strategy=fsdp"]], ids=" ".join)
+@pytest.mark.parametrize("rank", [0, NODES * GPUS - 1])
+def test_the_config_is_possible_in_every_pod(rank, more, monkeypatch):
+    """In the process `rank` that torchrun starts on a node of the Job."""
     started = {
         "TORCHELASTIC_RUN_ID": OPTIONS["rdzv-id"],
-        "LOCAL_WORLD_SIZE": str(GPUS),
-        "WORLD_SIZE": str(NODES * GPUS),
-        "RANK": str(rank),
+        "LOCAL_WORLD_SIZE": GPUS,
+        "WORLD_SIZE": NODES * GPUS,
+        "RANK": rank,
     }
     for name, value in started.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(world, "gpu_count", lambda: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
     cfg = compose_config("train", [*OVERRIDES, *more])
     found = Settings.of(cfg).world
     assert (found.external, found.nodes, found.size, found.rank) == ("torchrun", NODES, NODES * GPUS, rank)
     assert (cfg.resume, bool(cfg.run)) == ("auto", True)
-    return check(cfg)
-
-
-@pytest.mark.parametrize("more", [[], ["trainer.accelerator=cpu"], ["strategy=fsdp"]], ids=" ".join)
-@pytest.mark.parametrize("rank", [0, NODES * GPUS - 1])
-def test_the_config_is_possible_in_every_pod(rank, more, monkeypatch):
-    assert config_problems(monkeypatch, *more, rank=rank) == []
-
-
-def test_an_impossible_config_would_be_found(monkeypatch):
-    assert "data.batch_size" in config_problems(monkeypatch, f"data.batch_size={NODES * GPUS + 1}")[0]
-    monkeypatch.setattr(world, "gpu_count", lambda: 0)
-    assert "needs a GPU" in check(compose_config("train", OVERRIDES))[0]
+    assert check(cfg) == []
 
 
 def test_torchrun_takes_its_options(monkeypatch):
@@ -186,34 +157,25 @@ def test_the_image_has_what_the_command_needs():
     assert CONTAINER["image"] in lines[0]
 
 
-def agent(index: int, port: int, folder: Path, name: str) -> subprocess.Popen[bytes]:
+def agent(index: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
     """torchrun as in pod `index`, with one worker, on this machine, where both pods have the same hostname."""
-    here = {
-        "nproc-per-node": "1",
-        "rdzv-endpoint": f"127.0.0.1:{port}",
-        "rdzv-conf": f"{OPTIONS['rdzv-conf']},is_host={1 - index},keep_alive_interval=1",
-    }
+    rendezvous = f"{OPTIONS['rdzv-conf']},is_host={1 - index},keep_alive_interval=1"
+    here = {"nproc-per-node": "1", "rdzv-endpoint": f"127.0.0.1:{port}", "rdzv-conf": rendezvous}
     options = [f"--{option}={value}" for option, value in {**OPTIONS, **here}.items()]
-    worker = [str(folder / "worker.py"), str(folder), name]
-    with (folder / f"{name}.err").open("wb") as err:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, *worker], env={**os.environ, **ENV}, stderr=err
-        )
+    command = [sys.executable, "-m", "torch.distributed.run", *options, folder / "worker.py", folder, str(index)]
+    return subprocess.Popen(command, env={**os.environ, **ENV}, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
 def test_an_evicted_pod_saves_and_comes_back_to_the_one_that_waits(tmp_path, port):
     (tmp_path / "worker.py").write_text(WORKER)
-    pods = [agent(index, port, tmp_path, f"pod-{index}") for index in range(2)]
+    pods = [agent(index, port, tmp_path) for index in range(2)]
     try:
-        deadline = time.monotonic() + 120
-        while len(list(tmp_path.glob("started-*"))) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: len(list(tmp_path.glob("started-*"))) == 2)
         pods[1].send_signal(signal.SIGTERM)
         assert pods[1].wait(60) != 0  # 1; torchrun (2.13) sometimes aborts as it leaves
         assert (tmp_path / "saved").exists()
-        pods.append(agent(1, port, tmp_path, "pod-1-anew"))
+        pods.append(agent(1, port, tmp_path))
         assert [pods[0].wait(120), pods[2].wait(120)] == [0, 0]
     finally:
         (tmp_path / "saved").touch()  # ends the workers of a torchrun that is killed

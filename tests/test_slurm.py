@@ -160,9 +160,9 @@ def test_trials_of_a_search_are_jobs_of_slurm(cluster, place, data):
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=2",
         "hydra.sweeper.n_jobs=2",
-        "optim.lr=interval(1e-4,1e-2)",
+        "hydra/sweeper/pruner=median",
     ]
-    process = typed(cluster, place, *OPTIONS, *search, "hydra/sweeper/pruner=median", "run=search", *data)
+    process = typed(cluster, place, *OPTIONS, *search, "optim.lr=interval(1e-4,1e-2)", "run=search", *data)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
     assert [report(place / "runs" / f"search/{trial}")["status"] for trial in range(2)] == ["done", "done"]

@@ -53,13 +53,9 @@ class Reads(pl.Callback):
             pass
 
 
+MUCH = ["augment=[light,standard,strong,rotate,rand]", "callbacks=[default,ema]", "data.repeats=2"]
 CASES = {
-    "32-true": [
-        "data.on_device=true",
-        "callbacks=[default,ema]",
-        "augment=[light,standard,strong,rotate,rand]",
-        "data.repeats=2",
-    ],
+    "32-true": ["data.on_device=true", *MUCH],
     "bf16-mixed": ["data.on_device=false", "trainer.accumulate_grad_batches=2", "optim=sgd", "optim.fused=false"],
     "16-mixed": ["data.on_device=true", "trainer.gradient_clip_val=1.0"],
 }
@@ -101,14 +97,6 @@ def test_a_step_that_waits_is_found(given, callbacks, place, tmp_path, mnist, ca
     assert len(places) == 5 and all(place in each for each in places)
 
 
-def module(task: Task, net: nn.Module) -> TaskModule:
-    task.bind(ABOUT)
-    never = pytest.fail
-    return TaskModule(
-        net, task, optimizer=never, schedule=never, parallelize=never, metrics=task.metrics(), network_arguments={}
-    )
-
-
 ABOUT = {"classes": ["a", "b"], "labels": ["a", "b"], "targets": ["a"], "vocabulary": ["a", "b"], "sequence_length": 3}
 EVALUATED: dict[str, tuple[Task, tuple[int, ...], torch.Tensor]] = {  # task, shape of the output, target
     "classification": (Classification(), (4, 2), torch.zeros(4, dtype=torch.int64)),
@@ -122,16 +110,14 @@ EVALUATED: dict[str, tuple[Task, tuple[int, ...], torch.Tensor]] = {  # task, sh
 def test_figures_do_not_wait(name, monkeypatch):
     """Except those of segmentation: torchmetrics counts pairs of classes with torch.bincount, which asks for the largest."""
     task, shape, target = EVALUATED[name]
-    made = module(task, nn.Identity())
+    task.bind(ABOUT)
+    never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
+    made = TaskModule(nn.Identity(), task, metrics=task.metrics(), network_arguments={}, **never)
     with fake_gpu(monkeypatch) as waits:
         made = made.to(DEVICE)
         made.on_validation_epoch_start()
-        batch = {
-            "input": torch.ones(shape, device=DEVICE),
-            "target": target.to(DEVICE),
-            "count": 3,
-            "index": torch.arange(4, device=DEVICE),
-        }
+        tensors = {"input": torch.ones(shape), "target": target, "index": torch.arange(4)}
+        batch = {"count": 3, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()}}
         waits.on = True
         made.evaluation_step(batch, 0)
     assert waits.places == []

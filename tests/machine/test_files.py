@@ -1,8 +1,6 @@
 """Files are written whole or not at all."""
 
 import json
-import os
-import stat
 import subprocess
 import sys
 
@@ -55,16 +53,6 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (part / "new").touch()
         assert not folder.exists()
     assert (names(tmp_path), names(folder)) == (["cache"], ["new"])
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
-def test_permissions_follow_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        files.write_text(tmp_path / "data", "")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o640
 
 
 def test_json_has_no_numbers_that_json_lacks(tmp_path):

@@ -49,35 +49,25 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in names}
 
 
-@pytest.mark.parametrize(
-    ("env", "parts"),
-    [
-        ({"RANK": "1"}, ["RANK=1", "neither torchrun", "run unset RANK, then the command again"]),
-        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "LOCAL_RANK"]),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE=2", "RANK", "WORLD_SIZE"]),
-        ({"RANK": "abc"}, ["RANK=abc", "not a whole number", "RANK"]),
-        ({"RANK": ""}, ["RANK=", "not a whole number"]),
-        ({"RANK": "-1"}, ["RANK=-1", "not a whole number"]),
-        ({"MASTER_PORT": "abc"}, ["MASTER_PORT=abc", "MASTER_PORT"]),
-        ({"SLURM_NTASKS": "abc"}, ["SLURM_NTASKS=abc", "SLURM_NTASKS"]),
-        ({"SLURM_RESTART_COUNT": "x"}, ["SLURM_RESTART_COUNT=x", "SLURM_RESTART_COUNT"]),
-        ({"SLURM_PROCID": "1", "SLURM_JOB_ID": "9"}, ["SLURM_PROCID=1", "SLURM_PROCID", "SLURM_JOB_ID"]),
-        (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), ["RANK=3", "TORCHELASTIC_RUN_ID", "MASTER_ADDR"]),
-        (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK, MASTER_PORT", "missing", "TORCHELASTIC_RUN_ID"]),
-        (without(SLURM, "SLURM_PROCID"), ["SLURM_PROCID", "missing", "SLURM_STEP_ID"]),
-        ({**TORCHRUN, "RANK": "6"}, ["RANK=6, WORLD_SIZE=6", "contradict"]),
-        ({**TORCHRUN, "WORLD_SIZE": "5"}, ["WORLD_SIZE=5, LOCAL_WORLD_SIZE=2", "contradict"]),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0", "contradict"]),
-        ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "contradict"]),
-        ({**SLURM, "SLURM_PROCID": "7"}, ["SLURM_PROCID=7, SLURM_NTASKS=4", "contradict"]),
-    ],
-)
-def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts, monkeypatch):
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as error:
-        lockstep.train(["debug=one_batch"])
-    (problem,) = error.value.problems
+@pytest.mark.parametrize(("env", "parts"), [
+    ({"RANK": "1"}, ["RANK=1", "neither torchrun", "run unset RANK, then the command again"]),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE=2", "unset RANK WORLD_SIZE"]),
+    ({"RANK": "abc"}, ["RANK=abc", "not a whole number"]),
+    ({"RANK": ""}, ["RANK=", "not a whole number"]),
+    ({"RANK": "-1"}, ["RANK=-1", "not a whole number"]),
+    ({"NODE_RANK": "x"}, ["NODE_RANK=x", "not a whole number"]),
+    ({"SLURM_PROCID": "1", "SLURM_JOB_ID": "9"}, ["SLURM_PROCID=1", "unset SLURM_JOB_ID SLURM_PROCID"]),
+    (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), ["RANK=3", "neither torchrun", "MASTER_ADDR"]),
+    (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK, MASTER_PORT", "missing", "TORCHELASTIC_RUN_ID"]),
+    (without(SLURM, "SLURM_PROCID"), ["SLURM_PROCID", "missing", "SLURM_STEP_ID"]),
+    ({**TORCHRUN, "RANK": "6"}, ["RANK=6, WORLD_SIZE=6", "contradict"]),
+    ({**TORCHRUN, "WORLD_SIZE": "5"}, ["WORLD_SIZE=5, LOCAL_WORLD_SIZE=2", "contradict"]),
+    ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0", "contradict"]),
+    ({**SLURM, "SLURM_NTASKS": "3"}, ["SLURM_NTASKS=3, SLURM_NNODES=2", "contradict"]),
+    ({**SLURM, "SLURM_PROCID": "7"}, ["SLURM_PROCID=7, SLURM_NTASKS=4", "contradict"]),
+])  # fmt: skip
+def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts):
+    (problem,) = launcher_problems(env)
     assert [part for part in parts if part not in problem] == [], problem
     left = without(env, *re.search(r"run unset ([\w ]+)", problem)[1].split())
     assert launcher_problems(left) == [], "what it says to type helps"
@@ -90,7 +80,10 @@ def test_a_node_that_the_run_does_not_have_is_refused(monkeypatch):
     assert "run unset NODE_RANK" in problem
 
 
-def test_a_process_with_a_stale_rank_reports_it_itself(forked_command):
+def test_a_process_with_a_stale_rank_reports_it_itself(forked_command, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(UserError, match="RANK=1 in the environment"):
+        lockstep.train(["debug=one_batch"])
     done = forked_command("train.py", "debug=one_batch", env={"RANK": "1"})
     assert (done.code, forked_command.files()) == (2, []), done
     assert done.err.startswith("error: RANK=1"), done
@@ -115,19 +108,15 @@ def test_devices_and_processes(overrides, gpus, devices, size, monkeypatch):
     assert found.accelerator == ("cpu" if not gpus or "trainer.accelerator=cpu" in overrides else "cuda")
 
 
-def test_torchrun_and_slurm_say_themselves_who_takes_part():
-    found = Settings.of(config("strategy=ddp"), TORCHRUN).world
-    assert (found.external, found.devices, found.nodes, found.size, found.rank) == ("torchrun", 2, 3, 6, 3)
-    found = Settings.of(config("strategy=ddp"), SLURM).world
-    assert (found.external, found.devices, found.nodes, found.size, found.rank) == ("slurm", 2, 2, 4, 1)
-    assert Settings.of(config(), {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}).world.external is None
+ALONE = {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}  # an interactive step
 
 
-def test_an_interactive_step_is_one_process():
-    found = Settings.of(
-        config("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"), {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}
-    ).world
-    assert (found.external, found.size) == (None, 2)
+@pytest.mark.parametrize(("env", "expected"), [
+    (TORCHRUN, ("torchrun", 2, 3, 6, 3)), (SLURM, ("slurm", 2, 2, 4, 1)), (ALONE, (None, 2, 1, 2, 0)),
+])  # fmt: skip
+def test_torchrun_and_slurm_say_themselves_who_takes_part(env, expected):
+    found = Settings.of(config("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"), env).world
+    assert (found.external, found.devices, found.nodes, found.size, found.rank) == expected
 
 
 @pytest.mark.parametrize("strategy", ["dp", "single"])

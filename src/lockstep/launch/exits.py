@@ -6,7 +6,6 @@ import re
 import sys
 import time
 import traceback
-from bdb import BdbQuit
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +15,14 @@ from lockstep.machine import process
 
 INTERRUPTED = outcome_of(KeyboardInterrupt()).exit_code
 SPOKEN_S = 5.0  # for rank 0 to say what is wrong: torchrun ends all processes as soon as one has ended
-# Of gloo and nccl where another process has ended. The traceback is in train.log.
+# Of gloo and nccl where another process has ended, or has not answered within strategy.timeout_s.
 LOST = re.compile(
     "Connection closed by peer|Connection reset by peer|Broken pipe|Connection was likely closed|NCCL communicator was aborted"
+    "|Timed out waiting|Application timeout caused pair closure"
 )
-SILENT = re.compile("Timed out waiting|Application timeout caused pair closure")  # gloo, after strategy.timeout_s
-PEER = re.compile(r"\[([\da-fA-F.:]+)\]:\d+")  # how gloo names it
 
 
-def disk_error(error: Exception) -> str:
+def disk_error(error: BaseException) -> str:
     """What happened to the disk; empty if nothing did."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return ""
@@ -34,48 +32,44 @@ def disk_error(error: Exception) -> str:
     )
 
 
-def lost_process(error: Exception) -> str:
-    """What an error of gloo or nccl means for people; empty if no other process is missing."""
-    text = str(error) if isinstance(error, RuntimeError) and process.store is not None else ""
-    if SILENT.search(text):
-        return "no word from another process within strategy.timeout_s: it hangs, or the network to it is down"
-    address = PEER.search(text)
-    whose = f" at {address[1]}" if address else ""
-    lost = LOST.search(text)
-    return f"the connection to another process{whose} is lost: the first error is that one's" if lost else ""
+def lost_process(error: BaseException) -> str:
+    """What an error of gloo or nccl means; empty if no other process is missing. The traceback is in train.log."""
+    if process.store is None or not isinstance(error, RuntimeError) or not LOST.search(str(error)):
+        return ""
+    why, _, _ = str(error).partition("\n")
+    return (
+        f"the connection to another process is lost: {why}. That process printed the first error; if none did, it hangs, or "
+        "the network to it is down."
+    )
+
+
+def report(error: BaseException, rank: int) -> list[str]:
+    """What a process says of the error that ends it; nothing if another process says it."""
+    prefix = f"[rank {rank}] " if rank else ""
+    if isinstance(error, UserError):  # all ranks found the same mistakes
+        if rank and "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(SPOKEN_S)
+        return [] if rank else [f"error: {problem}" for problem in error.problems]
+    if isinstance(error, TrainingFailed):
+        return [] if rank and error.alike else [f"error: {prefix}{error}"]
+    if isinstance(error, RunFailed) or outcome_of(error).status == "interrupted":
+        return []
+    if why := disk_error(error) or lost_process(error):
+        return [f"error: {prefix}{why}"]
+    return [prefix + line for line in readable("".join(traceback.format_exception(error))).splitlines()]
 
 
 def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
-    prefix, lines = f"[rank {rank}] " if rank else "", list[str]()
     try:
         call()
         return 0
-    except (KeyboardInterrupt, BdbQuit):  # Ctrl-C, or `quit` in the debugger
-        return INTERRUPTED
     except SystemExit as e:
         if isinstance(e.__context__, KeyboardInterrupt):  # Lightning's answer to Ctrl-C
             return INTERRUPTED
         if process.received:  # Lightning's answer to SIGTERM
             return 1
         raise
-    except UserError as e:
-        code = e.exit_code
-        if rank == 0:  # all ranks found the same mistakes
-            lines = [f"error: {problem}" for problem in e.problems]
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(SPOKEN_S)
-    except TrainingFailed as e:
-        code = e.exit_code
-        if rank == 0 or not e.alike:
-            lines = [f"error: {prefix}{e}"]
-    except RunFailed as e:  # the failed process printed the reason
-        code = e.exit_code
-    except Exception as e:
-        code = 1
-        if why := disk_error(e) or lost_process(e):
-            lines = [f"error: {prefix}{why}"]
-        else:
-            lines = [prefix + line for line in readable(traceback.format_exc()).splitlines()]
-    print(readable("".join(f"{line}\n" for line in lines)), end="", file=sys.stderr)
-    return code
+    except BaseException as e:
+        print(readable("".join(f"{line}\n" for line in report(e, rank))), end="", file=sys.stderr)
+        return outcome_of(e).exit_code

@@ -1,6 +1,7 @@
 """`--help` of train.py, eval.py and predict.py: every key with its default, its comment in configs/ and the values it takes. Free of torch."""
 
 import ast
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -17,35 +18,13 @@ from lockstep.errors import UserError, did_you_mean
 from lockstep.launch.local import Job
 from lockstep.run.report import LOADER
 
-EXAMPLES = {
-    "train": """
-  python train.py                                   BasicNet on MNIST
-  python train.py strategy=ddp trainer.devices=4    the same result, up to rounding, on four devices
-  python train.py model=resnet50d data=cifar10      a timm network on CIFAR-10
-  python train.py run=first resume=auto             start the run `first`, or continue it after a crash
-  python train.py -m optim.lr=1e-3,3e-3 seed=0,1    four runs and a table of their results
-""",
-    "eval": """
-  python eval.py run=first                                   evaluate the checkpoint that the run `first` tested
-  python eval.py run=first data.root=<folder>                evaluate it on different data
-  python eval.py checkpoint=<path> strategy=ddp trainer.devices=4
-""",
-    "predict": """
-  python predict.py run=first input=<folder>                 a table with a row per file
-  python predict.py run=first input=test gallery=true        the test data, and a page that shows it
-  python predict.py run=first input=<folder> output=predictions.parquet top_k=5
-""",
-}
 SET_BY_CHOICE = ("_target_", "strategy.name", "traits", "needs_end")  # keys that an option sets and nobody else should
-EVALUATION = (
-    "strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.precision", "data.root",
-    "data.eval_batch_size", "data.num_workers",
-)  # fmt: skip
-OWN = {
-    "eval": ("run", "checkpoint", "runs_dir", "debug_rank"),
-    "predict": ("run", "checkpoint", *PREDICT, "runs_dir", "debug_rank"),
-}
+EVALUATION = (  # keys of a run that an evaluation may change
+    "strategy, trainer.accelerator, trainer.devices, trainer.num_nodes, trainer.precision, data.root, "
+    "data.eval_batch_size, data.num_workers"
+)
 INDENT = 34  # columns of a key and its default
+COMMENTED = re.compile(r"( *)([\w/ ]+):(?: .*?)??(?: +# *(.*))?")  # a line of a config: indentation, key, comment
 
 
 def text(job: Job, argv: Sequence[str]) -> str:
@@ -56,12 +35,12 @@ def text(job: Job, argv: Sequence[str]) -> str:
     """
     asked = [arg for arg in argv if not arg.startswith("-") and "=" not in arg]
     overrides = [arg for arg in argv if not arg.startswith("-") and "=" in arg]
-    shown_config = Shown(job.name, overrides, configs.search_path(argv))
-    known = [*GROUPS, *shown_config.values]
+    config = Shown(job.name, overrides, configs.search_path(argv))
+    known = [*GROUPS, *config.values]
     if unknown := [name for name in asked if name not in known]:
         hint = did_you_mean(unknown[0], known)
         raise UserError(f"--help {unknown[0]}: there is no such group or key{hint}; --help shows all.")
-    parts = (shown_config.topic(name) for name in asked) if asked else [overview(job, shown_config)]
+    parts = [config.topic(name) for name in asked] or [overview(job, config)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
@@ -75,18 +54,16 @@ class Shown:
         tree = OmegaConf.to_container(OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"]))
         self.values = {key: value for key, value in configs.dotted(tree).items() if value != {}}
         self.comments = comments_of("lockstep")
-        for name in ("eval", "predict") if config_name == "predict" else (config_name,):
-            self.comments |= comments_of(name)
-        for group in filter(configs.options, GROUPS):
-            choice = self.choices.get(group)
-            for option in [choice] if isinstance(choice, str) else configs.options(group):
+        if config_name != "train":
+            self.comments |= comments_of("eval") | comments_of(config_name)
+        for group in GROUPS:  # an option may have its keys from another one
+            for option in sorted(configs.options(group), key=lambda name: name == self.choices.get(group)):
                 self.comments |= comments_of(f"{group}/{option}")
 
-    def key(self, key: str, default: str | None = None) -> Iterator[str]:
+    def key(self, key: str) -> Iterator[str]:
         """A key with its default, its comment, the values it takes and an example."""
         value = self.values.get(key)
-        if default is None:
-            default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
+        default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
         kind = {**KEYS, **PREDICT}.get(key)
         takes = ""
         if kind and not kind.takes.startswith("a text"):
@@ -110,29 +87,23 @@ class Shown:
         if name not in GROUPS:
             yield from self.key(name)
             return
-        several = name in SEVERAL
-        if found := configs.options(name):
+        several, options = name in SEVERAL, configs.options(name)
+        if options:
             yield f"{name}: choose with {name}={'[<option>,...]' if several else '<option>'}"
-        for option in found:
+        for option in options:
             yield from hanging(f"  {option}", headline(f"{name}/{option}"), 22)
-        if not several:
-            yield from self.group(name)
-            return
-        single = [option for option in found if not option_node(f"{name}/{option}").get("defaults")]
-        everything = Shown("train", [f"{name}=[{','.join(single)}]"])
-        yield from everything.group(name)
+        single = [option for option in options if not option_node(f"{name}/{option}").get("defaults")]
+        yield from (Shown("train", [f"{name}=[{','.join(single)}]"]) if several else self).group(name)
 
 
 def overview(job: Job, config: Shown) -> Iterator[str]:
-    about = ast.get_docstring(ast.parse(job.script.read_text())) or f"{job.name}.py"
-    yield about.split("\n")[0] + "\n" + EXAMPLES.get(job.name, "")
+    yield (ast.get_docstring(ast.parse(job.script.read_text())) or f"{job.name}.py") + "\n"
     if not job.trains:
         yield "Keys. Set with <key>=<value>:"
-        for key in OWN[job.name]:
+        for key in ("run", "checkpoint", *(PREDICT if job.name == "predict" else ()), "runs_dir", "debug_rank"):
             yield from config.key(key)
-        yield "\nKeys of the run that may be changed; `--help data strategy trainer` shows more:"
-        for key in EVALUATION:
-            yield from config.key(key, default="<value>")
+        yield "\nKeys of the run that may be changed; `--help data strategy trainer` describes them:"
+        yield from hanging("", EVALUATION, 2)
     else:
         yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
         for group in filter(configs.options, GROUPS):
@@ -171,24 +142,12 @@ def headline(config: str) -> str:
 
 
 def comments_of(config: str) -> dict[str, str]:
-    """The comments behind the keys of a config, and of the options of its group that it begins with."""
-    text = configs.config_file(config).read_text()
-    group, lines = config.rpartition("/")[0], text.splitlines()
-    found: dict[str, str] = {}
-
-    def read(node: yaml.MappingNode, prefix: str) -> None:
-        for key, value in node.value:
-            nested = isinstance(value, yaml.MappingNode) and not value.flow_style
-            end = key.end_mark if nested else value.end_mark
-            _, mark, comment = lines[end.line][end.column :].partition("#") if end.line < len(lines) else ("", "", "")
-            if mark:
-                found[f"{prefix}{key.value}"] = comment.strip()
-            if nested:
-                read(value, f"{prefix}{key.value}.")
-
-    root = yaml.compose(text, LOADER)
-    if isinstance(root, yaml.MappingNode):
-        read(root, f"{group}." if group else "")
-    bases = [base for base in option_node(config).get("defaults", ()) if group and isinstance(base, str)]
-    files = [base[1:] if base[0] == "/" else f"{group}/{base}" for base in bases if base[0] != "_"]  # _self_
-    return {key: text for file in files for key, text in comments_of(file).items()} | found
+    """The comments behind the keys of a config."""
+    group = config.rpartition("/")[0]
+    parents, found = [(-1, group)] if group else [], dict[str, str]()
+    for line in filter(None, map(COMMENTED.fullmatch, configs.config_file(config).read_text().splitlines())):
+        indent = len(line[1])
+        parents = [*(parent for parent in parents if parent[0] < indent), (indent, line[2])]
+        if line[3]:
+            found[".".join(name for _, name in parents)] = line[3].strip()
+    return found

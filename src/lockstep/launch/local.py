@@ -110,20 +110,13 @@ def spawn(script: Path, env: Mapping[str, str], handover: Handover, **options: A
 
 
 def received() -> Handover | None:
-    """What the parent handed over; None in a process that a user started. Raises UserError: it is something else."""
+    """What the parent handed over; None in a process that a user started."""
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
-    try:
-        given = json.loads(text)
-        if not isinstance(given["config"], dict):
-            raise TypeError
-        world = World(**given["world"]) if given["world"] else None
-        handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
-    except (ValueError, TypeError, KeyError):
-        raise UserError(
-            f"{VARIABLE}={text[:40]} in the environment is none of Lockstep's. Run unset {VARIABLE}."
-        ) from None
+    given = json.loads(text)
+    world = World(**given["world"]) if given["world"] else None
+    handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
     process.supervised, process.debug_rank = world is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook
     process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)
@@ -164,12 +157,15 @@ def environment(world: World, port: int) -> dict[str, str]:
     return {**several, **os.environ, **here, **place}
 
 
-def in_run(run: Run, settings: Settings) -> Any:
-    """This process's part of a run; what it prints also goes to its log."""
+def in_run(run: Run, settings: Settings, end_file: Path | None = None) -> Any:
+    """This process's part of a run; what it prints also goes to its log. `end_file` is made before it waits for the others."""
     log = process.RankLog(settings.folder.path, settings.world.rank) if process.owned else nullcontext()
     with process.breakpoints(), log, ExitStack() as end:
         end.push(lambda error, *_: process.monitor and process.monitor.leave(failed=error is not None))
-        return run(settings)
+        result = run(settings)
+        if end_file is not None:
+            end_file.touch()
+        return result
 
 
 def report_end(run: Run, handover: Handover) -> None:
@@ -179,13 +175,8 @@ def report_end(run: Run, handover: Handover) -> None:
     """
     assert handover.world is not None
     end_file = Path(handover.end_file)
-
-    def reported(settings: Settings) -> None:
-        run(settings)
-        end_file.touch()  # before it waits for the others
-
     try:
-        in_run(reported, Settings(handover.config, handover.world))
+        in_run(run, Settings(handover.config, handover.world), end_file)
     except OutOfMemory as e:
         write_text(end_file, json.dumps(e.args))
         time.sleep(GRACE_S)
@@ -315,14 +306,14 @@ def killed(settings: Settings, rank: int, *, by_kernel: bool, trains: bool) -> O
     """The error for a process ended by SIGKILL, which usually means that the kernel ran out of memory."""
     by = "by the kernel: memory ran out" if by_kernel else "by SIGKILL, which usually means that memory ran out"
     who = f"rank {rank}" if settings.world.size > 1 else "the process"
-    fewer = "fewer data.num_workers, or a smaller data.eval_batch_size"
-    if not trains:
-        return OutOfMemory(f"{who} of the evaluation was ended {by}. Try {fewer}; the metrics stay the same.")
-    if settings.own_loaders:  # the data's own dataloaders decide
-        return OutOfMemory(
-            f"{who} of the run was ended {by}. Try smaller batches or fewer workers in {settings.cfg.data._target_}."
+    advice, more = "fewer data.num_workers, or a smaller data.eval_batch_size", None
+    if settings.own_loaders:
+        advice = f"smaller batches or fewer workers in {settings.cfg.data._target_}"
+    elif trains:
+        now, batch = settings.cfg.trainer.accumulate_grad_batches, settings.cfg.data.batch_size
+        more = next((k for k in settings.accumulations if k > now), None)
+        parts = (
+            f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
         )
-    now, batch = settings.cfg.trainer.accumulate_grad_batches, settings.cfg.data.batch_size
-    more = next((k for k in settings.accumulations if k > now), None)
-    smaller = f"trainer.accumulate_grad_batches={more} (the global batch stays {batch})" if more else "a smaller model"
-    return OutOfMemory(f"{who} of the run was ended {by}. Try {smaller}, {fewer}.", more if by_kernel else None)
+        advice = f"{parts}, {advice}"
+    return OutOfMemory(f"{who} was ended {by}. Try {advice}.", more if by_kernel else None)

@@ -65,36 +65,39 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Mean and sample standard deviation of the metrics of finished jobs that differ by nothing but what REPEATS names."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        typed = [o for o in shlex.split(str(row.get("overrides", ""))) if not o.startswith(REPEATS)]
         if row["status"] == "done":
-            groups.setdefault(shlex.join(typed), []).append(row)
-    found = []
+            own = shlex.join(o for o in overrides_of(row) if not o.startswith(REPEATS))
+            groups.setdefault(own, []).append(row)
+    summaries = []
     for own, jobs in groups.items():
-        metrics: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
+        metrics = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
         numbers = {key: v for key, v in metrics.items() if all(type(each) in (int, float) for each in v)}
         for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
-            head = {"run": f"{name} of {len(jobs)}", "overrides": own}
-            found.append({**head, **{key: of(values) for key, values in numbers.items()}})
-    return found
+            row = {key: of(values) for key, values in numbers.items()}
+            summaries.append({"run": f"{name} of {len(jobs)}", "overrides": own, **row})
+    return summaries
+
+
+def overrides_of(row: dict[str, Any]) -> list[str]:
+    return shlex.split(str(row.get("overrides", "")))
 
 
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """For each job, the overrides that not all jobs share, as one string."""
-    each = [shlex.split(str(row.get("overrides", ""))) for row in rows]
-    return [shlex.join(o for o in own if not all(o in other for other in each)) for own in each]
+    shared = set[str].intersection(*(set(overrides_of(row)) for row in rows))
+    return [shlex.join(o for o in overrides_of(row) if o not in shared) for row in rows]
 
 
 def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any]], path: Path) -> None:
     """Prints a multirun's jobs, one per line, and below them mean and spread of repeated ones. A narrow terminal gets fewer columns."""
-    own, names = differences([*rows, *repeated]), columns(rows)
+    names, lines = columns(rows), [*rows, *repeated]
 
     def table() -> Table:
-        made = Table("run", "with", *names)
-        for place, row in enumerate([*rows, *repeated]):
-            if place == len(rows):
-                made.add_section()
-            made.add_row(*map(readable, [str(row["run"]), own[place], *(number(row.get(name)) for name in names)]))
-        return made
+        table = Table("run", "with", *names)
+        for place, (row, own) in enumerate(zip(lines, differences(lines), strict=True), 1):
+            cells = [str(row["run"]), own, *(number(row.get(name)) for name in names)]
+            table.add_row(*map(readable, cells), end_section=place == len(rows))
+        return table
 
     out, any_width = console.out, console.out.options.update(max_width=1000)
     while out.file.isatty() and len(names) > 2 and out.measure(table(), options=any_width).maximum > out.width:
@@ -153,10 +156,10 @@ def run_job(script: Path, cfg: DictConfig, overrides: list[str], slot: dict[str,
     if process.received:
         done.return_value = RunFailed(f"{cfg.run} was not started")
         return done
-    folder, gpus = folder_of(cfg), slot.get("CUDA_VISIBLE_DEVICES")
+    folder = folder_of(cfg)
     output = folder.path.with_name(f"{folder.path.name}.log")
-    line = f"{cfg.run} begins" + (f" on GPU {gpus}" if gpus else "") + f": {' '.join(typed(overrides))}"
-    print(f"{line}\n", end="", flush=True)  # one write, because several threads print
+    where = f" on GPU {slot['CUDA_VISIBLE_DEVICES']}" if "CUDA_VISIBLE_DEVICES" in slot else ""
+    print(f"{cfg.run} begins{where}: {' '.join(typed(overrides))}\n", end="", flush=True)  # in one write: threads print
     output.parent.mkdir(parents=True, exist_ok=True)
     # Hide the SLURM job around all jobs: the launcher requeues that one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}

@@ -73,24 +73,16 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def nearest(path: Path) -> Path:
-    """`path`, or what there is of the folders above it."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return nearest(path.parent)
-    return path
-
-
 def refuse_unwritable(folder: Path, key: str) -> None:
     """Raises UserError if files could not be written into `folder`, which need not exist. Leaves nothing there."""
-    place = folder.expanduser().absolute()
+    place = existing = folder.expanduser().absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
     try:
-        there = nearest(place)
-        for part in place.relative_to(there).parts:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                os.lstat(there / part)  # raises for a name that is too long
-        place = there
+        for part in place.relative_to(existing).parts:
+            with suppress(FileNotFoundError):
+                os.lstat(existing / part)  # raises for a name that is too long
+        place = existing
         with tempfile.TemporaryFile(dir=place) as probe:
             probe.write(bytes(PROBE_BYTES))
     except OSError as e:

@@ -1,10 +1,8 @@
 """A process of a run: its tuning, its signals, its standard output and error. Free of torch."""
 
-import codecs
 import contextlib
 import inspect
 import io
-import locale
 import logging
 import multiprocessing
 import os
@@ -117,9 +115,9 @@ def requeue(rank: int, env: Mapping[str, str] = os.environ) -> None:
     if warning and rank == 0 and callable(handler := before.get(warning)):
         handler(warning, None)
     elif warning and rank == 0:
-        of_array = f"{env.get('SLURM_ARRAY_JOB_ID')}_{env.get('SLURM_ARRAY_TASK_ID')}"
-        job = of_array if "SLURM_ARRAY_JOB_ID" in env else env["SLURM_JOB_ID"]
-        assert re.fullmatch(r"\d+(_\d+)?", job)
+        job = env["SLURM_JOB_ID"]
+        if "SLURM_ARRAY_JOB_ID" in env:  # one task's SLURM_JOB_ID is that of the whole array
+            job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
         print(f"{warning.name}: everything is saved; job {job} is requeued", file=sys.stderr, flush=True)
         subprocess.run(["scontrol", "requeue", job], check=True)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -197,9 +195,6 @@ def discard(descriptor: int) -> None:
 
 def secure() -> None:
     """For a process that runs a command, not for one that calls `lockstep.train`."""
-    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # LC_ALL=C; the files of a run are UTF-8
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:  # closed: a file that is opened later would take its number, and its output
@@ -301,8 +296,8 @@ def restored() -> Iterator[None]:
     """Restores the environment, the arguments, the import path, the working directory and signal handlers afterwards."""
     from unittest.mock import patch
 
-    lists = (patch.object(sys, name, list(getattr(sys, name))) for name in ("argv", "path"))
-    with patch.dict(os.environ), next(lists), next(lists), contextlib.chdir("."), handlers_restored():
+    argv, path = patch.object(sys, "argv", list(sys.argv)), patch.object(sys, "path", list(sys.path))
+    with patch.dict(os.environ), argv, path, contextlib.chdir("."), handlers_restored():
         yield
 
 

@@ -6,11 +6,10 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 # --- The devices, memory and instructions of this machine ---
 
-BF16_CPU_FLAGS = {"avx512_bf16", "amx_bf16"}  # Intel and AMD; bf16 on ARM was not measured
+BF16_ON_CPU = re.compile(r"^flags.*\b(avx512_bf16|amx_bf16)\b", re.MULTILINE)  # x86; bf16 on ARM was not measured
 CPUINFO = Path("/proc/cpuinfo")
 CONTAINER_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 CUDA_MAJOR, CUDA_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
@@ -68,15 +67,15 @@ CUDA_LINE = re.compile(r"^cuda\b.*= *(?:None|['\"]([\d.]+)['\"])", re.MULTILINE)
 ARCHITECTURES = re.compile(rb"\0(sm_\d+[a-z]?(?: (?:sm|compute)_\d+[a-z]?)*)\0")
 
 
-def torch_folder() -> Path | None:
+def torch_folder() -> Path:
     found = find_spec("torch")
-    return Path(found.origin).parent if found and found.origin else None
+    return Path(found.origin).parent if found and found.origin else Path("no torch")
 
 
 @cache
 def cuda_of_torch() -> str | None:
     """`13.0`; empty for a build without CUDA."""
-    file = (torch_folder() or Path()) / "version.py"
+    file = torch_folder() / "version.py"
     found = CUDA_LINE.search(file.read_text()) if file.is_file() else None
     return found and (found[1] or "")
 
@@ -84,7 +83,7 @@ def cuda_of_torch() -> str | None:
 @cache
 def architectures_of_torch() -> list[str] | None:
     """`[sm_75, sm_80, ...]`."""
-    library = next((torch_folder() or Path()).glob("lib/*torch_python.*"), None)
+    library = next(torch_folder().glob("lib/*torch_python.*"), None)
     if library is None:
         return None
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -114,16 +113,10 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def cpu_flags() -> set[str]:
-    """The feature flags of an x86 processor on Linux; elsewhere none."""
-    lines = CPUINFO.read_text().splitlines() if CPUINFO.is_file() else []
-    return {flag for line in lines if line.startswith("flags") for flag in line.partition(":")[2].split()}
-
-
 def multiplies_bf16(accelerator: str) -> bool:
     """Whether this machine's devices of that kind have bf16 units. Emulated bf16 is slower than float32."""
     if accelerator == "cpu":
-        return bool(BF16_CPU_FLAGS & cpu_flags())
+        return CPUINFO.is_file() and BF16_ON_CPU.search(CPUINFO.read_text()) is not None
     return accelerator == "cuda" and min(capabilities(), default=0) >= AMPERE
 
 
@@ -174,22 +167,17 @@ def peak_bytes(device: "torch.device") -> int | None:
 # --- The variables by which torchrun and SLURM tell a process its place, and whether they fit together. Free of torch ---
 
 TORCHRUN, SLURM = "torchrun", "slurm"
-STARTED_BY = {TORCHRUN: "TORCHELASTIC_RUN_ID", SLURM: "SLURM_STEP_ID"}
-NEEDED = {  # besides
-    TORCHRUN: ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    SLURM: ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID"),
-}
-OTHERS = ("GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "TORCHELASTIC_RESTART_COUNT", "SLURM_NNODES", "SLURM_JOB_NUM_NODES",
-          "SLURM_STEP_NUM_TASKS", "SLURM_RESTART_COUNT", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")  # fmt: skip
-NUMBERS = [name for name in (*NEEDED[TORCHRUN], *NEEDED[SLURM], *OTHERS) if name != "MASTER_ADDR"]
-# In the order of (a place, how many there are). Each node has the same number of processes.
-PLACES = {
-    TORCHRUN: (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")),
-    SLURM: (("SLURM_PROCID", "SLURM_NTASKS"), ("SLURM_NODEID", "SLURM_NNODES")),
-}
+# What each launcher sets together; the first one says that it started this process.
+LAUNCHERS = {
+    TORCHRUN: ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    SLURM: ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_JOB_ID"),
+}  # fmt: skip
+# A rank, the number of all, and that of equal parts: each node has the same number of processes.
+PARTS = {TORCHRUN: ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), SLURM: ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES")}
+NUMBERS = [name for names in LAUNCHERS.values() for name in names[1:] if name != "MASTER_ADDR"] + ["NODE_RANK"]
 # What a process that nobody else started may find: one process at place 0. SLURM's counts are those of the whole job.
-ALONE = {name: i for pair in PLACES[TORCHRUN] for i, name in enumerate(pair)}
-ALONE |= dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), 0)
+ALONE = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1,
+         "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}  # fmt: skip
 
 
 def number(env: Mapping[str, str], *names: str, default: int = 1) -> int:
@@ -200,26 +188,17 @@ def number(env: Mapping[str, str], *names: str, default: int = 1) -> int:
 
 def external_launcher(env: Mapping[str, str]) -> str | None:
     """The launcher that started this process as one of several, if not Lockstep."""
-    if STARTED_BY[TORCHRUN] in env:
+    if LAUNCHERS[TORCHRUN][0] in env:
         return TORCHRUN
     # Tasks of the step; an interactive step has 1. The batch script itself has no step id.
     tasks = number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    return SLURM if tasks > 1 and STARTED_BY[SLURM] in env else None
-
-
-def contradictions(env: Mapping[str, str], launcher: str) -> Iterator[tuple[str, str]]:
-    for place, count in PLACES[launcher]:
-        if place in env and count in env and int(env[place]) >= int(env[count]):
-            yield place, count
-    (_, whole), (_, part), *_ = PLACES[launcher]
-    if part in env and (int(env[part]) == 0 or int(env[whole]) % int(env[part])):
-        yield whole, part
+    return SLURM if tasks > 1 and LAUNCHERS[SLURM][0] in env else None
 
 
 def launcher_problems(env: Mapping[str, str]) -> list[str]:
     """Why this process cannot know its place: variables that are garbage, or not of one launcher."""
     launcher = external_launcher(env)
-    needed = [STARTED_BY[launcher], *NEEDED[launcher]] if launcher else []
+    needed = LAUNCHERS[launcher] if launcher else ()
     missing = [name for name in needed if not env.get(name)]
     wrong = [name for name in NUMBERS if name in env and not env[name].isdecimal()]
     if wrong:
@@ -227,21 +206,25 @@ def launcher_problems(env: Mapping[str, str]) -> list[str]:
     elif launcher is None:
         wrong = [name for name, value in ALONE.items() if int(env.get(name, value)) != value]
         what = (
-            f" says that this process is one of several, but neither torchrun ({STARTED_BY[TORCHRUN]}) nor a step of SLURM "
-            f"({STARTED_BY[SLURM]} and SLURM_NTASKS) started it"
+            " says that this process is one of several, but neither torchrun (TORCHELASTIC_RUN_ID) nor a step of SLURM "
         )
+        what += "(SLURM_STEP_ID and SLURM_NTASKS) started it"
     elif missing:
         wrong = [name for name in needed if env.get(name)]
         what = f": {launcher} also sets {', '.join(missing)}, which is missing"
     else:
-        wrong = list(dict.fromkeys(name for pair in contradictions(env, launcher) for name in pair))
+        rank, size, part = (int(env.get(name, "1")) for name in PARTS[launcher])
+        wrong = [name for name in PARTS[launcher] if name in env] if rank >= size or not part or size % part else []
         what = " contradict each other"
+    if not wrong:
+        return []
     # A launcher's variables go together: without one of them the others are refused.
-    families = [{STARTED_BY[who], *NEEDED[who], *chain.from_iterable(PLACES[who])} for who in NEEDED]
-    together = set(wrong).union(*(family for family in families if family & {*wrong, *missing}))
-    found, unset = ", ".join(f"{name}={env[name]}" for name in wrong), " ".join(sorted(together & env.keys()))
-    problem = f"{found} in the environment{what}. If they are left over from another job, run unset {unset}, then the command again."
-    return [problem] if wrong else []
+    unset = {*wrong}.union(*(names for names in LAUNCHERS.values() if {*names} & {*wrong, *missing})) & env.keys()
+    given = ", ".join(f"{name}={env[name]}" for name in wrong)
+    return [
+        f"{given} in the environment{what}. If they are left over from another job, run unset {' '.join(sorted(unset))}, then the "
+        "command again."
+    ]
 
 
 # --- The processes and devices of a run. Free of torch ---
@@ -355,9 +338,7 @@ def device_count(devices: int | str | list[int], accelerator: str, *, one_device
     """`trainer.devices` as a number: auto, -1, a number, or a list of device ids."""
     if devices == "auto":
         return 1 if one_device else available(accelerator) or 1
-    if isinstance(devices, str):
-        ids = [part for part in devices.split(",") if part.strip()]
-        devices = int(devices) if len(ids) == 1 and "," not in devices else [int(part) for part in ids]
-    if isinstance(devices, int):
-        return available(accelerator) or 1 if devices == -1 else devices
-    return len(devices)
+    if isinstance(devices, int) or (isinstance(devices, str) and "," not in devices):
+        return int(devices) if int(devices) != -1 else available(accelerator) or 1
+    ids = devices.split(",") if isinstance(devices, str) else devices
+    return len([each for each in ids if str(each).strip()])
