@@ -238,11 +238,4 @@ class TaskModule(QuickHookNames):
             make = partial(make, fused=False)  # fused optimizers refuse meta tensors
         if "named_parameters" in inspect.signature(make).parameters:
             return make(named_parameters=list(net.named_parameters()))
-        try:
-            return make(self.parameters_of(net))
-        except ValueError as e:
-            if "only supports 2D parameters" in str(e):  # torch.optim.Muon
-                raise UserError(
-                    f"optim: {e}. Name timm.optim.Muon, which updates all other parameters as AdamW does."
-                ) from None
-            raise
+        return make(self.parameters_of(net))
