@@ -22,7 +22,6 @@ from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
-from lockstep.training import invariance
 from lockstep.training.arithmetic import (
     StepArithmetic,
     clip_by_norm,
@@ -70,9 +69,6 @@ class TaskModule(QuickHookNames):
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
-        self.flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
-        self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by dry_run.py
-        self.across_processes = invariance.UNKNOWN.format("it was not tried")
         self.arithmetic = arithmetic or StepArithmetic()
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
         self.metrics: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
