@@ -150,9 +150,9 @@ def workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None 
     return work
 
 
-def task_workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | None) -> TaskWorkload:
+def task_workload(cfg: DictConfig, data: Any, weights: str | None) -> TaskWorkload:
     goal: Task = create(cfg.task, "task")
-    if not isinstance(data, DataModule):
+    if not hasattr(data, "about"):
         raise UserError(
             f"task={title(cfg.task)} needs a data set that describes itself; data={title(cfg.data)} is a LightningDataModule with its own dataloaders. "
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
@@ -186,7 +186,6 @@ def task_workload(cfg: DictConfig, data: pl.LightningDataModule, weights: str | 
         network_arguments=offered,
         arithmetic=arithmetic(cfg),
     )
-    raise_problems(monitor_problems(cfg, made.figure_names()))
     return TaskWorkload(made, data)
 
 
@@ -233,6 +232,8 @@ def dry_run(cfg: DictConfig, world: World, trainer: pl.Trainer, work: Workload) 
         trial(trainer.callbacks)  # type: ignore[attr-defined]
     finally:
         debugging.notice = None
+    if trial.logged is not None:
+        raise_problems(monitor_problems(cfg, trial.logged))
 
 
 def oom_advice(cfg: DictConfig, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:

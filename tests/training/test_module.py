@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
@@ -168,23 +167,6 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     for index in range(3):
         made.training_step({"input": torch.zeros(1, 2, 1, 1), "index": torch.zeros(1)}, index)
     assert made.window().tolist() == [2.0**24 + 2, 3]
-
-
-class Late(Metric):
-    """Has a value for each of its samples, and none before the first."""
-
-    def update(self, output, target) -> None:
-        self.seen = output
-
-    def compute(self):
-        return self.seen.square()
-
-
-def test_what_will_be_logged_is_known_beforehand_and_computing_it_leaves_no_trace():
-    made = untrained(Segmentation(), nn.Identity())
-    made.metrics["late"] = Late()
-    assert made.figure_names() == ["iou", "acc", "late", "late/*"]
-    assert made.metrics["iou"].update_count == 0
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():

@@ -55,6 +55,7 @@ class DryRun:
     shipped: bool  # all classes are Lockstep's or a library's, so no error can be a bug of the user's
     is_user_error: Callable[[BaseException], bool]
     draws: bool | None = None  # random numbers in a step, if known
+    logged: list[str] | None = None  # what an evaluation logs besides loss and count, if known
 
     def __call__(self, callbacks: Iterable[object] = ()) -> None:
         """Sets what the workload reports of a step: its operations, and whether processes change the result.
@@ -157,9 +158,11 @@ class DryRun:
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
+        logged: list[str] = []
         for name, metric in module.metrics.items():
             with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
-                try_metric(name, metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
+                value = computed(metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
+                logged += named(name, value, task.value_names)
         with refused(f"{title}: {{}}."):
             predicted = task.predictions(outputs)
             columns = {"describe": task.describe(outputs, batch), **(task.targets(batch) if "target" in batch else {})}
@@ -167,6 +170,7 @@ class DryRun:
             for what, column in columns.items():
                 if len(column) != count:
                     raise UserError(f"`{what}` has {len(column)} entries for {count} samples; it needs one per sample")
+        self.logged = logged
 
     def across_processes(self) -> str:
         """Whether the network and the loss compute the same on any number of processes, and why not."""
@@ -196,19 +200,18 @@ class DryRun:
         )
 
 
-def try_metric(name: str, metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> None:
-    """Updates and computes. A metric that computes nothing of a few samples gets as many as a validation has, at most MOST."""
+def computed(metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> Any:
+    """What a metric computes. One that computes nothing of a few samples gets as many as a validation has, at most MOST."""
     one = copy.deepcopy(metric)
     one.update(*inputs)
     try:
-        value = one.compute()
+        return one.compute()
     except Exception:
         if (more := min(available, MOST) // count - 1) < 1:
             raise
         for _ in range(more):
             one.update(*inputs)
-        value = one.compute()
-    named(name, value, ())
+        return one.compute()
 
 
 def is_refusal(error: Exception) -> bool:

@@ -2,9 +2,7 @@
 
 # B batch
 
-import copy
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -186,20 +184,6 @@ class TaskModule(QuickHookNames):
         self.log_dict({f"{stage}/{name}": value for name, value in found.items()}, prog_bar=False)
         for metric in self.all_metrics:
             metric.reset()
-
-    def figure_names(self) -> list[str]:
-        """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        found: list[str] = []
-        for name, metric in self.metrics.items():
-            blank: Any = copy.deepcopy(metric)
-            blank.distributed_available_fn = None
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torchmetrics warns that it has seen no sample
-                    found += named(name, blank.compute(), self.task.value_names)
-            except Exception:
-                found += [name, f"{name}/*"]
-        return found
 
     @property
     def all_metrics(self) -> list[Metric]:
