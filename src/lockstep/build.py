@@ -131,10 +131,10 @@ def workload(settings: Settings, data: pl.LightningDataModule, weights: str | No
     return work
 
 
-def task_workload(settings: Settings, data: pl.LightningDataModule, weights: str | None) -> TaskWorkload:
+def task_workload(settings: Settings, data: Any, weights: str | None) -> TaskWorkload:
     cfg = settings.cfg
     goal: Task = create(cfg.task, "task")
-    if not isinstance(data, DataModule):
+    if settings.own_loaders:
         raise UserError(
             f"task={settings.title('task')} needs a data set that describes itself; data={settings.title('data')} is a LightningDataModule with its own dataloaders. "
             "Write a lockstep.data.DataSet, or use a LightningModule as the task."
@@ -168,7 +168,6 @@ def task_workload(settings: Settings, data: pl.LightningDataModule, weights: str
         network_arguments=offered,
         arithmetic=arithmetic(settings),
     )
-    raise_problems(monitor_problems(settings, made.figure_names()))
     return TaskWorkload(made, data)
 
 
@@ -215,6 +214,8 @@ def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
         trial(trainer.callbacks)  # type: ignore[attr-defined]
     finally:
         debugging.notice = None
+    if trial.logged is not None:
+        raise_problems(monitor_problems(settings, trial.logged))
 
 
 def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:

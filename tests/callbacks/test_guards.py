@@ -33,7 +33,7 @@ def test_early_stopping_on_a_metric_that_nothing_logs_ends_without_a_traceback()
         callback.on_validation_end(trainer, None)
 
 
-# --- A task that communicates; tests/test_between_samples.py has what is rejected ---
+# --- A task that communicates; tests/test_losses.py has what is rejected ---
 
 
 @pytest.fixture

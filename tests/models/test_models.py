@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,25 +72,19 @@ def test_basic_net_has_the_layers_of_the_tutorial():
     assert rates == [0.0, 0.125]
 
 
-def test_basic_net_computes_what_the_tutorial_does_up_to_its_softmax():
-    net, image_BCHW = BasicNet().eval(), torch.randn(4, 1, 28, 28)
-    first, second, *_ = (module for module in net.features if isinstance(module, nn.Conv2d))
-    hidden, last = (module for module in net.classifier if isinstance(module, nn.Linear))
-    x = torch.relu(second(torch.relu(first(image_BCHW))))
-    x = nn.functional.max_pool2d(x, 2).flatten(1)
-    torch.testing.assert_close(net(image_BCHW), last(torch.relu(hidden(x))))
+@pytest.mark.parametrize(
+    ("make", "size", "channels"),
+    [(BasicNet, 6, 1), (BasicNet, 32, 3), (AirbenchNet, 28, 1), (partial(AirbenchNet, widths=(8, 8, 8)), 9, 1)],
+)
+def test_a_network_takes_the_shape_of_the_data(make, size, channels):
+    net = make(in_channels=channels, num_classes=7, image_size=size)
+    assert net(torch.rand(2, channels, size, size)).shape == (2, 7)
 
 
-@pytest.mark.parametrize(("size", "channels", "classes"), [(6, 1, 2), (7, 2, 3), (32, 3, 100)])
-def test_basic_net_takes_the_shape_of_the_data(size, channels, classes):
-    net = BasicNet(in_channels=channels, num_classes=classes, image_size=size)
-    assert net(torch.zeros(2, channels, size, size)).shape == (2, classes)
-
-
-@pytest.mark.parametrize("size", [1, 5])
-def test_images_too_small_for_basic_net_are_refused(size):
-    with pytest.raises(ValueError, match=rf"data\.image_size={size}: BasicNet needs images of at least 6 pixels"):
-        BasicNet(image_size=size)
+@pytest.mark.parametrize(("make", "least"), [(BasicNet, 6), (AirbenchNet, 9)])
+def test_images_that_are_too_small_are_refused(make, least):
+    with pytest.raises(ValueError, match=rf"data\.image_size={least - 1}: .* at least {least} pixels"):
+        make(image_size=least - 1)
 
 
 # --- AirbenchNet -----------------------------------------------------------------------------------------------------
@@ -100,24 +95,11 @@ def test_airbench_net_has_the_papers_number_of_parameters():
     assert sum(p.numel() for p in AirbenchNet().parameters()) == 1_972_792
 
 
-@pytest.mark.parametrize(
-    ("size", "channels", "widths"), [(32, 3, (64, 256, 256)), (28, 1, (16, 32)), (9, 1, (8, 8, 8))]
-)
-def test_airbench_net_takes_the_shape_of_the_data(size, channels, widths):
-    net = AirbenchNet(in_channels=channels, num_classes=7, image_size=size, widths=widths)
-    assert net(torch.rand(2, channels, size, size)).shape == (2, 7)
-
-
 def test_a_convolution_begins_as_the_identity():
     image_BCHW = torch.rand(2, 8, 9, 9)
     found = airbench.convolution(8, 16)(image_BCHW)
     torch.testing.assert_close(found[:, :8], image_BCHW)
     assert found[:, 8:].abs().sum() > 0
-
-
-def test_images_too_small_for_airbench_net_are_refused():
-    with pytest.raises(ValueError, match=r"data.image_size=8: .* at least 9 pixels"):
-        AirbenchNet(image_size=8)
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------

@@ -25,19 +25,12 @@ def bound(task: Task, **about) -> Task:
     return task
 
 
-def batches(outputs, targets, parts: int, first: int):
-    """The batches of one process: every second of `parts` chunks, with the indices of their samples."""
-    index = torch.arange(len(targets))
-    for place, chunk in enumerate(index.chunk(parts)):
-        if place % 2 == first or parts == 1:
-            yield outputs[chunk], {"target": targets[chunk], "index": chunk}
-
-
 def shown(task: Task, outputs, targets, *, world: int) -> list:
     """The contents of all panels, after the states of `world` processes were put together as torchmetrics does."""
     each = [task.test_panels() for _ in range(world)]
     for rank, panels in enumerate(each):
-        for output, batch in batches(outputs, targets, 2 if world == 2 else 1, rank):
+        for index in torch.arange(rank, len(targets), world).chunk(2):
+            output, batch = outputs[index], {"target": targets[index], "index": index}
             for panel in panels.values():
                 panel.update(output, batch, task.loss(output, batch))
     found = []

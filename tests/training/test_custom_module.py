@@ -258,29 +258,28 @@ def checkpoint(run: str, name: str = "last.ckpt") -> dict:
 # --- what is refused ---
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["task._target_=odd.Small", "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small has its own. Set model=none optim=none, or begin its config with"),
-        (["task._target_=odd.Small", "compile=true"], "compile=true compiles the network of the model group, but small makes its own"),
-        (["task._target_=odd.Small", "strategy=dp"], "strategy=dp changes how a task's network is called"),
-        (["task._target_=odd.Small", "strategy=fsdp", "trainer.devices=2"], "Set strategy=ddp."),
-        (["task._target_=odd.Small", "+task.metrics={a: {_target_: torchmetrics.MeanMetric}}"], "task.metrics has no effect"),
-    ],
-)  # fmt: skip
+SMALL = "task._target_=odd.Small"
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ([SMALL, "model=basic_net", "optim=sgd"], "model, optim would have no effect: odd.Small has its own. Set model=none optim=none, or begin its config with"),
+    ([SMALL, "compile=true"], "compile=true compiles the network of the model group, but small makes its own"),
+    ([SMALL, "strategy=dp"], "strategy=dp changes how a task's network is called"),
+    ([SMALL, "strategy=fsdp", "trainer.devices=2"], "Set strategy=ddp."),
+    ([SMALL, "+task.metrics={a: {_target_: torchmetrics.MeanMetric}}"], "task.metrics has no effect"),
+    ([SMALL, "data=odd", "trainer.accumulate_grad_batches=auto"], "trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data=data makes its own"),
+    ([SMALL, "data=odd", "data.num_workers=auto"], "data.num_workers=auto is for Lockstep's dataloaders"),
+])  # fmt: skip
 def test_what_the_module_would_not_notice_is_refused(overrides, words):
     assert words in "\n".join(check_classes(Settings.of(config(*overrides))))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["task=classification", "model=none"], "model=none is for a LightningModule with its own model; task=classification needs one. Choose it with model=<name>."),
-        (["task=classification", "task.monitor=test/acc"], "monitor=test/acc"),
-        ([], "task._target_ is missing; it names the class"),
-        (["task._target_=odd.Small", "model=basic_net", "seed=true"], "model would have no effect: odd.Small has its own"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["task=classification", "model=none"], "model=none is for a LightningModule with its own model; task=classification needs one. Choose it with model=<name>."),
+    (["task=classification", "task.monitor=test/acc"], "monitor=test/acc"),
+    ([], "task._target_ is missing; it names the class"),
+    ([SMALL, "model=basic_net", "seed=true"], "model would have no effect: odd.Small has its own"),
+])  # fmt: skip
 def test_what_a_task_needs_is_said_before_torch_is_imported(overrides, words):
     assert words in "\n".join(check(config(*overrides)))
 
@@ -310,13 +309,6 @@ def test_a_task_of_locksteps_refuses_dataloaders_of_ones_own():
         lockstep.train(["task=classification", "data=odd", "trainer.accelerator=cpu"])
 
 
-def test_keys_that_divide_locksteps_batches_are_refused_for_dataloaders_of_ones_own():
-    cfg = config("data=odd", "task._target_=odd.Small", "trainer.accumulate_grad_batches=auto", "data.num_workers=auto")
-    found = "\n".join(check_classes(Settings.of(cfg)))
-    assert "trainer.accumulate_grad_batches=auto divides Lockstep's batches, but data=data makes its own" in found
-    assert "data.num_workers=auto is for Lockstep's dataloaders" in found
-
-
 # --- what it gets ---
 
 
@@ -338,15 +330,12 @@ def test_a_module_of_the_template_keeps_its_config(train, capsys):
         export(Path("runs/template/checkpoints/last.ckpt"), Path("exported"))
 
 
-def test_a_module_predicts_with_its_own_step_or_is_refused(train, tmp_path):
+def test_a_module_predicts_with_its_own_step(train, tmp_path):
     train("Predicting", "run=predicting", "task=template", "task._target_=odd.Predicting", "trainer.precision=32-true")
     found = lockstep.predict(["run=predicting", "input=test", "output=a.jsonl", "trainer.accelerator=cpu"])
     rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
     assert (found["count"], [row["index"] for row in rows]) == (103, list(range(103)))
     assert all(row["digit"] == max(range(10), key=row["logits"].__getitem__) for row in rows)
-    train("Template", "run=predictless", "task=template")
-    with pytest.raises(UserError, match=r"Template has no predict_step\. Add one"):
-        lockstep.predict(["run=predictless", "input=test", "trainer.accelerator=cpu"])
 
 
 @pytest.mark.slow
@@ -360,12 +349,6 @@ def test_two_processes_predict_with_a_modules_own_step_as_one_does(train, forked
         [line.split(",")[:2] for line in Path(f"{name}.csv").read_text().splitlines()] for name in ("one", "two")
     )
     assert (one, len(one)) == (two, 104)
-
-
-def test_a_prediction_on_dataloaders_of_the_users_is_refused(train):
-    train("Reads", "run=loaders", "data=odd", "task.monitor=null")
-    with pytest.raises(UserError, match=r"is a LightningDataModule with its own dataloaders"):
-        lockstep.predict(["run=loaders", "input=test", "trainer.accelerator=cpu"])
 
 
 def test_a_module_that_wants_names_gets_them_without_fillers_and_its_own_hook_last(train):
@@ -386,6 +369,8 @@ def test_without_evaluation_steps_the_last_checkpoint_is_kept_and_nothing_is_tes
     assert (report["status"], report["checkpoint"], report["train/steps"]) == ("done", "checkpoints/last.ckpt", 4)
     assert not [name for name in report if name.startswith(("test", "val"))]
     assert "no test: Small has no test_step" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"Small has no predict_step\. Add one"):
+        lockstep.predict(["run=bare", "input=test", "trainer.accelerator=cpu"])
 
 
 def test_dataloaders_without_a_length(train, capsys):
@@ -436,6 +421,8 @@ def test_figures_of_several_test_dataloaders_are_all_reported(train):
     assert report["train/samples_per_s"] > 0
     assert report["train/data_wait_share"] is None
     assert "own dataloaders" in Path("runs/several/report.html").read_text()
+    with pytest.raises(UserError, match=r"is a LightningDataModule with its own dataloaders"):
+        lockstep.predict(["run=several", "input=test", "trainer.accelerator=cpu"])
 
 
 # --- checkpoints ---

@@ -135,33 +135,22 @@ def test_several_rows_of_a_sample_and_rows_of_none():
 
 
 def test_each_call_of_a_layer_has_masks_of_its_own_and_each_micro_batch_counts_anew():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop = nn.Dropout(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.stack([self.drop(x), self.drop(x)])
-
-    net = Twice()
-    dropout.by_row(net)
+    drop = nn.Dropout(0.5)
+    dropout.by_row(drop)
     x = torch.rand(4, 50)
-    first = run(net, x)
-    assert not torch.equal(first[0], first[1])
-    assert torch.equal(run(net, x), first)
+    first, second = run(drop, x), drop(x)
+    assert not torch.equal(first, second)
+    assert torch.equal(run(drop, x), first)
 
 
-@pytest.mark.parametrize("compute", [torch.Tensor.backward, torch.autograd.grad])
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("reentrant", "compute"), [
+    (False, torch.Tensor.backward), (False, torch.autograd.grad), (True, torch.Tensor.backward),
+])  # fmt: skip
 def test_recomputed_activations_have_the_same_masks(reentrant, compute):
     """Whoever asks for gradients: Lightning, or a step under manual optimization."""
-    if reentrant and compute is torch.autograd.grad:
-        pytest.skip("torch refuses it")
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.5), nn.ReLU(), nn.Linear(20, 1))
-    dropout.by_row(inner)
-    x = torch.rand(8, 20, requires_grad=True)
-    weights = list(inner.parameters())
+    inner = layer(lambda: nn.Sequential(nn.Linear(20, 20), nn.Dropout(0.5), nn.ReLU(), nn.Linear(20, 1)))
+    x, weights = torch.rand(8, 20, requires_grad=True), list(inner.parameters())
     expected = torch.autograd.grad(run(inner, x).sum(), weights)
     dropout.begin(dropout.MicroBatch(0, 3, {CPU: range(8)}))
     loss = checkpoint(inner, x, use_reentrant=reentrant, preserve_rng_state=False).sum()
@@ -196,11 +185,10 @@ def test_subclasses_and_shared_layers_and_keys_stay():
 
 
 def test_inplace_layers_and_gradients():
-    net = layer(lambda: nn.Dropout(0.25, inplace=True))
-    x = torch.ones(8, 40)
-    assert run(net, x) is x
-    y = (x := torch.ones(8, 40, requires_grad=True)) * 1
+    net, x = layer(lambda: nn.Dropout(0.25, inplace=True)), torch.ones(8, 40, requires_grad=True)
+    y = x * 1
     out = run(net, y)
+    assert out is y
     out.sum().backward()
     assert torch.equal(x.grad, out)
 
@@ -223,16 +211,13 @@ def test_a_copy_is_torchs_own_until_it_trains(name, copied):
     assert torch.equal(run(found, x), run(net, x))
 
 
-@pytest.mark.parametrize("empty", [(0, 5), (4, 0)])
-def test_inputs_without_elements_pass(empty):
-    assert run(layer(lambda: nn.Dropout(0.5)), torch.ones(empty), samples=4).shape == empty
-
-
-@pytest.mark.parametrize("unbatched", [(6, 4), (4, 4)])
-def test_inputs_without_samples_are_torchs(unbatched):
-    net = layer(lambda: nn.Dropout1d(0.5))
+@pytest.mark.parametrize(("make", "shape"), [
+    (nn.Dropout, (0, 5)), (nn.Dropout, (4, 0)), (nn.Dropout1d, (6, 4)), (nn.Dropout1d, (4, 4)),
+])  # fmt: skip
+def test_inputs_without_elements_or_without_samples_are_torchs(make, shape):
+    net = layer(lambda: make(0.5))
     dropout.begin(dropout.MicroBatch(0, 0, {CPU: range(2)}))
     torch.manual_seed(0)
-    found = net(torch.ones(unbatched))
+    found = net(torch.ones(shape))
     torch.manual_seed(0)
-    assert torch.equal(found, nn.Dropout1d(0.5)(torch.ones(unbatched)))
+    assert torch.equal(found, make(0.5)(torch.ones(shape)))

@@ -69,36 +69,25 @@ def batches(runs: Path, run: str) -> tuple[int, int, int]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=NO_GPU)])
-def test_auto_ends_as_the_run_typed_with_the_number_that_it_found(accelerator, little):
+def test_one_message_names_a_micro_batch_that_fits_and_auto_ends_as_the_run_with_it(accelerator, little):
     here = f"trainer.accelerator={accelerator}"
-    done = little("run=auto", AUTO, here)
-    assert done.code == 0, done
-    _, accumulate, micro_batch = batches(little.folder, "auto")
-    assert accumulate > 1
-    assert words(done.err) == [
-        f"a micro-batch of 192 does not fit in memory; continuing with {micro_batch} x {accumulate} accumulated"
-    ]
-    typed = little("run=typed", f"trainer.accumulate_grad_batches={accumulate}", here)
-    assert typed.code == 0, typed
-    assert words(typed.err) == []
-    assert differences(little.folder, "auto", "typed") == {}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=NO_GPU)])
-def test_a_micro_batch_that_does_not_fit_ends_in_one_message_that_names_one_that_does(accelerator, little):
-    here = f"trainer.accelerator={accelerator}"
-    done = little("run=a", here)
-    assert done.code == 1, done
-    (message,) = words(done.err)
+    failed = little("run=a", here)
+    assert failed.code == 1, failed
+    (message,) = words(failed.err)
     assert message.startswith("error: a micro-batch of 192 does not fit in memory. One of ")
     assert message.endswith("; the global batch stays 192.")
-    (number,) = re.findall(r"set (trainer\.accumulate_grad_batches=\d+);", message)
     report = json.loads((little.folder / "a/report.json").read_text())
     assert (report["status"], report["error"]) == ("failed", message.replace("error:", "OutOfMemory:"))
-    named = little("run=a", "resume=auto", number, here)
-    assert named.code == 0, named
-    assert batches(little.folder, "a")[1] == int(number.partition("=")[2])
+    (key,) = re.findall(r"set (trainer\.accumulate_grad_batches=\d+);", message)
+    named, auto = little("run=a", "resume=auto", key, here), little("run=auto", AUTO, here)
+    assert (named.code, words(named.err)) == (0, []), named
+    assert auto.code == 0, auto
+    _, accumulate, micro_batch = batches(little.folder, "auto")
+    assert accumulate == batches(little.folder, "a")[1] == int(key.partition("=")[2]) > 1
+    assert words(auto.err) == [
+        f"a micro-batch of 192 does not fit in memory; continuing with {micro_batch} x {accumulate} accumulated"
+    ]
+    assert differences(little.folder, "auto", "a") == {}
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """Mixup and cutmix: each sample with its partner, the neighbour in the global batch.
 
 The order of an epoch is random, so partners are. Both are in the same micro-batch of the same process, if it has an even number of
-samples, which config/run_config.py asks for. Losses are mixed where they are computed, by `share` and `partner` of the batch
+samples, which config/settings.py asks for. Losses are mixed where they are computed, by `share` and `partner` of the batch
 (training/metrics.py), so every task whose loss is per sample can train on mixed samples.
 """
 

@@ -76,7 +76,6 @@ class ProgressiveResize(Callback):
             return
         if not getattr(pl_module, "of_task", False):
             raise UserError("callbacks.progressive_resize has no effect on a custom LightningModule. Remove it.")
-        vars(pl_module)["flops_per_sample"] = None  # those of a whole image
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.steps = total_steps(trainer)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lockstep.config.rules import COUNTED
@@ -331,37 +332,31 @@ def add_over_processes(tensors: Sequence[Tensor]) -> None:
     if world == 1:
         return
     for bucket in buckets(tensors):
-        sizes = [part.numel() for part in bucket]
-        padding = -sum(sizes) % world
-        flat = [part.reshape(-1) for part in bucket]
-        total = flat[0] if len(flat) == 1 and not padding else torch.cat([*flat, flat[0].new_zeros(padding)])
+        parts = [part.reshape(-1) for part in bucket]
+        total = parts[0] if len(parts) == 1 else torch.cat(parts)
         if world == 2:  # one addition, which has no order
             dist.all_reduce(total)
         else:
-            total = gather(reduce_scatter(total))
-        for part, found in zip(bucket, total.split([*sizes, padding]), strict=False):
+            total = gather(reduce_scatter(F.pad(total, (0, -len(total) % world))))[: len(total)]
+        for part, found in zip(bucket, total.split([len(part) for part in parts]), strict=True):
             if found.data_ptr() != part.data_ptr():  # a large tensor was added up in its place
                 part.copy_(found.view(part.shape))
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype that are exchanged at once, or a part of a large one, which needs no copy."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket, room = list[Tensor](), AT_ONCE
-        for tensor in tensors:
-            if tensor.dtype != dtype:
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        for part in tensor.view(-1).split(AT_ONCE) if tensor.is_contiguous() else [tensor]:
+            if part.numel() > AT_ONCE // 4:
+                yield [part]
                 continue
-            for part in tensor.view(-1).split(AT_ONCE) if tensor.is_contiguous() else [tensor]:
-                if part.numel() > AT_ONCE // 4:
-                    yield [part]
-                    continue
-                if part.numel() > room:
-                    yield bucket
-                    bucket, room = [], AT_ONCE
-                bucket.append(part)
-                room -= part.numel()
-        if bucket:
-            yield bucket
+            bucket = small.setdefault(tensor.dtype, [])
+            if sum(each.numel() for each in bucket) + part.numel() > AT_ONCE:
+                yield list(bucket)
+                bucket.clear()
+            bucket.append(part)
+    yield from small.values()
 
 
 class TreeReduceScatter:

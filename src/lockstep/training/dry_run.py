@@ -39,7 +39,7 @@ log = logging.getLogger("lockstep")
 Trial = Callable[[nn.Module, Task, Batch], None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DryRun:
     """A callback that changes training batches has `dry_run(batch, steps)`, which returns the changed batch."""
 
@@ -54,9 +54,11 @@ class DryRun:
     compiled: bool
     shipped: bool  # all classes are Lockstep's or a library's, so no error can be a bug of the user's
     is_user_error: Callable[[BaseException], bool]
+    draws: bool | None = None  # random numbers in a step, if known
+    logged: list[str] | None = None  # what an evaluation logs besides loss and count, if known
 
     def __call__(self, callbacks: Iterable[object] = ()) -> None:
-        """Sets what the module has to know of a step: operations, random numbers, and whether processes change the result.
+        """Sets what the workload reports of a step: its operations, and whether processes change the result.
 
         Raises:
             UserError: network, data, task, optimizer, schedule or metrics do not fit together.
@@ -68,9 +70,10 @@ class DryRun:
             for callback in callbacks:
                 if hasattr(callback, "dry_run"):
                     self.try_callback(callback)
+                    self.work.flops_per_sample = None  # not those of every step
             if self.evaluates:
                 self.attempt(self.evaluation, training=False)
-            self.work.module.across_processes = self.across_processes()
+            self.work.trial = self.across_processes()
 
     def attempt(self, trial: Trial, *, training: bool) -> None:
         try:
@@ -115,8 +118,8 @@ class DryRun:
             loss = one_per_sample(loss_B, task, batch).sum()
             with refused(self.misfit(batch)):
                 loss.backward()
-        module.draws = draws.any or invariance.generators(device) != before
-        module.flops_per_sample = int(counter.get_total_flops()) // len(batch["index"])
+        self.draws = draws.any or invariance.generators(device) != before
+        self.work.flops_per_sample = int(counter.get_total_flops()) // len(batch["index"])
         with refused("optim: {}."):
             optimizer = module.new_optimizer(net)
         with refused("schedule: {}."):
@@ -155,9 +158,11 @@ class DryRun:
             outputs = float32(first_rows(outputs, count, count))
             loss_B = task.loss(outputs, batch)
         one_per_sample(loss_B, task, batch)
+        logged: list[str] = []
         for name, metric in module.metrics.items():
             with refused(f"task.metrics.{name} does not fit {title} and the data: {{}}."):
-                try_metric(name, metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
+                value = computed(metric, task.metric_inputs(outputs, batch), count, data.val_split.count)
+                logged += named(name, value, task.value_names)
         with refused(f"{title}: {{}}."):
             predicted = task.predictions(outputs)
             columns = {"describe": task.describe(outputs, batch), **(task.targets(batch) if "target" in batch else {})}
@@ -165,10 +170,11 @@ class DryRun:
             for what, column in columns.items():
                 if len(column) != count:
                     raise UserError(f"`{what}` has {len(column)} entries for {count} samples; it needs one per sample")
+        self.logged = logged
 
     def across_processes(self) -> str:
         """Whether the network and the loss compute the same on any number of processes, and why not."""
-        exact, draws = self.work.arithmetic.same_bits, self.work.module.draws
+        exact, draws = self.work.arithmetic.same_bits, self.draws
         good = invariance.SAME_BITS if exact else invariance.ROUNDING
         if self.shipped and (exact or draws is False):
             return good
@@ -194,19 +200,18 @@ class DryRun:
         )
 
 
-def try_metric(name: str, metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> None:
-    """Updates and computes. A metric that computes nothing of a few samples gets as many as a validation has, at most MOST."""
+def computed(metric: Metric, inputs: tuple[Any, ...], count: int, available: int) -> Any:
+    """What a metric computes. One that computes nothing of a few samples gets as many as a validation has, at most MOST."""
     one = copy.deepcopy(metric)
     one.update(*inputs)
     try:
-        value = one.compute()
+        return one.compute()
     except Exception:
         if (more := min(available, MOST) // count - 1) < 1:
             raise
         for _ in range(more):
             one.update(*inputs)
-        value = one.compute()
-    named(name, value, ())
+        return one.compute()
 
 
 def is_refusal(error: Exception) -> bool:

@@ -2,9 +2,7 @@
 
 # B batch
 
-import copy
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -22,7 +20,6 @@ from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
-from lockstep.training import invariance
 from lockstep.training.arithmetic import (
     StepArithmetic,
     clip_by_norm,
@@ -70,9 +67,6 @@ class TaskModule(QuickHookNames):
         self.make_optimizer, self.make_schedule, self.parallelize = optimizer, schedule, parallelize
         self.parameters_of = parameters
         self.call_net: Callable[..., Any] | None = None
-        self.flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
-        self.draws: bool | None = None  # random numbers in a step, if known; like the next found out by dry_run.py
-        self.across_processes = invariance.UNKNOWN.format("it was not tried")
         self.arithmetic = arithmetic or StepArithmetic()
         self.mean_loss = MeanLoss(self.arithmetic.evaluation_sums)
         self.metrics: Mapping[str, Any] = nn.ModuleDict(metrics)  # type: ignore[assignment]  # of torchmetrics
@@ -191,20 +185,6 @@ class TaskModule(QuickHookNames):
         for metric in self.all_metrics:
             metric.reset()
 
-    def figure_names(self) -> list[str]:
-        """What an evaluation logs besides loss and count. A metric that cannot compute on no samples is listed as `name`, `name/*`."""
-        found: list[str] = []
-        for name, metric in self.metrics.items():
-            blank: Any = copy.deepcopy(metric)
-            blank.distributed_available_fn = None
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torchmetrics warns that it has seen no sample
-                    found += named(name, blank.compute(), self.task.value_names)
-            except Exception:
-                found += [name, f"{name}/*"]
-        return found
-
     @property
     def all_metrics(self) -> list[Metric]:
         return [self.mean_loss, *self.metrics.values()]
@@ -238,11 +218,4 @@ class TaskModule(QuickHookNames):
             make = partial(make, fused=False)  # fused optimizers refuse meta tensors
         if "named_parameters" in inspect.signature(make).parameters:
             return make(named_parameters=list(net.named_parameters()))
-        try:
-            return make(self.parameters_of(net))
-        except ValueError as e:
-            if "only supports 2D parameters" in str(e):  # torch.optim.Muon
-                raise UserError(
-                    f"optim: {e}. Name timm.optim.Muon, which updates all other parameters as AdamW does."
-                ) from None
-            raise
+        return make(self.parameters_of(net))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
+from lockstep.machine.world import objects_of_all
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content, Gallery, Kept, Panel, Sample
 from lockstep.training.metrics import samples_at, without_fillers
@@ -60,49 +61,30 @@ class TestPanels:
 
     def finish(self, module: "TaskModule") -> None:
         """Called on every rank."""
-        for name, panel in self.whole(module).items():
-            with of_all_processes([panel]), self.attempt(name):
-                self.contents += panel.contents()
+        failed = set[str]().union(*objects_of_all(self.failed))
+        for name, panel in self.panels.items():
+            if not failed & {name, "test_panels"}:
+                with of_all_processes([panel]), self.attempt(name):
+                    self.contents += panel.contents()
         with of_all_processes([self.worst, self.random]):
-            worst, sample = (
-                [(index, loss.item()) for index, loss in kept.found()] for kept in (self.worst, self.random)
-            )
-        sample = (
-            sample if {index for index, _ in sample} - {index for index, _ in worst} else []
-        )  # a small test set is there whole
-        found = [*worst, *sample]
-        described: dict[int, Sample] = {}
-        show = module.trainer.datamodule.dataset.show  # type: ignore[attr-defined]
-        for rows, output, batch, raw in self.again(module, [index for index, _ in found]):
-            with self.attempt("worst"):
-                facts = self.task.describe(output, batch)
-                for row, more in zip(rows, facts, strict=True):
-                    index, loss = found[row]
-                    shown = show({name: value[row] for name, value in raw.items() if name != "count"})
-                    image = shown.pop("image", None)
-                    own = {"loss": loss, **more}  # a column of the data may have the same name
-                    shown = {f"input {name}" if name in own else name: value for name, value in shown.items()}
-                    described[index] = Sample(index, own | shown, image)
+            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
+        if random.keys() <= worst.keys():  # a small test set is there whole
+            random = {}
+        samples = self.samples(module, worst | random)
         for title, kept, note in (
             ("Largest losses", worst, "Of the test set, the largest first."),
-            ("Random samples", sample, "The same samples of the test set in every run."),
+            ("Random samples", random, "The same samples of the test set in every run."),
         ):
-            if samples := [described[index] for index, _ in kept if index in described]:
-                self.contents.append(Gallery(title, samples, note))
+            if shown := [samples[index] for index in kept if index in samples]:
+                self.contents.append(Gallery(title, shown, note))
 
-    def whole(self, module: "TaskModule") -> Mapping[str, Panel]:
-        """The panels that failed on no rank."""
-        failed = torch.tensor([float(name in self.failed) for name in self.panels], device=module.device)
-        somewhere: Tensor = module.trainer.strategy.reduce(failed, reduce_op="sum")
-        times = zip(self.panels.items(), somewhere.tolist(), strict=True)
-        return {name: panel for (name, panel), failures in times if not failures}
-
-    def again(self, module: "TaskModule", indices: list[int]) -> Iterator[tuple[list[int], Any, Batch, Batch]]:
-        """The places, output, batch and raw samples of `indices` of the test set, computed once more.
+    def samples(self, module: "TaskModule", losses: Mapping[int, float]) -> dict[int, Sample]:
+        """The samples of the test set with these indices, computed once more.
 
         A compiled network would be compiled anew for another number of samples than the test's. Every rank computes all of them,
         because strategies that shard communicate in forward.
         """
+        found, indices = dict[int, Sample](), list(losses)
         trainer, data = module.trainer, module.trainer.datamodule  # type: ignore[attr-defined]
         raw = data.raw("test", np.asarray(indices))
         share = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
@@ -114,4 +96,13 @@ class TestPanels:
             batch["count"] = min(size, len(indices) - first)
             with torch.no_grad(), trainer.precision_plugin.forward_context():
                 output = module(batch)
-            yield places[: batch["count"]], *without_fillers(output, batch), raw
+            with self.attempt("worst"):
+                facts = self.task.describe(*without_fillers(output, batch))
+                for place, more in zip(places[: batch["count"]], facts, strict=True):
+                    own = {"loss": losses[indices[place]], **more}
+                    shown = data.dataset.show({name: value[place] for name, value in raw.items() if name != "count"})
+                    image = shown.pop("image", None)
+                    # a column of the data may have the same name
+                    inputs = {f"input {name}" if name in own else name: value for name, value in shown.items()}
+                    found[indices[place]] = Sample(indices[place], own | inputs, image)
+        return found

@@ -46,7 +46,7 @@ class Workload:
     # what a checkpoint holds of the module, besides its weights, to continue from
     position: tuple[str, ...] = ("plateau",)
     task: Task | None = None
-    flops_per_sample: int | None = None  # of forward and backward
+    flops_per_sample: int | None = None  # of forward and backward, counted by dry_run.py
     network_arguments: Mapping[str, Any] = {}
 
     def __init__(self, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
@@ -130,10 +130,7 @@ class TaskWorkload(Workload):
         super().__init__(module, data)
         self.task, self.title = module.task, type(module.task).__name__
         self.arithmetic, self.network_arguments = module.arithmetic, module.network_arguments
-
-    @property
-    def flops_per_sample(self) -> int | None:  # type: ignore[override]
-        return self.module.flops_per_sample
+        self.trial = UNKNOWN.format("it was not tried")  # how processes change the result, found out by dry_run.py
 
     def across_processes(self, synchronised: tuple[type[nn.Module], ...]) -> str:
         norms = (m for m in self.module.net.modules() if isinstance(m, NORMS) and m.training)
@@ -141,7 +138,7 @@ class TaskWorkload(Workload):
             return DIFFERS.format(
                 "batch normalisation has statistics of each process's own samples. Set trainer.sync_batchnorm=true, or exact.logical_ranks=8"
             )
-        return self.module.across_processes
+        return self.trial
 
     def promises(self, world: int) -> list[str]:
         return []

@@ -1,4 +1,4 @@
-"""A loss between samples: on several processes the step of one, and refused where samples of a batch do not meet."""
+"""Losses of weighted samples, and losses between samples: on several processes the step of one. What would change it is refused."""
 
 import csv
 import sys
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import thin_project
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 import lockstep
 from lockstep import build
@@ -19,10 +21,12 @@ from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import Batch
+from lockstep.data.loaders import fetch
+from lockstep.data.sampler import TrainBatches
 from lockstep.errors import RunFailed, UserError
 from lockstep.training.metrics import whole_batch
 
-pytestmark = pytest.mark.xdist_group("between_samples")
+pytestmark = pytest.mark.xdist_group("losses")
 
 TASK = """import torch
 from torch import distributed
@@ -30,6 +34,13 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from lockstep.tasks import Classification
+
+
+class Weighted(Classification):
+    '''High digits count more, and zeros not at all.'''
+
+    def weight(self, batch):
+        return 0.5 * batch["target"].float()
 
 
 class Between(Classification):
@@ -87,6 +98,7 @@ class GathersOutputs(Classification):
             distributed.all_reduce(logits_BK.detach().clone())
         return logits_BK
 """
+STEPS, BATCH = 4, 24
 TWO, SHARDED = ("strategy=ddp", "trainer.devices=2"), ("strategy=fsdp", "trainer.devices=2")
 MIXED = ("augment=[mixup]",)
 SETUPS = {"ddp": TWO, "fsdp": SHARDED, "mixed": (*TWO, *MIXED), "three": ("strategy=ddp", "trainer.devices=3")}
@@ -94,17 +106,90 @@ SETUPS = {"ddp": TWO, "fsdp": SHARDED, "mixed": (*TWO, *MIXED), "three": ("strat
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory, mnist, cache) -> Iterator[list[str]]:
-    names = {"between": "Between", "ragged": "Ragged", "gathers": "Gathers", "outputs": "GathersOutputs"}
+    names = {
+        "weighted": "Weighted",
+        "between": "Between",
+        "ragged": "Ragged",
+        "gathers": "Gathers",
+        "outputs": "GathersOutputs",
+    }
     tasks = {f"configs/task/{k}.yaml": f"defaults: [classification]\n_target_: near.{v}\n" for k, v in names.items()}
     root = thin_project.write(tmp_path_factory.mktemp("project"), **{"src/near/__init__.py": TASK, **tasks})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         yield [
-            f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=24", "data.eval_batch_size=24", "data.limit_train=96",
+            f"data.root={mnist}", f"data.cache_dir={cache}", f"data.batch_size={BATCH}", "data.eval_batch_size=24", "data.limit_train=96",
             "checkpoint.monitor=val/loss", "checkpoint.mode=min", "optim=sgd", "optim.momentum=0.5", "optim.lr=0.02",
-            "trainer.max_steps=4", "trainer.log_every_n_steps=1", "trainer.precision=32-true", "trainer.accelerator=cpu", "model.width=8",
+            f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", "trainer.precision=32-true", "trainer.accelerator=cpu", "model.width=8",
         ]  # fmt: skip
     sys.modules.pop("near", None)
+
+
+def weights(run: str) -> Tensor:
+    return vector(read(Path("runs", run, "checkpoints/last.ckpt")).state_dict)
+
+
+def vector(state: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.double().flatten() for value in state.values()])
+
+
+def losses(run: str, name: str) -> list[float]:
+    with Path("runs", run, "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+# --- Weighted samples: the step of a plain loop with sum(w * loss) / sum(w) of the global batch ---
+
+
+def weighted_mean(net: nn.Module, batch: Batch) -> Tensor:
+    weight_B = 0.5 * batch["target"].float()
+    loss_B = F.cross_entropy(net(batch["input"]), batch["target"], reduction="none")
+    return (weight_B * loss_B).sum() / weight_B.sum()
+
+
+@pytest.fixture(scope="module")
+def plain(options) -> tuple[Tensor, list[float], float]:
+    """Weights, losses and validation loss of a plain loop."""
+    cfg = compose_config("train", ["task=weighted", *options])
+    cfg = decided(cfg, Settings.of(cfg).world, create_data(cfg.data))
+    build.seed(cfg)
+    data = build.data(cfg)
+    module = build.workload(cfg, data).module
+    net, split, found = module.net, data.train_split, []
+    optimizer = module.make_optimizer(net.parameters())
+    batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))
+    for _ in range(STEPS):
+        loss = weighted_mean(net, data.finished(fetch(data.dataset.train, next(batches)), training=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    indices = data.val_split.indices(torch.arange(data.val_split.count).numpy())
+    with torch.no_grad():
+        val_loss = weighted_mean(net, data.finished(fetch(data.dataset.train, indices), training=False)).item()
+    return vector(net.state_dict()), found, val_loss
+
+
+ACCUMULATED = ("trainer.accumulate_grad_batches=2",)
+WEIGHTED = {"single": (), "accumulated": ACCUMULATED, "ddp_accumulated": (*TWO, *ACCUMULATED), "fsdp": SHARDED}
+
+
+@pytest.mark.parametrize(
+    "setup", [pytest.param(name, marks=[pytest.mark.slow] * (name != "fsdp")) for name in WEIGHTED]
+)
+def test_samples_weigh_alike_under_every_strategy(setup, options, plain, forked):
+    run = f"weighted_{setup}"
+    report, (expected, train_losses, val_loss) = (
+        lockstep.train([f"run={run}", "task=weighted", *WEIGHTED[setup], *options]),
+        plain,
+    )
+    assert float((weights(run) - expected).norm() / expected.norm()) < 1e-6
+    assert losses(run, "train/loss") == pytest.approx(train_losses, rel=2e-6)
+    assert report["val/loss"] == pytest.approx(val_loss, rel=1e-5)
+    assert report["test/count"] == 103  # samples of weight 0 are counted as well
+
+
+# --- Losses between samples ---
 
 
 @pytest.fixture(scope="module")
@@ -113,16 +198,6 @@ def alone(options) -> dict[tuple[str, ...], str]:
     for run, more in {"alone": (), "alone_mixed": MIXED}.items():
         lockstep.train([f"run={run}", "task=between", *more, *options])
     return {(): "alone", MIXED: "alone_mixed"}
-
-
-def weights(run: str) -> torch.Tensor:
-    state = read(Path("runs", run, "checkpoints/last.ckpt")).state_dict
-    return torch.cat([value.double().flatten() for value in state.values()])
-
-
-def losses(run: str, name: str) -> list[float]:
-    with Path("runs", run, "metrics.csv").open() as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
 @pytest.mark.parametrize("setup", [pytest.param(name, marks=[pytest.mark.slow] * (name != "ddp")) for name in SETUPS])
@@ -140,10 +215,10 @@ def whole_of_two(monkeypatch, output: Any, batch: Batch) -> tuple[Any, Batch]:
     """The outputs and the batch of two processes that have the same ones, in this process."""
 
     def exchange(every: list, own: list) -> None:
-        assert {item.device.type for item in own if isinstance(item, torch.Tensor)} <= {"cpu"}
+        assert {item.device.type for item in own if isinstance(item, Tensor)} <= {"cpu"}
         every[:] = [own, own]
 
-    def gather(parts: list[torch.Tensor], own: torch.Tensor) -> None:
+    def gather(parts: list[Tensor], own: Tensor) -> None:
         for part in parts:
             part.copy_(own)
 
@@ -155,26 +230,18 @@ def whole_of_two(monkeypatch, output: Any, batch: Batch) -> tuple[Any, Batch]:
     return whole_batch(task, output, batch, trainer)
 
 
-def test_a_list_of_tensors_is_exchanged_over_the_cpu(monkeypatch):
-    """Otherwise it would arrive on the sender's GPU. Here the GPU has no values."""
-    with FakeTensorMode():
-        boxes = [torch.ones(1, 4, device="cuda"), torch.ones(3, 4, device="cuda")]
-        batch = {"index": torch.arange(2, device="cuda"), "boxes": boxes, "text": ["a", "b"], "count": 2}
-        _, whole = whole_of_two(monkeypatch, torch.ones(2, device="cuda"), batch)
-    assert [(box.device.type, len(box)) for box in whole["boxes"]] == [("cuda", 1), ("cuda", 3)] * 2
-    assert (whole["text"], whole["count"]) == (["a", "b", "a", "b"], 4)
-
-
 def test_what_a_batch_holds_of_each_sample_is_gathered_wherever_it_is(monkeypatch):
-    boxes = [torch.ones(1, 4), torch.zeros(3, 4)]
-    more = {"boxes": boxes, "texts": ("a", "b"), "views": (torch.arange(2), torch.arange(2)), "scale": 2.0}
-    batch = {"index": torch.arange(2), "more": more, "count": 2}
-    output, whole = whole_of_two(monkeypatch, {"logits": (torch.ones(2, 3), torch.ones(2))}, batch)
+    """A list of tensors over the CPU: otherwise it would arrive on the sender's GPU. Here the GPU has no values."""
+    with FakeTensorMode():
+        index = torch.arange(2, device="cuda")
+        boxes = [torch.ones(1, 4, device="cuda"), torch.zeros(3, 4, device="cuda")]
+        more = {"boxes": boxes, "texts": ("a", "b"), "views": (index, index), "scale": 2.0}
+        outputs = {"logits": (torch.ones(2, 3, device="cuda"), torch.ones(2, device="cuda"))}
+        output, whole = whole_of_two(monkeypatch, outputs, {"index": index, "more": more, "count": 2})
     found = whole["more"]
-    assert [tuple(box.shape) for box in found["boxes"]] == [(1, 4), (3, 4)] * 2
-    assert (found["texts"], found["scale"]) == (["a", "b"] * 2, 2.0)
-    assert [view.tolist() for view in found["views"]] == [[0, 1, 0, 1]] * 2
-    assert [len(logits) for logits in output["logits"]] == [4, 4]
+    assert [(box.device.type, *box.shape) for box in found["boxes"]] == [("cuda", 1, 4), ("cuda", 3, 4)] * 2
+    assert (found["texts"], found["scale"], whole["count"]) == (["a", "b"] * 2, 2.0, 4)
+    assert [len(value) for value in (*found["views"], *output["logits"])] == [4] * 4
 
 
 @pytest.mark.parametrize(("output", "told"), [
