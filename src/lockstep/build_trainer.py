@@ -18,7 +18,6 @@ from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
-from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
 from lockstep.config.instantiate import create, to_plain
 from lockstep.config.run_config import SPARSEST, log_interval, model_title, run_dir, title
@@ -29,7 +28,6 @@ from lockstep.machine.world import World
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.reporting.page import LivePage
 from lockstep.run.folder import RunFolder
-from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.workload import Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -80,7 +78,7 @@ def custom_module_callbacks(cfg: DictConfig, work: Workload) -> list[pl.Callback
         CustomModule(
             seed=cfg.seed,
             own_loaders=work.engine_data is None,
-            synchronise=synchronise if cfg.trainer.sync_batchnorm else None,
+            sync_batchnorm=cfg.trainer.sync_batchnorm,
             log_interval=log_interval if cfg.trainer.log_every_n_steps == "auto" else None,
         )
     ]
@@ -126,7 +124,7 @@ def trainer(cfg: DictConfig, world: World, work: Workload) -> pl.Trainer:
         folder = run_dir(cfg) / "checkpoints"
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
-            own.append(saving.ModelCheckpoint(dirpath=folder, logged_by=work.title, **named))
+            own.append(saving.ModelCheckpoint(dirpath=folder, **named))
         own.append(last := saving.LastCheckpoint(folder / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume))
         save = last.save_and_wait
     own.append(stopping.Preemption(save))
@@ -173,7 +171,7 @@ def lightning_trainer(cfg: DictConfig, world: World, work: Workload, **parts: An
         "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
-    plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
+    plugins: list[Any] = [saving.AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
     try:
