@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoints import sharded
+from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import checkpoints, is_checkpoint, step_of
-from lockstep.checkpoints.sharded import open_file
+from lockstep.checkpoints.weights import open_file, row_range, rows_between
 from lockstep.errors import UserError
 from lockstep.machine import files
 
@@ -22,14 +22,14 @@ def sharded_folder(folder: Path, world: int) -> Path:
     """As `world` processes leave it; without any, since no tensor is sharded here."""
     folder.mkdir(parents=True)
     for rank in range(world):
-        sharded.save(CONTENT, {}, folder, rank, world)
+        weights.save(CONTENT, {}, folder, rank, world)
     return folder
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("file") / "whole.ckpt"
-    sharded.write(CONTENT, path)
+    weights.write(CONTENT, path)
     assert step_of(path) == CONTENT["global_step"]
     return path.read_bytes()
 
@@ -57,7 +57,7 @@ def test_a_file_that_is_cut_off_or_has_a_flipped_bit_in_a_tensor_is_not_whole(da
 
 def test_no_flipped_bit_of_the_table_of_contents_gives_other_values(tmp_path):
     path, small = tmp_path / "flipped.ckpt", {"global_step": 7, "w": torch.arange(6.0)}
-    sharded.write(small, path)
+    weights.write(small, path)
     whole, seen = path.read_bytes(), set()
 
     def same(found: dict) -> bool:
@@ -87,7 +87,7 @@ def test_what_is_something_else_is_no_checkpoint(tmp_path):
 def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
     folder = sharded_folder(tmp_path / "a.ckpt", world)
     assert is_checkpoint(folder)
-    assert torch.equal(sharded.load(folder)["state_dict"]["net.w"], CONTENT["state_dict"]["net.w"])
+    assert torch.equal(weights.load(folder)["state_dict"]["net.w"], CONTENT["state_dict"]["net.w"])
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
@@ -100,7 +100,7 @@ def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
 
 def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, capsys):
     for name, step in (("last.ckpt", 500), ("best-step-40.ckpt", 40), ("best-step-700.ckpt", 700), ("mine.ckpt", 9000)):
-        sharded.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
+        weights.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
     os.utime(run / "checkpoints" / "best-step-700.ckpt", (1, 1))  # times of files say nothing
     (run / "checkpoints" / "last.ckpt.part").write_bytes(file)
     names = [path.name for path in checkpoints(run)]
@@ -139,3 +139,29 @@ def test_a_file_that_could_run_code_is_refused_without_torchs_advice_to_run_it(t
     with pytest.raises(UserError, match=r"it holds objects that could run code") as error:
         open_file(path)
     assert "weights_only" not in str(error.value)
+
+
+# --- The arithmetic of shards: any number of processes reads what any other number has written ---
+
+WORLDS = st.integers(1, 9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(1, 40), world=WORLDS)
+def test_rows_are_divided_as_torch_chunks_them(rows, world):
+    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(world)]
+    shares = [list(range(*row_range(rows, rank, world))) for rank in range(world)]
+    assert shares == chunks + [[]] * (world - len(chunks))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(1, 40), wrote=WORLDS, reads=WORLDS)
+def test_each_process_gets_its_rows_whoever_wrote_them(rows, wrote, reads):
+    tensor = torch.arange(rows * 6.0).view(rows, 2, 3)
+    shards = []
+    for rank in range(wrote):
+        begin, end = row_range(rows, rank, wrote)
+        shards.append({"first": begin, "shape": list(tensor.shape), "rows": tensor[begin:end]})
+    for rank in range(reads):
+        begin, end = row_range(rows, rank, reads)
+        assert torch.equal(rows_between(shards, begin, end), tensor[begin:end])

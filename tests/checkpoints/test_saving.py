@@ -16,7 +16,7 @@ import pytest
 import torch
 from in_process import rows
 
-from lockstep.checkpoints import finding, saving, sharded
+from lockstep.checkpoints import finding, saving, weights
 from lockstep.checkpoints.saving import AtomicCheckpointIO, ModelCheckpoint
 from lockstep.errors import NotSaved
 from lockstep.machine import files
@@ -31,7 +31,7 @@ def content(step: int, value: float) -> dict:
 
 def value_of(path: Path) -> float:
     """The one value that the weights of a checkpoint have."""
-    (value,) = sharded.open_file(path)["state_dict"]["w"].unique()
+    (value,) = weights.open_file(path)["state_dict"]["w"].unique()
     return float(value)
 
 
@@ -40,7 +40,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.open, self.done = threading.Event(), threading.Event(), []
-        write, take_place, remove = sharded.write, files.take_place, files.remove
+        write, take_place, remove = weights.write, files.take_place, files.remove
 
         def held(content: dict, path: Path) -> None:
             self.begun.set()
@@ -52,7 +52,7 @@ class Gate:
             if paths[-1].suffix != ".part":
                 self.done.append(("there" if len(paths) == 2 else "gone", paths[-1].name))
 
-        monkeypatch.setattr(sharded, "write", held)
+        monkeypatch.setattr(weights, "write", held)
         monkeypatch.setattr(files, "take_place", noted)
         monkeypatch.setattr(files, "remove", noted)
 
@@ -161,7 +161,7 @@ def save_and_be_killed(place: str) -> None:
         path.write_bytes((folder / "last.ckpt").read_bytes()[: 2 * WEIGHTS])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    sharded.write = half
+    weights.write = half
     io.save_checkpoint(content(2, 2.0), folder / "best-step-2.ckpt")
     io.remove_checkpoint(folder / "best-step-1.ckpt")
     io.save_checkpoint(content(2, 2.0), folder / "last.ckpt")

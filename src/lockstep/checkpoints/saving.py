@@ -19,9 +19,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import Checkpoint
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from lockstep.checkpoints import sharded
+from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import BEST, is_checkpoint
-from lockstep.checkpoints.weights import refused
 from lockstep.compat.lightning import save_logged_step, set_logged_step
 from lockstep.errors import Damaged, FolderRemoved, NotSaved, TrainingFailed, UserError, chain, did_you_mean
 from lockstep.machine import files
@@ -66,7 +65,7 @@ class AtomicCheckpointIO(CheckpointIO):
     def save(self, checkpoint: dict[str, Any], path: Path, write: Write) -> None:
         """Calls `write(checkpoint, path)`, in the background with a copy."""
         began_s = time.perf_counter()
-        if odd := next(refused(checkpoint), None):
+        if odd := next(weights.refused(checkpoint), None):
             raise NotSaved(
                 f"the checkpoint {path} would not load: it has {odd}, and only tensors and plain values are loaded. Save those instead."
             )
@@ -109,7 +108,7 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Always with weights_only=True: a checkpoint cannot run code."""
         self.drain()
-        values: dict[str, Any] = sharded.load(Path(path))
+        values: dict[str, Any] = weights.load(Path(path))
         return values
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -128,7 +127,7 @@ class AtomicCheckpointIO(CheckpointIO):
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
     with files.replacing(path) as part:
-        sharded.write(checkpoint, part)
+        weights.write(checkpoint, part)
 
 
 def remove_or_warn(path: Path) -> None:

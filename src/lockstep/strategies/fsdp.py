@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints import sharded
+from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import mapped
 from lockstep.checkpoints.saving import AtomicCheckpointIO
 from lockstep.compat.lightning import WholeMeshStrategy
@@ -161,7 +161,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        return sharded.load(path, self.device_mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
+        return weights.load(path, self.device_mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -174,7 +174,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             return
         if self.writers is None:
             self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
-        rest, own = sharded.divide(checkpoint)
+        rest, own = weights.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
         self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards)
 
@@ -187,7 +187,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
                 part.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
                 part.mkdir()
         with self.all_or_none():
-            sharded.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
+            weights.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
         with self.all_or_none():
             if self.is_global_zero:
                 files.take_place(part, path)
