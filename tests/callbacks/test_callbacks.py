@@ -93,33 +93,27 @@ def test_the_average_follows_its_definition(warmup):
     assert torch.equal(module.weight, before)
 
 
-def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(monkeypatch):
-    """Rank 1's clock is an hour ahead: rank 0 decides."""
-    now_s, store, asked = [0.0], HashStore(), []
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    noted = SimpleNamespace(set=store.set, delete_key=store.delete_key)
-    noted.get = lambda key: asked.append(trainer.global_step) or store.get(key)
-    monkeypatch.setattr(process, "store", noted)
-
-    def run(rank: int) -> list[int]:
-        nonlocal trainer
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0])
+def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(ahead_s, monkeypatch):
+    """Also where the clock of rank 1 is an hour ahead: rank 0 decides."""
+    clock, store = SimpleNamespace(now_s=0.0), HashStore()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(process, "store", store)
+    stopped = []
+    for rank in (0, 1):
+        monkeypatch.setattr(stopping, "looks", looks := itertools.count())
         strategy = SimpleNamespace(broadcast=lambda over: over)
         trainer = trainer_at(0, strategy=strategy, should_stop=False, world_size=2, global_rank=rank)
-        monkeypatch.setattr(stopping, "looks", itertools.count())
-        timer, now_s[0] = Timer({"minutes": 1}), 0.0
-        asked.clear()
+        timer, clock.now_s = Timer({"minutes": 1}), 0.0
         timer.on_train_start(trainer, None)
+        clock.now_s += rank * ahead_s
         while not trainer.should_stop:
-            now_s[0] += 0.1 + rank
+            clock.now_s += 0.1
             trainer.global_step += 1
             timer.on_train_batch_end(trainer, None, None, None, trainer.global_step - 1)
-        return [*asked]
-
-    trainer = None
-    first = run(0)
-    assert first[-1] in range(600, 615)
-    assert len(first) < 70
-    assert run(1) == first
+        stopped.append((trainer.global_step, next(looks)))
+    assert stopped[0] == stopped[1]
+    assert 600 <= stopped[0][0] < 615 and stopped[0][1] < 70
 
 
 def test_what_a_step_draws_depends_on_its_seed_alone_and_each_step_and_rank_has_its_own():
