@@ -45,7 +45,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lockstep import ROOT, build
-from lockstep.checkpoints import io as checkpoint_io
+from lockstep.checkpoints import saving as checkpoint_saving
 from lockstep.config.compose import compose_config
 from lockstep.config.settings import Settings
 from lockstep.launch.local import received, run_processes
@@ -198,7 +198,7 @@ def timed_run(settings: Settings) -> None:
     work, trainer = ready(settings, mlp(int(os.environ[PARAMETERS])))
     trainer.callbacks.insert(0, marks)  # type: ignore[attr-defined]
     trainer.save_checkpoint = timed(trainer.save_checkpoint, saves)  # type: ignore[method-assign]
-    checkpoint_io.write_or_explain = timed(checkpoint_io.write_or_explain, writes)
+    checkpoint_saving.write_or_explain = timed(checkpoint_saving.write_or_explain, writes)
     build.fit(settings, trainer, work)
     if settings.world.rank == 0:
         times = {"steps": [*marks.began_s, marks.ended_s], "saves": saves, "writes": writes}

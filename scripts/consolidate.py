@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lockstep.checkpoints import sharded
+from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.errors import UserError
 from lockstep.launch.exits import exit_code
@@ -21,7 +21,7 @@ def consolidate(folder: Path, file: Path) -> Path:
     if file.exists():
         raise UserError(f"{file} exists. Use a different name.")
     with replacing(file) as part:
-        sharded.write(sharded.load(folder), part)
+        weights.write(weights.load(folder), part)
     return file
 
 

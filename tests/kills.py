@@ -13,7 +13,7 @@ ROOM = "TEST_ROOM"  # where it is set, the disk has no more room for larger file
 def count_events() -> None:
     """Counts the moments, and kills this process at the one that is asked for."""
     from lockstep.callbacks import FiniteLoss
-    from lockstep.checkpoints import saving, sharded
+    from lockstep.checkpoints import saving, weights
     from lockstep.machine import files
     from lockstep.reporting.loggers import MetricsCsv
 
@@ -42,7 +42,7 @@ def count_events() -> None:
 
         setattr(owner, name, wrapped)
 
-    write = sharded.write
+    write = weights.write
 
     def write_in_two_parts(content: object, path: Path) -> None:
         write(content, path)
@@ -51,7 +51,7 @@ def count_events() -> None:
         event("half of a checkpoint is written")
         path.write_bytes(whole)
 
-    sharded.write = write_in_two_parts
+    weights.write = write_in_two_parts
     for name in ("rename", "replace"):
         around(Path, name, after=False)
     around(files, "take_place")

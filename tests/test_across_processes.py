@@ -14,7 +14,6 @@ pytestmark = pytest.mark.xdist_group("across")
 SHORT = ["trainer.max_steps=1", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
 RESNET = ["model=timm", "model.name=test_resnet", "data.image_size=32"]
 CASES = {
-    "default": ([], ROUNDING),
     "exact": (["exact.logical_ranks=2"], SAME_BITS),
     "batch norm": (RESNET, "differs with the number of processes, because batch normalisation"),
     "synchronised": ([*RESNET, "trainer.sync_batchnorm=true"], ROUNDING),

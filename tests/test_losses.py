@@ -151,10 +151,10 @@ def weighted_mean(net: nn.Module, batch: Batch) -> Tensor:
 def plain(options) -> tuple[Tensor, list[float], float]:
     """Weights, losses and validation loss of a plain loop."""
     cfg = compose_config("train", ["task=weighted", *options])
-    cfg = decided(cfg, Settings.of(cfg).world, create_data(cfg.data))
-    build.seed(cfg)
-    data = build.data(cfg)
-    module = build.workload(cfg, data).module
+    settings = Settings.of(cfg).decided(create_data(cfg.data))
+    build.seed(settings)
+    data = build.data(settings)
+    module = build.workload(settings, data).module
     net, split, found = module.net, data.train_split, []
     optimizer = module.make_optimizer(net.parameters())
     batches = iter(TrainBatches(split, batch=BATCH, seed=cfg.seed))

@@ -11,7 +11,7 @@ from in_process import report
 
 import lockstep
 from lockstep.callbacks import FiniteLoss
-from lockstep.checkpoints import sharded
+from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import DATA, LOOP, outline, step_of
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
@@ -99,7 +99,7 @@ def test_a_file_that_is_no_checkpoint_of_lockstep_is_rejected_in_one_message(tra
     with zipfile.ZipFile(paths["zip"], "w") as archive:
         archive.writestr("photo.png", b"1")
     for rank in range(2):
-        sharded.save(whole, {}, folder, rank, 2)
+        weights.save(whole, {}, folder, rank, 2)
     paths |= {"shard": folder / "shard-00000-of-00002.pt", "rest": folder / "rest.pt"}
     before = contents("a")
     for what, path in paths.items():

@@ -202,18 +202,6 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_anew(train, crash_at
     assert logged_steps("a") == list(range(1, 13))
 
 
-@pytest.mark.slow  # tests/test_interchange.py goes on from max_steps
-def test_more_steps_go_on_where_max_steps_ended_a_run(train):
-    common = ["trainer.log_every_n_steps=1"]
-    train("run=whole", "trainer.max_steps=17", *common)
-    train("run=parts", "trainer.max_steps=7", *common)
-    train("run=parts", "resume=auto", "trainer.max_steps=17", *common)
-    losses = [[row["train/loss"] for row in rows(run) if row["train/loss"]] for run in ("whole", "parts")]
-    assert len(losses[0]) == 17
-    assert losses[0] == losses[1]
-    assert same(state("whole/checkpoints/last.ckpt")["state_dict"], state("parts/checkpoints/last.ckpt")["state_dict"])
-
-
 @pytest.mark.slow
 def test_a_recipe_can_be_typed_again_and_its_seed_is_drawn_once(train):
     common = ["run=a", "experiment=mnist_basic_net", "seed=null", "resume=auto"]
@@ -291,12 +279,6 @@ def test_a_stopped_run_stays_stopped_until_it_gets_more_patience(train):
               "optim.nesterov=false", "trainer.max_epochs=10", "trainer.limit_train_batches=2", "resume=auto"]  # fmt: skip
     epochs = [train(*common, f"callbacks.early_stopping.patience={patience}")["train/epochs"] for patience in (1, 1, 3)]
     assert epochs == [2, 2, 4]
-
-
-@pytest.mark.slow
-def test_workers_deal_out_the_same_batches(train, whole):
-    train("run=with", *TWO_EPOCHS, "data.num_workers=2", "data.prefetch_factor=3", "data.persistent_workers=false")
-    assert rows("with") == rows(whole)
 
 
 def test_tensorboard_shows_each_step_once_after_a_crash(train, crash_at):

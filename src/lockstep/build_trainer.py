@@ -18,7 +18,6 @@ from lockstep.callbacks.hang_detector import HangDetector
 from lockstep.callbacks.weights import Digests
 from lockstep.checkpoints import saving
 from lockstep.checkpoints.finding import DATA, outline
-from lockstep.checkpoints.io import AtomicCheckpointIO
 from lockstep.compat.lightning import log_steps_from_one, without_sigterm_broadcast
 from lockstep.config.instantiate import create, to_plain
 from lockstep.config.settings import SPARSEST, Settings, log_interval
@@ -27,7 +26,6 @@ from lockstep.errors import UserError
 from lockstep.machine import process
 from lockstep.reporting.loggers import CutAtResume, MetricsCsv
 from lockstep.reporting.page import LivePage
-from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.workload import Workload
 
 PROFILERS: dict[str, type[Profiler]] = {
@@ -79,7 +77,7 @@ def custom_module_callbacks(settings: Settings, work: Workload) -> list[pl.Callb
         CustomModule(
             seed=settings.cfg.seed,
             own_loaders=work.engine_data is None,
-            synchronise=synchronise if trainer.sync_batchnorm else None,
+            sync_batchnorm=trainer.sync_batchnorm,
             log_interval=log_interval if trainer.log_every_n_steps == "auto" else None,
         )
     ]
@@ -124,7 +122,7 @@ def trainer(settings: Settings, work: Workload) -> pl.Trainer:
     if cfg.trainer.enable_checkpointing:
         if cfg.trainer.limit_val_batches != 0 and cfg.checkpoint.monitor:
             named = {key: cfg.checkpoint[key] for key in ("monitor", "mode", "save_top_k")}
-            own.append(saving.ModelCheckpoint(dirpath=folder.checkpoints, logged_by=work.title, **named))
+            own.append(saving.ModelCheckpoint(dirpath=folder.checkpoints, **named))
         own.append(
             last := saving.LastCheckpoint(folder.checkpoints / "last.ckpt", cfg.checkpoint.every_n_steps, cfg.resume)
         )
@@ -174,7 +172,7 @@ def lightning_trainer(settings: Settings, work: Workload, **parts: Any) -> pl.Tr
         "trains_task": work.task is not None,
     }
     strategy = create(node, "strategy", **accepted(node._target_, offered))
-    plugins: list[Any] = [AtomicCheckpointIO(background=cfg.checkpoint.background)]
+    plugins: list[Any] = [saving.AtomicCheckpointIO(background=cfg.checkpoint.background)]
     if environment is not None and getattr(strategy, "cluster_environment", None) is None:
         plugins.append(environment)  # for single and dp, or Lightning would requeue a SLURM job of one task
     try:

@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -10,30 +11,20 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 from torch.distributed import HashStore
 
-import lockstep
 from lockstep.callbacks import EMA, Throughput, stopping, summary
-from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
-from lockstep.callbacks.stopping import RankAgreement, Timer
-from lockstep.callbacks.weights import tensors as ema_tensors
+from lockstep.callbacks.step_seed import StepSeed, seed_generators, seed_host, step_seed
+from lockstep.callbacks.stopping import CollectivesGuard, RankAgreement, Timer
+from lockstep.data.sampler import Split, TrainBatches
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
+from lockstep.tasks import Classification
+from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.workload import Workload
-
-
-@pytest.fixture
-def train(tmp_path, mnist, cache, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    base = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
-    return lambda *overrides: lockstep.train([*base, *overrides])
-
-
-def test_each_step_and_rank_has_its_own_seed_and_always_the_same():
-    seeds = {step_seed(*place) for place in itertools.product((0, 1), range(500), range(4))}
-    assert len(seeds) == 4000
-    assert step_seed(0, 3, 1) == step_seed(0, 3, 1)
-    torch.manual_seed(max(seeds))  # torch takes them
 
 
 def test_speed_is_all_images_over_the_time_of_training_without_the_first_window():
@@ -94,77 +85,48 @@ def test_the_average_follows_its_definition(warmup):
             now = torch.cat([module.weight.detach(), module.mean]).double()
             decay = decays.pop(0) if expected is not None else 0.0
             expected = decay * expected + (1 - decay) * now if decay else now
-    before = module.weight.clone()
+    before, module.tied = module.weight.clone(), module.weight  # a tied weight is swapped once
     ema.swap(module)
-    assert torch.cat([module.weight.detach(), module.mean]).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert torch.cat([module.tied.detach(), module.mean]).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
     assert int(module.count) == 9
     ema.swap(module)
     assert torch.equal(module.weight, before)
 
 
-def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(monkeypatch):
-    """Rank 1's clock is an hour ahead: rank 0 decides."""
-    now_s, store, asked = [0.0], HashStore(), []
-    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
-    noted = SimpleNamespace(set=store.set, delete_key=store.delete_key)
-    noted.get = lambda key: asked.append(trainer.global_step) or store.get(key)
-    monkeypatch.setattr(process, "store", noted)
-
-    def run(rank: int) -> list[int]:
-        nonlocal trainer
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0])
+def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(ahead_s, monkeypatch):
+    """Also where the clock of rank 1 is an hour ahead: rank 0 decides."""
+    clock, store = SimpleNamespace(now_s=0.0), HashStore()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(process, "store", store)
+    stopped = []
+    for rank in (0, 1):
+        monkeypatch.setattr(stopping, "looks", looks := itertools.count())
         strategy = SimpleNamespace(broadcast=lambda over: over)
         trainer = trainer_at(0, strategy=strategy, should_stop=False, world_size=2, global_rank=rank)
-        monkeypatch.setattr(stopping, "looks", itertools.count())
-        timer, now_s[0] = Timer({"minutes": 1}), 0.0
-        asked.clear()
+        timer, clock.now_s = Timer({"minutes": 1}), 0.0
         timer.on_train_start(trainer, None)
+        clock.now_s += rank * ahead_s
         while not trainer.should_stop:
-            now_s[0] += 0.1 + rank
+            clock.now_s += 0.1
             trainer.global_step += 1
             timer.on_train_batch_end(trainer, None, None, None, trainer.global_step - 1)
-        return [*asked]
-
-    trainer = None
-    first = run(0)
-    assert first[-1] in range(600, 615)
-    assert len(first) < 70
-    assert run(1) == first
+        stopped.append((trainer.global_step, next(looks)))
+    assert stopped[0] == stopped[1]
+    assert 600 <= stopped[0][0] < 615 and stopped[0][1] < 70
 
 
-def test_tied_weights_come_back_after_a_validation():
-    module, ema = Weights(), EMA(decay=0.5)
-    module.tied = module.weight
-    ema.average = [torch.full_like(tensor, 7) for tensor in ema_tensors(module)]
-    ema.swap(module)
-    assert module.tied.tolist() == [7.0] * 3
-    ema.swap(module)
-    assert module.weight.tolist() == [0.0] * 3
-    assert ema.average[0].tolist() == [7.0] * 3
-
-
-def test_the_first_step_is_over_when_the_gpu_is_done_with_it(monkeypatch):
-    """Later steps do not wait: their speed is measured at the next row of the log."""
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(throughput.first_step_s))
-    throughput, trainer = Throughput(), MagicMock(world_size=1, accumulate_grad_batches=1, log_every_n_steps=50)
-    trainer.strategy.root_device.type, trainer.datamodule.waited_s = "cuda", 0.0
-    for i in range(3):
-        trainer.global_step = i + 1
-        throughput.on_train_batch_start(trainer, None, {"count": 4}, i)
-        throughput.on_train_batch_end(trainer, None, None, {"count": 4}, i)
-    assert waits == [None] and throughput.first_step_s > 0
-
-
-def test_what_a_step_draws_depends_on_its_seed_alone():
+def test_what_a_step_draws_depends_on_its_seed_alone_and_each_step_and_rank_has_its_own():
     def draw(seed: int) -> tuple[float, float, float]:
         seed_generators(seed, "cpu")
         seed_host(seed)
         return random.random(), np.random.rand(), torch.rand(1).item()
 
-    first, other = draw(2**63 - 1), draw(7)
-    assert other != first == draw(2**63 - 1)
-    torch.manual_seed(7)
-    assert other[2] == torch.rand(1).item()
+    seeds = {step_seed(*place) for place in itertools.product((0, 1), range(500), range(4))}
+    assert len(seeds) == 4000
+    largest = max(seeds)  # torch takes it
+    first, other = draw(largest), draw(7)
+    assert other != first == draw(largest)
 
 
 def test_processes_that_would_compute_differently_end_and_say_so():
@@ -188,3 +150,69 @@ def test_the_first_line_of_a_run(source, origin, monkeypatch):
         f"a: basic_net (3 parameters) · mnist{origin} (1 train, 1 val, 1 test) · "
         "single, 1 process on cpu · each process has its own batches · 32-true · 1 step"
     )
+
+
+# --- A task is watched for one micro-batch; tests/test_between_samples.py has what is rejected ---
+
+
+class WithLossModule(Classification):
+    """Lightning's idiom; the method of the class is what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss()
+
+
+def with_attributes() -> Classification:
+    """A loss that is chosen when the task is made."""
+    task = Classification()
+    task.loss, task.outputs = partial(Classification.loss, task), partial(Classification.outputs, task)
+    return task
+
+
+@pytest.mark.parametrize("make", [Classification, with_attributes, WithLossModule])
+def test_a_watched_task_is_afterwards_what_it_was(make):
+    task = make()
+    task.bind({"classes": "0123456789"})
+    module = SimpleNamespace(task=task, arithmetic=StepArithmetic())
+    callback, trainer = CollectivesGuard(), SimpleNamespace(world_size=2, accumulate_grad_batches=2)
+    before, modules = dict(vars(task)), dict(task.named_modules())
+    callback.on_train_start(trainer, module)
+    assert task.loss is not before.get("loss")
+    batch = {"input": torch.zeros(3, 10), "target": torch.zeros(3, dtype=torch.int64)}
+    assert task.loss(task.outputs(nn.Identity(), batch), batch).tolist() == pytest.approx([2.302585] * 3)
+    for _ in range(2):
+        callback.on_train_batch_end(trainer, module, None, batch, 0)
+        assert vars(task) == before
+        assert dict(task.named_modules()) == modules
+
+
+# --- The rows of the global batch that a process has masks for are those of the samples that it gets ---
+
+
+@settings(deadline=None)
+@given(
+    world=st.integers(1, 4),
+    accumulate=st.integers(1, 4),
+    share=st.integers(1, 3),
+    steps=st.integers(1, 3),
+    contiguous=st.booleans(),
+)
+def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process(
+    world, accumulate, share, steps, contiguous
+):
+    batch = world * accumulate * share
+    split = Split(total=batch * steps, first=0, count=batch * steps)
+    whole = list(TrainBatches(split, batch=batch, seed=5))
+    callback = StepSeed(5, StepArithmetic(), masks_by_row=True, own_loaders=False)
+    strategy = SimpleNamespace(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
+    for rank in range(world):
+        own = TrainBatches(
+            split, batch=batch, seed=5, rank=rank, world=world, accumulate=accumulate, in_blocks=contiguous
+        )
+        for batch_idx, samples in enumerate(own):
+            step = batch_idx // accumulate
+            trainer = trainer_at(step, world_size=world, global_rank=rank, strategy=strategy)
+            trainer.accumulate_grad_batches, trainer.datamodule = accumulate, SimpleNamespace(batch_size=batch)
+            rows = callback.rows(trainer, batch_idx).rows["cpu"]
+            assert whole[step][rows.start : rows.stop].tolist() == samples.tolist()

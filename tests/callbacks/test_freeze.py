@@ -14,12 +14,8 @@ SMALL = [
 ]
 FROZEN = ["callbacks=[default,freeze]"]
 RESNET = [
-    "model=timm",
-    "model.name=test_resnet",
-    "data.image_size=32",
-    "data.batch_size=16",
-    "trainer.limit_train_batches=2",
-]
+    *SMALL, "model=timm", "model.name=test_resnet", "data.image_size=32", "data.batch_size=16", "trainer.limit_train_batches=2",
+]  # fmt: skip
 
 
 def weights(run: str) -> dict[str, torch.Tensor]:
@@ -32,8 +28,8 @@ def changed(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> set[str]:
 
 @pytest.mark.slow
 def test_frozen_parts_keep_their_values_and_statistics_until_their_epoch(train):
-    train("run=start", *RESNET, *SMALL, "trainer.max_steps=1")
-    more = [*RESNET, *SMALL, *FROZEN, "init_from=start"]
+    train("run=start", *RESNET, "trainer.max_steps=1")
+    more = [*RESNET, *FROZEN, "init_from=start"]
     train("run=head", *more, "trainer.max_epochs=2")
     before, head = weights("start"), weights("head")
     assert changed(before, head) == {"fc.weight", "fc.bias"}
@@ -50,7 +46,6 @@ def test_frozen_parts_keep_their_values_and_statistics_until_their_epoch(train):
 def test_a_resumed_run_is_frozen_as_the_undisturbed_one(train, crash_at):
     given = [
         *RESNET,
-        *SMALL,
         *FROZEN,
         "trainer.max_epochs=3",
         'callbacks.freeze.unfreeze=[["layer4.*",1]]',

@@ -38,14 +38,7 @@ def test_the_one_that_the_others_wait_for_is_named(signs, silent, found):
     assert hanging(dict(enumerate(signs)), silent, 50.0) == found
 
 
-def test_where_a_thread_is():
-    frame = sys._getframe()
-    here = f"{__file__}:{frame.f_lineno + 1} (test_where_a_thread_is)"
-    assert where(frame) == (here, here)
-    assert where(None) == ("an unknown place", "an unknown place")
-
-
-def test_backward_and_collectives_are_where_processes_wait():
+def test_where_a_thread_is_and_that_it_waits_in_backward_and_in_collectives():
     seen = []
 
     class Op(torch.autograd.Function):
@@ -61,6 +54,9 @@ def test_backward_and_collectives_are_where_processes_wait():
     Op.apply(torch.ones(1, requires_grad=True)).backward()
     for path in (seen[0], torch.distributed.distributed_c10d.__file__):
         assert any(part in path for part in hang_detector.WAITING)
+    innermost, of_ours = where(sys._getframe())
+    assert innermost == of_ours and innermost.startswith(__file__)
+    assert where(None) == ("an unknown place", "an unknown place")
 
 
 @pytest.mark.parametrize(

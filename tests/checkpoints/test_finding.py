@@ -1,7 +1,6 @@
 """Which checkpoint a run goes on from: the newest that is whole, of one file or of shards."""
 
 import os
-import shutil
 import zipfile
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoints import sharded
+from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import checkpoints, is_checkpoint, step_of
-from lockstep.checkpoints.sharded import open_file
+from lockstep.checkpoints.weights import open_file, row_range, rows_between
 from lockstep.errors import UserError
 from lockstep.machine import files
 
@@ -23,14 +22,15 @@ def sharded_folder(folder: Path, world: int) -> Path:
     """As `world` processes leave it; without any, since no tensor is sharded here."""
     folder.mkdir(parents=True)
     for rank in range(world):
-        sharded.save(CONTENT, {}, folder, rank, world)
+        weights.save(CONTENT, {}, folder, rank, world)
     return folder
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> bytes:
     path = tmp_path_factory.mktemp("file") / "whole.ckpt"
-    sharded.write(CONTENT, path)
+    weights.write(CONTENT, path)
+    assert step_of(path) == CONTENT["global_step"]
     return path.read_bytes()
 
 
@@ -42,41 +42,35 @@ def run(tmp_path) -> Path:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_file_that_is_cut_off_anywhere_is_not_whole(data, file, tmp_path):
-    path = tmp_path / "cut.ckpt"
-    path.write_bytes(file[: data.draw(st.integers(0, len(file) - 1))])
-    assert not is_checkpoint(path)
+def test_a_file_that_is_cut_off_or_has_a_flipped_bit_in_a_tensor_is_not_whole(data, file, tmp_path):
+    path = tmp_path / "a.ckpt"
     path.write_bytes(file)
     assert is_checkpoint(path)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_flipped_bit_in_a_tensor_is_seen(data, file, tmp_path):
-    begin = file.index(torch.arange(100.0).numpy().tobytes())
-    place = begin + data.draw(st.integers(0, 4 * 5000 - 1))
+    path.write_bytes(file[: data.draw(st.integers(0, len(file) - 1))])
+    assert not is_checkpoint(path)
+    place = file.index(torch.arange(100.0).numpy().tobytes()) + data.draw(st.integers(0, 4 * 5000 - 1))
     damaged = bytearray(file)
     damaged[place] ^= 1 << data.draw(st.integers(0, 7))
-    (tmp_path / "damaged.ckpt").write_bytes(damaged)
-    assert not is_checkpoint(tmp_path / "damaged.ckpt")
+    path.write_bytes(damaged)
+    assert not is_checkpoint(path)
 
 
 def test_no_flipped_bit_of_the_table_of_contents_gives_other_values(tmp_path):
     path, small = tmp_path / "flipped.ckpt", {"global_step": 7, "w": torch.arange(6.0)}
-    sharded.write(small, path)
+    weights.write(small, path)
     whole, seen = path.read_bytes(), set()
+
+    def same(found: dict) -> bool:
+        return found.keys() == small.keys() and found["global_step"] == 7 and torch.equal(found["w"], small["w"])
+
     for place in range(whole.index(b"PK\1\2"), len(whole)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
         try:
-            outcome = "skipped" if not is_checkpoint(path) else "right" if same(open_file(path), small) else "wrong"
+            outcome = "skipped" if not is_checkpoint(path) else "right" if same(open_file(path)) else "wrong"
         except UserError as e:
             outcome = "named" if str(path) in str(e) else "wrong"
         seen.add(outcome)
     assert seen == {"skipped", "right", "named"}
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and a["global_step"] == b["global_step"] and torch.equal(a["w"], b["w"])
 
 
 def test_what_is_something_else_is_no_checkpoint(tmp_path):
@@ -93,7 +87,7 @@ def test_what_is_something_else_is_no_checkpoint(tmp_path):
 def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
     folder = sharded_folder(tmp_path / "a.ckpt", world)
     assert is_checkpoint(folder)
-    assert torch.equal(sharded.load(folder)["state_dict"]["net.w"], CONTENT["state_dict"]["net.w"])
+    assert torch.equal(weights.load(folder)["state_dict"]["net.w"], CONTENT["state_dict"]["net.w"])
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
@@ -104,17 +98,9 @@ def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
     assert is_checkpoint(folder)
 
 
-@pytest.mark.parametrize("step", [0, 7, 255, 256, 70_000, 2**31 + 5])
-def test_the_steps_of_a_checkpoint_are_read_without_loading_it(step, tmp_path):
-    sharded.write(CONTENT | {"global_step": step}, tmp_path / "a.ckpt")
-    assert step_of(tmp_path / "a.ckpt") == step
-    sharded.write({"state_dict": {}}, tmp_path / "b.ckpt")
-    assert step_of(tmp_path / "b.ckpt") == -1
-
-
 def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, capsys):
     for name, step in (("last.ckpt", 500), ("best-step-40.ckpt", 40), ("best-step-700.ckpt", 700), ("mine.ckpt", 9000)):
-        sharded.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
+        weights.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
     os.utime(run / "checkpoints" / "best-step-700.ckpt", (1, 1))  # times of files say nothing
     (run / "checkpoints" / "last.ckpt.part").write_bytes(file)
     names = [path.name for path in checkpoints(run)]
@@ -126,32 +112,20 @@ def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, c
     assert capsys.readouterr().err == f"WARNING: {path} is incomplete and is skipped.\n"
 
 
-def test_shards_that_were_being_replaced_are_found(run, capsys):
+@pytest.mark.parametrize("form", ["file", "shards"])
+def test_shards_that_were_being_replaced_are_found(form, run, file, capsys):
+    """By a checkpoint of either form, which then takes their place."""
     folder = run / "checkpoints"
     sharded_folder(folder / "last.ckpt.old", 2)
-    sharded_folder(folder / "last.ckpt.part", 2)
+    new = folder / "last.ckpt.part"
+    new.write_bytes(file) if form == "file" else sharded_folder(new, 2)
     assert [path.name for path in checkpoints(run)] == ["last.ckpt.old"]
-    files.take_place(folder / "last.ckpt.part", folder / "last.ckpt")
-    assert sorted(path.name for path in folder.iterdir()) == ["last.ckpt"]
-    assert [path.name for path in checkpoints(run)] == ["last.ckpt"]
+    if form == "file":
+        (folder / "last.ckpt.old").rename(folder / "last.ckpt")  # as LastCheckpoint.tidy does
+    files.take_place(new, folder / "last.ckpt")
+    assert [path.name for path in folder.iterdir()] == [path.name for path in checkpoints(run)] == ["last.ckpt"]
+    assert (folder / "last.ckpt").is_dir() == (form == "shards")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("before", ["nothing", "file", "shards"])
-@pytest.mark.parametrize("after", ["file", "shards"])
-def test_a_checkpoint_takes_the_place_of_another_of_either_form(before, after, run, file):
-    folder = run / "checkpoints"
-    path, part = folder / "last.ckpt", folder / "last.ckpt.part"
-    for what, where in ((before, path), (after, part)):
-        if what == "file":
-            where.write_bytes(file)
-        if what == "shards":
-            sharded_folder(where, 2)
-    files.take_place(part, path)
-    assert sorted(p.name for p in folder.iterdir()) == ["last.ckpt"]
-    assert path.is_dir() == (after == "shards")
-    assert is_checkpoint(path)
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about TorchScript
@@ -165,3 +139,29 @@ def test_a_file_that_could_run_code_is_refused_without_torchs_advice_to_run_it(t
     with pytest.raises(UserError, match=r"it holds objects that could run code") as error:
         open_file(path)
     assert "weights_only" not in str(error.value)
+
+
+# --- The arithmetic of shards: any number of processes reads what any other number has written ---
+
+WORLDS = st.integers(1, 9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(1, 40), world=WORLDS)
+def test_rows_are_divided_as_torch_chunks_them(rows, world):
+    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(world)]
+    shares = [list(range(*row_range(rows, rank, world))) for rank in range(world)]
+    assert shares == chunks + [[]] * (world - len(chunks))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.integers(1, 40), wrote=WORLDS, reads=WORLDS)
+def test_each_process_gets_its_rows_whoever_wrote_them(rows, wrote, reads):
+    tensor = torch.arange(rows * 6.0).view(rows, 2, 3)
+    shards = []
+    for rank in range(wrote):
+        begin, end = row_range(rows, rank, wrote)
+        shards.append({"first": begin, "shape": list(tensor.shape), "rows": tensor[begin:end]})
+    for rank in range(reads):
+        begin, end = row_range(rows, rank, reads)
+        assert torch.equal(rows_between(shards, begin, end), tensor[begin:end])

@@ -1,18 +1,12 @@
-"""torchmetrics and huggingface_hub still need compat/others.py; when a test fails, see whether its section can go."""
+"""torchmetrics still needs compat/others.py; when a test fails, see whether it can go."""
 
 import inspect
-import os
-import socket
 import subprocess
 import sys
 
-import huggingface_hub
 import pytest
 import torchmetrics.functional.audio
 import torchmetrics.utilities.plot
-from huggingface_hub import constants
-
-from lockstep.compat.others import go_offline_without_network
 
 IN_A_NEW_PROCESS = """
 import sys
@@ -51,28 +45,3 @@ def test_torchmetrics_still_imports_both():
 def test_both_are_left_out_and_work_afterwards():
     done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def online(monkeypatch):
-    for name in ("HF_HUB_OFFLINE", "HTTPS_PROXY", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-
-
-def test_the_variable_alone_comes_too_late(online, monkeypatch):
-    """When this fails, setting the variable is enough in compat/others.py."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not huggingface_hub.is_offline_mode()
-
-
-@pytest.mark.parametrize("reachable", [True, False])
-def test_without_a_server_the_hub_is_offline(online, reachable, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # so that it is put back
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        if not reachable:
-            server.close()
-        go_offline_without_network()
-    assert huggingface_hub.is_offline_mode() is (not reachable)
-    assert os.environ["HF_HUB_OFFLINE"] == ("" if reachable else "1")

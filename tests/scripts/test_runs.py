@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import ROOT
-from lockstep.checkpoints import sharded
+from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import LOOP
 from lockstep.config.compose import compose_config
 from lockstep.config.schema import GROUPS
@@ -296,7 +296,7 @@ def checkpoint(folder: Path, *, whole: bool = True) -> None:
         "accumulate_grad_batches": 1,
     }
     content = {"global_step": 3, "state_dict": {}, "config": config, "loops": {"fit_loop": dict.fromkeys(LOOP, 0)}}
-    sharded.write(content | position, path)
+    weights.write(content | position, path)
     if not whole:
         path.write_bytes(path.read_bytes()[:-30])
 

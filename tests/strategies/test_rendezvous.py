@@ -2,7 +2,7 @@
 
 import os
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,48 +24,31 @@ def strategy_of(rank: int, port: int, host: str = "127.0.0.1") -> Mock:
     return Mock(root_device=torch.device("cpu"), cluster_environment=place)
 
 
-def names(store, size: int, timeout: timedelta = LONG) -> dict[int, object]:
+def names(store, ranks: list[int], size: int, timeout: timedelta = LONG) -> list[object]:
     """What each rank gets: the attempt's name, or the error."""
-    found: dict[int, object] = {}
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> object:
         try:
-            found[rank] = rendezvous.attempt(store, rank, size, "host:1", timeout)
+            return rendezvous.attempt(store, rank, size, "host:1", timeout)
         except NoRendezvous as e:
-            found[rank] = e
+            return e
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(one, ranks))
 
 
 def test_each_attempt_in_one_store_has_a_name_of_its_own():
     store = HashStore()
     store.append(rendezvous.ASKING, "0123456789abcdef ")  # of a process that is dead
-    first, second = names(store, 3), names(store, 2)
-    assert len({*first.values(), *second.values()}) == 2
-    assert len(set(first.values())) == len(set(second.values())) == 1
+    first, second = names(store, [0, 1, 2], 3), names(store, [0, 1], 2)
+    assert (len({*first}), len({*second}), len({*first, *second})) == (1, 1, 2)
 
 
 def test_who_did_not_come_is_named_once():
-    store = HashStore()
-    found: list[NoRendezvous] = []
-
-    def third() -> None:
-        with pytest.raises(NoRendezvous) as error:
-            rendezvous.attempt(store, 2, 4, "host:1", LONG)
-        found.append(error.value)
-
-    thread = threading.Thread(target=third)
-    thread.start()
-    told = r"ranks 1, 3 of 4 did not come to host:1 within strategy.timeout_s=1\b"
-    with pytest.raises(NoRendezvous, match=told) as error:
-        rendezvous.attempt(store, 0, 4, "host:1", timedelta(seconds=1))
-    thread.join(60)
-    assert error.value.alike and found[0].alike
+    found = names(HashStore(), [0, 2], 4, timedelta(seconds=1))
+    for error in found:
+        assert "ranks 1, 3 of 4 did not come to host:1 within strategy.timeout_s=1." in str(error)
+        assert error.alike
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
 
 from lockstep.callbacks.step_seed import seed_generators, seed_host, step_seed
 from lockstep.checkpoints.weights import refused
 from lockstep.compat.lightning import begin_loaders_anew
 from lockstep.config.words import plain
 from lockstep.errors import UserError
+from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import total_steps
 
 HPARAMS = {"hyper_parameters", "datamodule_hyper_parameters"}  # what save_hyperparameters() puts into a checkpoint
@@ -25,8 +25,7 @@ class CustomModule(Callback):
 
     seed: int
     own_loaders: bool
-    # called with the module and the type of its device; replaces batch norms by synchronised ones
-    synchronise: Callable[[nn.Module, str], object] | None
+    sync_batchnorm: bool
     # from the optimizer steps of a run to those from one row of the log to the next; None: the config sets them
     log_interval: Callable[[float], int] | None
     begun: bool = False
@@ -39,8 +38,8 @@ class CustomModule(Callback):
             warnings.filterwarnings("default", message=r".*It is recommended to use `self.log\(.*sync_dist=True\)`")
         if not self.own_loaders:  # Lockstep's datamodule calls the module's hooks
             warnings.filterwarnings("ignore", message="You have overridden `on_(before|after)_batch_transfer` in both")
-        if self.synchronise:
-            self.synchronise(pl_module, trainer.strategy.root_device.type)
+        if self.sync_batchnorm:
+            synchronise(pl_module, trainer.strategy.root_device.type)
         data = trainer.datamodule  # type: ignore[attr-defined]
         for split in () if self.own_loaders else (data.val_split, data.test_split):
             if split.count < trainer.world_size:

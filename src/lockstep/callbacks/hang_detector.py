@@ -88,13 +88,8 @@ class Monitor:
         """Ends this process's part. One that has done it stays to watch the others: rank 0 may hang while it writes the report."""
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             process.store.set(f"{self.name}/left/{self.rank}", "")
-            if process.store.add(f"{self.name}/left", 1) == self.size:
-                process.store.set(f"{self.name}/over", "")
-                process.store.get(
-                    f"{self.name}/over"
-                )  # `set` does not wait for the store, which may end with this process
-            elif not failed:
-                process.store.wait([f"{self.name}/over"], FOR_EVER)
+            if not failed:
+                process.store.wait([f"{self.name}/left/{rank}" for rank in range(self.size)], FOR_EVER)
         self.over.set()  # not before: where rank 0 is stopped, the requests wait for ever
         process.monitor = None
 

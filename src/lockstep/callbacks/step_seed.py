@@ -41,12 +41,8 @@ class StepSeed(Callback):
     def __init__(self, seed: int, arithmetic: StepArithmetic, *, masks_by_row: bool, own_loaders: bool) -> None:
         self.seed, self.arithmetic, self.masks_by_row, self.own_loaders = seed, arithmetic, masks_by_row, own_loaders
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit" and self.masks_by_row:
-            dropout.by_row(pl_module)
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Layers that a LightningModule built in its own `setup` or `configure_model`."""
+        """After a LightningModule has built its layers, perhaps in `setup` or `configure_model`."""
         if self.masks_by_row:
             dropout.by_row(pl_module)
 

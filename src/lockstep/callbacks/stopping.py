@@ -3,12 +3,11 @@ a loss that communicates within a divided batch, processes that differ."""
 
 import itertools
 import math
-import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from lockstep.checkpoints.finding import checkpoints, step_of
 from lockstep.config.words import counted
 from lockstep.errors import Interrupted, LossNotFinite, Preempted, TrainingFailed, UserError
 from lockstep.machine import process
-from lockstep.machine.world import TORCHRUN, external_launcher, objects_of_all
+from lockstep.machine.world import objects_of_all
 from lockstep.training.arithmetic import completes_step, has_row, steps_done
 
 # --- A question to all processes about once a second, at the same step in each ---
@@ -85,11 +84,6 @@ class Preemption(Callback):
             self.save(trainer)
         by = process.received[0].name if process.received else process.store.get(WARNED).decode()
         ended = f"ended by {by} after {counted(steps_done(trainer), 'step')}"
-        if self.save and external_launcher(os.environ) == TORCHRUN and self.kind() is Preempted:
-            raise Preempted(
-                f"{ended}; everything is saved. torchrun ends all processes when a node joins or leaves; it starts them again, and "
-                f"with resume=auto they continue. If torchrun itself was ended, {AGAIN}."
-            )
         raise self.kind()(f"{ended}; {AGAIN} to continue." if self.save else f"{ended}.")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,10 +132,7 @@ class Timer(callbacks.Timer):
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Lightning's does not save that it stopped, and restores the patience of the checkpoint over the config's.
-
-    It does save its counters. Its error for a metric that nothing logs has no traceback here.
-    """
+    """Lightning's does not save that it stopped, only its counters, and restores the patience of the checkpoint over the config's."""
 
     stopped = False
 
@@ -153,24 +144,6 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self.explained(trainer):
-            super().on_validation_end(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self.explained(trainer):
-            super().on_train_epoch_end(trainer, pl_module)
-
-    @contextmanager
-    def explained(self, trainer: Trainer) -> Iterator[None]:
-        """Lightning's error for a metric that nothing logs; others, such as a lost process, stay as they are."""
-        try:
-            yield
-        except RuntimeError as e:
-            if self.monitor in trainer.callback_metrics:
-                raise
-            raise TrainingFailed(f"callbacks.early_stopping.monitor={self.monitor}: {e}") from None
 
 
 # --- A loss that is no number ---

@@ -120,7 +120,7 @@ class Freeze(Callback):
         self.without_gradient: list[nn.Parameter] = []  # in this epoch
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.freeze(self.network(pl_module))
+        self.freeze(getattr(pl_module, "net", pl_module))
 
     def freeze(self, net: nn.Module) -> None:
         """Finds what is frozen until when. Raises UserError: a pattern matches no parameter, or nothing is left to train."""
@@ -141,10 +141,6 @@ class Freeze(Callback):
             if self.thaws.get(name) == math.inf:
                 p.requires_grad_(False)
 
-    @staticmethod
-    def network(pl_module: LightningModule) -> nn.Module:
-        return getattr(pl_module, "net", pl_module)
-
     def is_frozen(self, name: str, epoch: int) -> bool:
         return epoch < self.thaws.get(name, 0)
 
@@ -153,7 +149,7 @@ class Freeze(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Modules with statistics evaluate while all their parameters are frozen."""
-        net, epoch = self.network(pl_module), trainer.current_epoch
+        net, epoch = getattr(pl_module, "net", pl_module), trainer.current_epoch
         named = net.named_parameters()
         self.without_gradient = [p for name, p in named if p.requires_grad and self.is_frozen(name, epoch)]
         for path, module in net.named_modules():

@@ -203,7 +203,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is complete: a file, or a folder with all its shards (sharded.py)."""
+    """Whether `path` is complete: a file, or a folder with all its shards (weights.py)."""
     if not path.is_dir():
         return is_complete_file(path)
     shards = shard_files(path)

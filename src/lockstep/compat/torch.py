@@ -9,7 +9,7 @@ from torch.nn.modules import _functions
 # --- Whether torch is computing gradients ---
 #
 # Activation checkpointing runs a forward again then. torch 2.13 has only a private name for it. Remove this when `torch.autograd.graph`
-# has a public one: tests/compat/test_torch.py::test_torch_has_no_public_name_for_backward_yet fails then.
+# has a public one: tests/compat/test_torch.py::test_backward_and_grad_are_seen_and_torch_has_no_public_name_for_it_yet fails then.
 
 
 def in_backward() -> bool:

@@ -73,7 +73,7 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         metrics = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
         numbers = {key: v for key, v in metrics.items() if all(type(each) in (int, float) for each in v)}
         for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
-            row = {key: of(values) for key, values in numbers.items()}
+            row: dict[str, Any] = {key: of(values) for key, values in numbers.items()}
             summaries.append({"run": f"{name} of {len(jobs)}", "overrides": own, **row})
     return summaries
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.compat.others import go_offline_without_network
 from lockstep.errors import UserError
 
 
@@ -27,8 +26,6 @@ def from_timm(
         UserError: timm has no such model, or its weights cannot be downloaded or read.
     """
     path = str(Path(checkpoint_path).expanduser()) if checkpoint_path else ""
-    if pretrained and not path:
-        go_offline_without_network()
     import timm  # 1 s; not needed for basic_net
 
     if not known(name):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints.finding import mapped
 from lockstep.checkpoints.weights import load_into, sharded_like
 from lockstep.errors import UserError
 from lockstep.strategies.batch_norm import synchronise
@@ -57,18 +56,6 @@ def compile_in_place(parts: list[nn.Module]) -> None:
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def gathered(tree: Any, keep: bool) -> Any:
-    """`tree` with whole tensors on the CPU. Every process must call it; those without `keep` get None for each tensor."""
-
-    def whole(_: tuple[Any, ...], leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        return full.cpu() if keep else None
-
-    return mapped(tree, whole)
-
-
 def own_copy(value: Any, own: Tensor) -> Any:
     """A copy of an optimizer's value for the parameter `own`, in the parameter's memory format.
 
@@ -101,10 +88,8 @@ class PortableCheckpoint(Strategy):
         """Which rows of the global batch each device of this process computes, of the `rows` of its micro-batch."""
         return {self.root_device: rows}
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Set-up converts the network to the dtype of trainer.precision; loading before it would round the weights."""
-        return True
+    # Set-up converts the network to the dtype of trainer.precision; loading before it would round the weights.
+    restore_checkpoint_after_setup = True
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Always strict. Raises UserError where names or shapes differ."""

@@ -96,18 +96,13 @@ class DDP(PortableCheckpoint, DDPStrategy):
         dropout.begin(None)
         with torch.random.fork_rng(devices=gpus), self.precision_plugin.train_step_context():
             output = self.model(batch)
-        total(output).backward()  # which may compute activations again
+        sums: list[Tensor] = []
+        apply_to_collection(output, Tensor, lambda tensor: sums.append(tensor.sum()) if tensor.requires_grad else None)
+        torch.stack(sums).sum().backward()  # which may compute activations again
         dropout.begin(micro_batch)
         for name, buffer in self.lightning_module.named_buffers():
             buffer.copy_(buffers[name])
         self.lightning_module.zero_grad()
-
-
-def total(output: Any) -> Tensor:
-    """The sum of everything that a network returns, to start a backward pass."""
-    found: list[Tensor] = []
-    apply_to_collection(output, Tensor, lambda tensor: found.append(tensor.sum()) if tensor.requires_grad else None)
-    return torch.stack(found).sum()
 
 
 def communication_hook(name: str | None) -> dict[str, Any]:

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lockstep.checkpoints import sharded
-from lockstep.checkpoints.io import AtomicCheckpointIO
+from lockstep.checkpoints import weights
+from lockstep.checkpoints.finding import mapped
+from lockstep.checkpoints.saving import AtomicCheckpointIO
 from lockstep.compat.lightning import WholeMeshStrategy
 from lockstep.errors import UserError
 from lockstep.machine import files
-from lockstep.strategies.base import PortableCheckpoint, gathered
+from lockstep.strategies.base import PortableCheckpoint
 from lockstep.strategies.rendezvous import meet
 from lockstep.training.arithmetic import StepArithmetic
 
@@ -130,8 +132,15 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             self.root.set_requires_gradient_sync(True)
 
     def checkpoint_form(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Sharded, or whole on rank 0."""
-        return state if self.sharded_checkpoints else gathered(state, keep=self.is_global_zero)
+        """Sharded; or with whole tensors on the CPU of rank 0, and None for each on the others. Every process must call it."""
+
+        def whole(_: tuple[Any, ...], leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            full = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+            return full.cpu() if self.is_global_zero else None
+
+        return state if self.sharded_checkpoints else mapped(state, whole)
 
     def share_buffers(self) -> None:
         """Gives all processes rank 0's running statistics, before validations and checkpoints.
@@ -152,7 +161,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
-        return sharded.load(path, self.device_mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
+        return weights.load(path, self.device_mesh) if path.is_dir() else self.checkpoint_io.load_checkpoint(path)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -165,7 +174,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
             return
         if self.writers is None:
             self.writers = torch.distributed.new_group(backend="gloo", timeout=self.timeout)
-        rest, own = sharded.divide(checkpoint)
+        rest, own = weights.divide(checkpoint)
         assert isinstance(self.checkpoint_io, AtomicCheckpointIO)
         self.checkpoint_io.save({"rest": rest, "own": own}, path, self.write_shards)
 
@@ -178,7 +187,7 @@ class FSDP2(PortableCheckpoint, WholeMeshStrategy):
                 part.parent.mkdir(exist_ok=True)  # no parents: a run's folder that was removed does not come back
                 part.mkdir()
         with self.all_or_none():
-            sharded.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
+            weights.save(content["rest"], content["own"], part, self.global_rank, self.world_size)
         with self.all_or_none():
             if self.is_global_zero:
                 files.take_place(part, path)

@@ -1,0 +1,141 @@
+"""What strategies do to a network and to an optimizer's state: blocks, rows, precision, buckets."""
+
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import UserError
+from lockstep.models import BasicNet
+from lockstep.strategies import DDP
+from lockstep.strategies.base import DataParallel, Replicas, by_index
+from lockstep.strategies.fsdp import named_blocks, repeated_blocks
+from lockstep.training import dropout
+
+# --- The optimizer's state of a checkpoint, loaded by a process that computes in a different way ---
+
+
+def optimizer(kind: type, **options: object) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = kind([torch.nn.Parameter(torch.ones(3))], lr=0.1, **options)
+    made.param_groups[0]["params"][0].grad = torch.ones(3)
+    made.step()
+    return made
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [({"fused": True}, {"fused": False}), ({"foreach": False}, {"fused": True}), ({}, {"foreach": True})],
+)
+def test_how_a_step_is_computed_is_not_taken_from_a_checkpoint(kind, saved, own):
+    """A fused SGD of one process crashed on the shards of another strategy."""
+    then = optimizer(kind, **saved, weight_decay=0.3)
+    group, state = then.state_dict()["param_groups"][0], then.state_dict()["state"].get(0, {})
+    now = optimizer(kind, **own)
+    expected = {key: now.param_groups[0][key] for key in ("fused", "foreach", "differentiable")}
+    own = [{"w": now.param_groups[0]["params"][0]}]
+    now.load_state_dict(by_index(now, own, {"param_groups": [{**group, "params": ["w"]}], "state": {"w": state}}))
+    assert {key: now.param_groups[0][key] for key in expected} == expected
+    assert now.param_groups[0]["weight_decay"] == 0.3
+    now.step()
+
+
+# --- dp: replicas on a CPU that stands in for two GPUs, with torch's threads for them ---
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_replicas_compute_in_the_precision_of_the_run(dtype, monkeypatch):
+    """A thread's own dtype for autocast on a CPU is bfloat16; on a GPU it is float16, even under bf16-mixed."""
+    for name, value in {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: torch.device("cpu"),
+        "current_stream": lambda _: nullcontext(),
+        "device_index": lambda _: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    monkeypatch.setattr(sys.modules["torch.nn.parallel.parallel_apply"], "_get_device_index", lambda *_: 0)
+    enabled = torch.is_autocast_enabled  # without an argument it is CUDA's
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
+    replicas = Replicas(nn.Linear(4, 3))  # on a CPU without device_ids
+    replicas.device_ids, replicas.src_device_obj = [0, 0], torch.device("cpu")
+    halves = [(half,) for half in torch.randn(6, 4).chunk(2)]
+    with torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else nullcontext():
+        found = replicas.parallel_apply([replicas.module] * 2, halves, [{}, {}])
+    assert [(y.dtype, y.shape) for y in found] == [(dtype, (3, 3))] * 2
+
+
+@settings(deadline=None)
+@given(gpus=st.integers(0, 9), first=st.integers(0, 50), count=st.integers(1, 40))
+def test_the_rows_of_each_gpu_are_the_chunks_that_torch_gives_it(gpus, first, count):
+    strategy = DataParallel()
+    strategy.parallel_devices = [torch.device("cuda", place) for place in range(gpus)]
+    chunks = torch.arange(first, first + count).chunk(gpus) if gpus else [torch.arange(first, first + count)]
+    found = strategy.device_rows(range(first, first + count))
+    assert [list(rows) for rows in found.values()] == [chunk.tolist() for chunk in chunks]
+    assert list(found) == (strategy.parallel_devices[: len(chunks)] or [torch.device("cpu")])
+
+
+# --- ddp: a resume begins with one forward and backward that leaves nothing behind ---
+
+
+class Recomputed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_buckets_are_rebuilt_without_masks_by_row_also_where_activations_are_computed_again():
+    net, cpu = Recomputed(nn.Linear(3, 3), nn.AlphaDropout(0.5), nn.Linear(3, 3)), torch.device("cpu")
+    dropout.by_row(net)
+    micro_batch = dropout.MicroBatch(0, 5, {cpu: range(4)})
+    dropout.begin(micro_batch)
+    precision = SimpleNamespace(train_step_context=nullcontext)
+    ddp = SimpleNamespace(model=net, lightning_module=net, root_device=cpu, precision_plugin=precision)
+    try:
+        DDP.rebuild_buckets(ddp, torch.ones(4, 3))
+        assert (dropout.current, micro_batch.calls) == (micro_batch, {})
+    finally:
+        dropout.begin(None)
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_lightnings_advice_on_unused_parameters_names_our_key():
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. ...", 7)
+    DDP.on_exception(DDP.__new__(DDP), error)
+    assert "set strategy.find_unused_parameters=true" in error.args[0]
+    assert error.args[1] == 7
+
+
+# --- fsdp: which parts of a network are sharded by themselves ---
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("resnet50d", {"Bottleneck": 16}),
+        ("vit_tiny_patch16_224", {"Block": 12}),
+        ("convnext_tiny", None),
+        ("basic_net", {"Linear": 1}),
+    ],
+)
+def test_the_blocks_of_a_network_are_its_repeated_parts_and_share_no_parameter(name, blocks):
+    with torch.device("meta"):
+        net = BasicNet() if name == "basic_net" else timm.create_model(name)
+    found = list(repeated_blocks(net))
+    owned = [id(p) for block in found for p in block.parameters()]
+    assert len(owned) == len(set(owned)) and set(owned) <= {id(p) for p in net.parameters()}
+    kinds = [type(block).__name__ for block in found]
+    assert blocks is None or {kind: kinds.count(kind) for kind in kinds} == blocks
+
+
+def test_blocks_by_class_name():
+    net = BasicNet()
+    assert [type(block) for block in named_blocks(net, ["Conv2d"])] == [nn.Conv2d, nn.Conv2d]
+    with pytest.raises(UserError, match=r"has no Bottleneck; its classes are .*Conv2d"):
+        named_blocks(net, ["Bottleneck"])
