@@ -1,4 +1,4 @@
-"""What the report of a run says: where the run comes from, what was tested; and runs as lists show them. Free of torch."""
+"""What the report of a run says: where the run comes from, and what was tested. Free of torch."""
 
 import platform
 import socket
@@ -6,16 +6,12 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
-
-from lockstep.errors import UserError
-from lockstep.run.folder import RunFolder
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
 PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
@@ -65,34 +61,3 @@ def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[i
             if name != "step":
                 found.setdefault(name, []).append((int(row["step"]), value))
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class ListedRun:
-    """A run of a list, in which a damaged file must not hide the other runs."""
-
-    name: str
-    folder: RunFolder
-    report: dict[str, Any]
-
-    @classmethod
-    def read(cls, folder: RunFolder, runs_dir: Path) -> Self:
-        name = folder.path.relative_to(runs_dir).as_posix()
-        report: dict[str, Any] = {"status": "damaged" if folder.report_file.is_file() else "no report"}
-        with suppress(UserError):
-            report |= folder.report()
-        return cls(name, folder, report | {"run": name})
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Read without OmegaConf, which takes 20 ms for a config where libyaml takes 2."""
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.load(self.folder.config_file.read_text(), LOADER)
-            return config if isinstance(config, dict) else {}
-        return {}
-
-    def metrics(self) -> list[dict[str, float]]:
-        try:
-            return self.folder.metrics()
-        except UserError:
-            return []
