@@ -73,7 +73,7 @@ class Report(dict[str, Any]):
         """What the page shows of the test set, by title: `report.panels["Largest losses"].samples`."""
         from lockstep.reporting.panels import read_panels
 
-        return {panel.title: panel for panel in read_panels(self.folder)}
+        return {panel.title: panel for panel in read_panels(self.run.panels_file)}
 
     def frame(self) -> "pd.DataFrame":
         """The rows of metrics.csv as a DataFrame. Raises UserError: pandas is not installed."""
@@ -152,7 +152,7 @@ def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
 def confusion(run: Report) -> Values | None:
     """Of panels.json as it is: reporting/panels.py, which decodes it, imports torch."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        panels = json.loads((run.folder / "panels.json").read_text("utf-8"))
+        panels = json.loads(run.run.panels_file.read_text("utf-8"))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
         return matrix and {key: matrix[key] for key in ("names", "values")}
     return None

@@ -1,5 +1,6 @@
 """What the report of a run says: where the run comes from, and what was tested. Free of torch."""
 
+import math
 import platform
 import socket
 import subprocess
@@ -47,9 +48,14 @@ def tested(report: Mapping[str, Any]) -> list[str]:
 def best_row(rows: Iterable[Mapping[str, float]], monitor: str | None, mode: str) -> dict[str, float]:
     """The validation metrics of the tested checkpoint: of the best by `monitor`, or of the last one without it."""
     sign = 1 if mode == "max" else -1
+
+    def rank(row: Mapping[str, float]) -> tuple[float, ...]:
+        """As that of ModelCheckpoint: NaN is the worst."""
+        scores = (sign * row[monitor], -row.get("val/loss", 0.0)) if monitor else ()
+        return *(-math.inf if math.isnan(score) else score for score in scores), row["step"]
+
     validated = [r for r in rows if (monitor in r if monitor else any(name.startswith("val/") for name in r))]
-    by = (lambda r: (sign * r[monitor], -r.get("val/loss", 0), r["step"])) if monitor else (lambda r: r["step"])
-    best = max(validated, key=by, default={})
+    best = max(validated, key=rank, default={})
     return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
 
