@@ -29,9 +29,7 @@ import shlex
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +46,8 @@ from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import print_wide
+from lockstep.reporting.runs_page import Report, runs_page
 from lockstep.run.folder import run_folders
-from lockstep.run.report import ListedRun
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",
@@ -57,54 +55,51 @@ COLUMNS = {
 COMPARE = {"=": operator.eq, "!=": operator.ne, "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class Run(ListedRun):
-    @cached_property
-    def saved(self) -> DictConfig:
-        """The config as OmegaConf has it; empty if the file is missing or damaged."""
-        try:
-            return self.folder.config()
-        except Exception:  # any error of YAML, OmegaConf or the disk: one damaged file must not hide the other runs
-            return OmegaConf.create()
-
-    def get(self, key: str) -> Any:
-        if key in self.report or key.partition(".")[0] not in (*GROUPS, *KEYS):
-            return self.report.get(key, ABSENT)  # config.yaml is read when it is needed
-        value: Any = self.config
-        for part in key.split("."):
-            value = value.get(part, ABSENT) if isinstance(value, dict) else ABSENT
-        if isinstance(value, dict):
-            return title(OmegaConf.create(value)) if value.keys() & {"name", "_target_"} else ABSENT
-        return value
-
-    def written_s(self) -> float:
-        try:
-            return max(path.lstat().st_mtime for path in self.folder.path.rglob("*"))
-        except FileNotFoundError:  # a file vanished meanwhile, so the run is active
-            return time.time()
-
-    def began_s(self) -> float:
-        """When it was last started, or if unknown, last written to."""
-        with suppress(KeyError, TypeError, ValueError):
-            return datetime.fromisoformat(self.report["started"]).timestamp()
-        return self.written_s()
+def value_of(run: Report, key: str) -> Any:
+    """Of report.json or config.yaml; ABSENT without the key. A group has the value of its title."""
+    if key in run or key.partition(".")[0] not in (*GROUPS, *KEYS):
+        return run.get(key, ABSENT)  # config.yaml is read when it is needed
+    if key in run.settings:
+        return run.settings[key]
+    node = {name.removeprefix(f"{key}."): value for name, value in run.settings.items() if name.startswith(f"{key}.")}
+    return title(OmegaConf.create(node)) if node.keys() & {"name", "_target_"} else ABSENT
 
 
-def find_runs(runs_dir: Path) -> list[Run]:
+def saved_config(run: Report) -> DictConfig | None:
+    """As OmegaConf has it; None if the file is missing or damaged."""
+    with suppress(UserError):
+        return run.run.config()
+    return None
+
+
+def written_s(run: Report) -> float:
+    try:
+        return max(path.lstat().st_mtime for path in run.folder.rglob("*"))
+    except FileNotFoundError:  # a file vanished meanwhile, so the run is active
+        return time.time()
+
+
+def began_s(run: Report) -> float:
+    """When it was last started, or if unknown, last written to."""
+    with suppress(KeyError, TypeError, ValueError):
+        return datetime.fromisoformat(run["started"]).timestamp()
+    return written_s(run)
+
+
+def find_runs(runs_dir: Path) -> list[Report]:
     """All runs below a folder, the newest last. Raises UserError if the folder does not exist."""
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir}/ does not exist. Train a run, or type --runs-dir <the folder of the runs>.")
-    return sorted(
-        (Run.read(folder, runs_dir) for folder in run_folders(runs_dir)), key=lambda run: (run.began_s(), run.name)
-    )
+    runs = (Report.listed(folder, runs_dir) for folder in run_folders(runs_dir))
+    return sorted(runs, key=lambda run: (began_s(run), run["run"]))
 
 
-def named(runs: list[Run], given: str, runs_dir: Path) -> list[Run]:
+def named(runs: list[Report], given: str, runs_dir: Path) -> list[Report]:
     """The run with a name or directory, or the jobs of a sweep. Raises UserError that names the nearest one."""
     name = given.rstrip("/").removeprefix(f"{runs_dir}/")
-    found = [run for run in runs if f"{run.name}/".startswith(f"{name}/")]
+    found = [run for run in runs if f"{run['run']}/".startswith(f"{name}/")]
     if not found:
-        names = list(dict.fromkeys(n for run in runs for n in (run.name.rpartition("/")[0], run.name) if n))
+        names = list(dict.fromkeys(n for run in runs for n in (run["run"].rpartition("/")[0], run["run"]) if n))
         there = f"Runs there: {', '.join(names[-3:])}." if names else "There are no runs."
         raise UserError(f"{name}: there is no such run in {runs_dir}/{did_you_mean(name, names)}. {there}")
     return found
@@ -123,42 +118,40 @@ def holds(value: Any, sign: str, text: str) -> bool:
     return value is not ABSENT and comparable and bool(COMPARE[sign](shown(value), text))
 
 
-def arranged(runs: list[Run], where: list[str], sort: str) -> tuple[list[Run], list[str]]:
+def arranged(runs: list[Report], where: list[str], sort: str) -> tuple[list[Report], list[str]]:
     """The runs that meet all conditions, sorted, and the keys of the conditions."""
     conditions = [re.split(r"\s*(!=|<=|>=|=|<|>)\s*", text, maxsplit=1) for text in where]
     blank = [text for text, condition in zip(where, conditions, strict=True) if len(condition) == 1]
     raise_problems(f"--where {text} has no comparison. Quote it, for example --where 'test/acc>0.9'." for text in blank)
     by = sort.removeprefix("-")
     keys = list(dict.fromkeys(key for key in (*(key for key, _, _ in conditions), by) if key))
-    unknown = [key for key in keys if runs and all(run.get(key) is ABSENT for run in runs)]
-    there = [*dict.fromkeys(key for run in runs for key in run.report), *KEYS]
-    raise_problems(f"{key} is not a key of any run{did_you_mean(key, there)}." for key in unknown)
-    chosen = [run for run in runs if all(holds(run.get(key), sign, text) for key, sign, text in conditions)]
-    values = [(run, value) for run in chosen if (value := run.get(by)) is not ABSENT and value is not None]
-    place: dict[Run, tuple[Any, ...]] = {
-        run: (0, value, "") if is_number(value) else (1, 0, shown(value)) for run, value in values
-    }
-    having = sorted(place, key=place.__getitem__, reverse=sort.startswith("-"))
-    return [*having, *(run for run in chosen if run not in place)], keys
+    unknown = [key for key in keys if runs and all(value_of(run, key) is ABSENT for run in runs)]
+    known = [*dict.fromkeys(key for run in runs for key in run), *KEYS]
+    raise_problems(f"{key} is not a key of any run{did_you_mean(key, known)}." for key in unknown)
+    chosen = [run for run in runs if all(holds(value_of(run, key), sign, text) for key, sign, text in conditions)]
+
+    def place(run: Report) -> tuple[Any, ...]:
+        value = value_of(run, by)
+        return (0, value, "") if is_number(value) else (1, 0, shown(value))
+
+    sortable = [run for run in chosen if value_of(run, by) not in (ABSENT, None)]
+    rest = [run for run in chosen if value_of(run, by) in (ABSENT, None)]
+    return sorted(sortable, key=place, reverse=sort.startswith("-")) + rest, keys
 
 
-def columns(runs: list[Run]) -> dict[str, str]:
+def columns(runs: list[Report]) -> dict[str, str]:
     """The columns of the table with their headings: monitored metrics, the same metrics of the test, and speeds."""
-    monitored = [str(run.report["monitor"]) for run in runs if run.report.get("monitor")]
-    metrics = [name for monitor in dict.fromkeys(monitored) for name in (monitor, monitor.replace("val", "test", 1))]
-    units = dict.fromkeys(str(run.report["unit"]) for run in runs if run.report.get("unit"))
-    return {
-        **COLUMNS,
-        **{name: name.replace("/", " ") for name in metrics},
-        **{f"train/{unit}_per_s": f"{unit}/s" for unit in units},
-    }
+    monitored = dict.fromkeys(str(run["monitor"]) for run in runs if run.get("monitor"))
+    metrics = [name for monitor in monitored for name in (monitor, monitor.replace("val", "test", 1))]
+    units = dict.fromkeys(str(run["unit"]) for run in runs if run.get("unit"))
+    of_metrics = {name: name.replace("/", " ") for name in metrics}
+    return COLUMNS | of_metrics | {f"train/{unit}_per_s": f"{unit}/s" for unit in units}
 
 
-def cell(run: Run, key: str, *, digits: bool) -> str:
-    value, world = run.get(key), run.report.get("world_size", 1)
-    many = key == "strategy" and is_number(world) and world > 1
+def cell(run: Report, key: str, *, digits: bool) -> str:
+    value, world = value_of(run, key), run.get("world_size", 1)
     text = "" if value is ABSENT else shown(value) if digits else number(value)
-    return f"{text} x{world}" if many else text
+    return f"{text} x{world}" if key == "strategy" and is_number(world) and world > 1 else text
 
 
 def age(since_s: float) -> str:
@@ -167,10 +160,10 @@ def age(since_s: float) -> str:
     return f"{age_min:.0f} min" if h < 1 else f"{h:.0f} h" if h < 48 else f"{h / 24:.0f} d"
 
 
-def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
+def print_runs(runs: list[Report], asked: list[str], form: str) -> None:
     headings = columns(runs)
     keys = list(dict.fromkeys([*headings, *asked]))
-    rows = [run.report | {key: v for key in asked if (v := run.get(key)) is not ABSENT} for run in runs]
+    rows = [dict(run) | {key: v for key in asked if (v := value_of(run, key)) is not ABSENT} for run in runs]
     if form == "json":
         print(json.dumps(rows, indent=1))
     elif form == "csv":
@@ -182,51 +175,43 @@ def print_runs(runs: list[Run], asked: list[str], form: str) -> None:
         table.columns[0].overflow = "fold"  # do not wrap names: people copy them
         for run in runs:
             # The requested keys keep all digits, because learning rates need them.
-            table.add_row(*(readable(cell(run, key, digits=key not in headings)) for key in keys), age(run.began_s()))
+            table.add_row(*(readable(cell(run, key, digits=key not in headings)) for key in keys), age(began_s(run)))
         print_wide(table, columns=10_000)
 
 
-def show(run: Run) -> None:
-    folder = run.folder.path
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    metrics = [f"{key}: {shown(v)}" for key, v in run.report.items() if key != "run"]
-    changed = as_overrides(run.saved) if run.saved else ["unknown"]
-    for heading, lines in ((f"{run.name}:", metrics), ("config, besides the defaults:", changed), ("files:", files)):
+def show(run: Report) -> None:
+    files = sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
+    metrics = [f"{key}: {shown(v)}" for key, v in run.items() if key != "run"]
+    config = saved_config(run)
+    changed = as_overrides(config) if config else ["unknown"]
+    for heading, lines in ((f"{run['run']}:", metrics), ("config, besides the defaults:", changed), ("files:", files)):
         print(*map(readable, (heading, *lines)), sep="\n  ")
 
 
-def has_failed(run: Run, stale_min: float) -> bool:
-    ended = run.report["status"]
-    stale = ended not in ("done", "pruned") and time.time() - run.written_s() > 60 * stale_min
+def has_failed(run: Report, stale_min: float) -> bool:
+    ended = run["status"]
+    stale = ended not in ("done", "pruned") and time.time() - written_s(run) > 60 * stale_min
     return stale or ended in ("failed", "interrupted", "died")
 
 
-def again(run: Run, runs_dir: Path) -> str:
+def again(run: Report, runs_dir: Path) -> str:
     """The command that runs it again; see the rules at the top."""
-    name, begun, given = run.name, run.folder.has_config(), run.report.get("overrides")
-    if (begun and not run.saved) or (not begun and given is None):
+    name, begun, given = run["run"], run.run.has_config(), run.get("overrides")
+    config = saved_config(run) if begun else None
+    if (begun and config is None) or (not begun and given is None):
         return f"# {name}: its files do not say how to run it again"
-    if begun and next(checkpoints(run.folder.path), None):
+    if begun and next(checkpoints(run.folder), None):
         words = ["resume=auto"]
     else:
-        words = shlex.split(given) if given else as_overrides(run.saved) if begun else []
-        before = run.report.get("resumed_from")
-        other = before and run.folder.path.resolve() not in Path(before).resolve().parents
+        words = shlex.split(given) if given else as_overrides(config) if config else []
+        before = run.get("resumed_from")
+        other = before and run.folder.resolve() not in Path(before).resolve().parents
         start = [f"resume={typed(before)}"] if other else ["resume=auto"] if begun else []
         name += "-again" if begun and other else ""
         left_out = (*PLACE, "init_from") if other else PLACE  # what the other run started from
         words = [*start, *(o for o in words if key_of(o) not in left_out)]
     place = [] if runs_dir == Path("runs") else [f"runs_dir={typed(str(runs_dir))}"]
     return shlex.join([*shlex.split(command("train")), f"run={typed(name)}", *place, *words])
-
-
-def write_html(runs: list[Run], runs_dir: Path, out: Path) -> None:
-    from lockstep.reporting.runs_page import runs_page
-
-    if not runs:
-        raise UserError("no run meets the conditions. Leave out a --where.")
-    write_text(out, runs_page(runs, runs_dir, out.resolve()))
-    print(f"{len(runs)} runs: {out}")
 
 
 def main() -> None:
@@ -262,8 +247,14 @@ def main() -> None:
         raise UserError(f"--where, --sort and --format have no effect on {args.command}. Remove them.")
     runs = find_runs(args.runs_dir)
     if args.command == "html":
-        named_runs = runs if args.run is None else named(runs, args.run, args.runs_dir)
-        return write_html(arranged(named_runs, args.where, args.sort)[0], args.runs_dir, args.out)
+        chosen_runs, _ = arranged(
+            runs if args.run is None else named(runs, args.run, args.runs_dir), args.where, args.sort
+        )
+        if not chosen_runs:
+            raise UserError("no run meets the conditions. Leave out a --where.")
+        write_text(args.out, runs_page(chosen_runs, args.runs_dir, args.out.resolve()))
+        print(f"{len(chosen_runs)} runs: {args.out}")
+        return
     if args.command is None:
         print_runs(*arranged(runs, args.where, args.sort), args.format)
         return

@@ -51,10 +51,10 @@ def test_the_account_of_whoever_tests_decides_nothing(tmp_path):
         "WANDB_BASE_URL": "http://127.0.0.1:9",
         "NETRC": str(tmp_path / ".netrc"),
     }
-    looked = "import conftest, os; from wandb import Settings; from lockstep.reporting.loggers import has_wandb_key; "
-    looked += "print(has_wandb_key(), Settings().base_url == 'http://127.0.0.1:9', os.path.exists(os.path.expanduser('~/.netrc'))); conftest.pytest_unconfigure()"
+    looked = "import conftest, os; from requests.utils import get_netrc_auth; from wandb import Settings; "
+    looked += "print(os.environ.get('WANDB_API_KEY'), get_netrc_auth('https://api.wandb.ai'), Settings().base_url == 'http://127.0.0.1:9', os.path.exists(os.path.expanduser('~/.netrc'))); conftest.pytest_unconfigure()"
     alone = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     done = subprocess.run(
         [sys.executable, "-c", looked], cwd=ROOT / "tests", env={**alone, **outer}, capture_output=True, text=True
     )
-    assert done.stdout.splitlines() == ["False False False"], done.stderr
+    assert done.stdout.splitlines() == ["None None False False"], done.stderr

@@ -12,6 +12,7 @@ import lockstep
 from lockstep.checkpoints.finding import leaves
 from lockstep.checkpoints.weights import read
 from lockstep.extras import comparison
+from lockstep.reporting.runs_page import Report
 
 SETUPS = {
     "single": ["strategy=single"],
@@ -55,7 +56,7 @@ def train(runs, mnist, cache, forked):
 
 
 @pytest.fixture(scope="module")
-def whole(train, runs) -> comparison.Run:
+def whole(train, runs) -> Report:
     """One that nothing stopped."""
     train("run=whole", f"trainer.max_steps={STEPS}")
     return comparison.find("whole", runs)
@@ -84,9 +85,9 @@ def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) 
     found = comparison.compare(whole, comparison.find(run, runs), exact=False, tolerance=1e-6)
     assert found["weights"] == []
     expected, rows = (comparison.series(comparison.find(name, runs))["train/loss"] for name in ("whole", run))
-    assert [step for step, _ in rows] == list(range(STOPPED + 1, STEPS + 1))
-    assert [loss for _, loss in rows] == pytest.approx([loss for _, loss in expected[STOPPED:]], rel=2e-6)
-    assert report["test/loss"] == pytest.approx(whole.report["test/loss"], rel=1e-5)
+    assert rows.steps == list(range(STOPPED + 1, STEPS + 1))
+    assert rows.values == pytest.approx(expected.values[STOPPED:], rel=2e-6)
+    assert report["test/loss"] == pytest.approx(whole["test/loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

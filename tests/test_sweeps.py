@@ -151,8 +151,6 @@ def test_a_sweep_that_was_killed_runs_what_is_missing(command, tmp_path):
     with (folder / "trials.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 12
     assert (folder / "study.html").stat().st_size > 100_000
-    plots = {p.name for p in (folder / "plots").iterdir()}
-    assert plots >= {"optimization_history.png", "slice.png", "param_importances.png"}
     again = command("train.py", "-m", *args)  # nothing is missing
     assert again.code == 0, again
     assert len(study(command.folder, "search").trials) == 12
@@ -189,7 +187,7 @@ def test_two_objectives_leave_a_front(command):
     front = study(command.folder, "front").best_trials
     assert [d.name for d in study(command.folder, "front").directions] == ["MINIMIZE", "MINIMIZE"]
     assert len(list((command.folder / "runs/front/experiment").glob("best-*.yaml"))) == len(front)
-    assert (command.folder / "runs/front/plots/pareto_front.png").exists()
+    assert "Pareto" in (command.folder / "runs/front/study.html").read_text()
     again = ["-m", "hydra/sweeper=optuna", "run=front", "optim.lr=interval(1e-4,1e-2)", "hydra.sweeper.n_trials=3"]
     other = command("train.py", *again, "hydra.sweeper.objective=val/acc")
     assert (other.code, "optimises ['val/loss', 'parameters']" in other.err) == (2, True), other

@@ -1,41 +1,38 @@
 """Two runs are compared by the metrics that they logged, whatever these are called."""
 
-from pathlib import Path
+import csv
+import json
 
 import pytest
 
-from lockstep.extras.comparison import Run, grown_rounding, metric_differences
+from lockstep.extras.comparison import compare, grown_rounding
+from lockstep.reporting.runs_page import Report
+from lockstep.run.folder import RunFolder
 
 
-def run(**metrics: float) -> Run:
-    report = {
-        "unit": "images",
-        "wall_s": 1.5,
-        "train/images_per_s": 90.0,
-        "train/steps": 12,
-        "train/epochs": 1,
-        **metrics,
-    }
-    logged = {"step": 12, "train_loss": 0.5, "train/images_per_s": 90.0, **metrics}
-    return Run(Path("a"), config={}, report=report, rows=[logged])
+@pytest.fixture
+def run(tmp_path):
+    def write(name: str, rows: list[dict[str, float]], precision: str = "32-true", **report: float) -> Report:
+        folder = tmp_path / name
+        folder.mkdir()
+        with (folder / "metrics.csv").open("w") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        (folder / "report.json").write_text(json.dumps(report))
+        (folder / "config.yaml").write_text(f"trainer: {{precision: '{precision}'}}")
+        return Report(RunFolder(folder))
+
+    return write
 
 
-def test_metrics_of_a_module_are_compared():
-    found = metric_differences(run(val_loss=0.5, test_loss=0.25), run(val_loss=0.5, test_loss=0.75), 1e-6)
-    assert list(found) == ["test_loss: 0.25 | 0.75"]
+def test_metrics_of_a_module_are_compared_and_one_of_one_run_alone_is_a_difference(run):
+    def trained(name: str, speed: float, **metrics: float) -> Report:
+        logged = {"train_loss": 0.5, "train/images_per_s": speed, **metrics}
+        return run(name, [{"step": 12, **logged}], **{"wall_s": speed, "train/steps": 12, "train/epochs": 1, **logged})
 
-
-def test_a_metric_of_one_run_alone_is_a_difference():
-    assert list(metric_differences(run(**{"val/acc": 0.5}), run(), 1e-6)) == ["val/acc: 0.5 | None"]
-
-
-def logged(*apart: float, precision: str = "32-true") -> list[Run]:
-    """Two runs whose losses have these relative differences."""
-    rows = [
-        [{"step": i, "train/loss": 2 + x} for i, x in enumerate(column)]
-        for column in ([0] * len(apart), [2 * x for x in apart])
-    ]
-    return [Run(Path("a"), {"trainer.precision": precision}, {}, own) for own in rows]
+    both = trained("a", 90.0, val_loss=0.5, test_loss=0.25), trained("b", 80.0, test_loss=0.75)
+    assert compare(*both, exact=False, tolerance=1e-6)["metrics"] == ["val_loss: 0.5 | None", "test_loss: 0.25 | 0.75"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +45,12 @@ def logged(*apart: float, precision: str = "32-true") -> list[Run]:
         ([1e-7, 1e-4], "32-true", "with trainer.log_every_n_steps=1"),
     ],
 )
-def test_rounding_is_told_from_a_real_difference(apart, precision, told):
-    grown, why = grown_rounding(*logged(*apart, precision=precision))
+def test_rounding_is_told_from_a_real_difference(run, apart, precision, told):
+    losses = [2.0] * len(apart), [2 + 2 * x for x in apart]
+    both = [
+        run(name, [{"step": i, "train/loss": loss} for i, loss in enumerate(column)], precision)
+        for name, column in zip("ab", losses, strict=True)
+    ]
+    grown, why = grown_rounding(*both)
     assert told in why
     assert grown is told.startswith("differs")

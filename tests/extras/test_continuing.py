@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.errors import Pruned
-from lockstep.extras import study_files
+from lockstep.extras import study
 from lockstep.extras.pruning import STORAGE, Pruning, trial_id
 from lockstep.extras.study import StudySweeper
 
@@ -44,7 +44,7 @@ class Launcher:
 def sweep(tmp_path, monkeypatch):
     """Runs a sweep of five trials, two at a time; returns its launcher."""
     monkeypatch.setattr(SweeperSteps, "setup", lambda *_, **__: None)
-    monkeypatch.setattr(study_files, "write_plots", lambda *_: None)
+    monkeypatch.setattr(study, "write_plots", lambda *_: None)
     monkeypatch.setenv(STORAGE, "")
     folder = tmp_path / "runs" / "search"
 

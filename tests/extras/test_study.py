@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution
 from lockstep.config import compose
 from lockstep.config.settings import sweep_name
 from lockstep.errors import UserError
-from lockstep.extras import study, study_files
+from lockstep.extras import study
 
 
 def composed_best(tmp_path, fixed: dict, params: dict, distributions: dict):
@@ -23,7 +23,7 @@ def composed_best(tmp_path, fixed: dict, params: dict, distributions: dict):
             params=params, distributions=distributions, value=value, user_attrs={**attrs, "sweep": "s"}
         )
         found.add_trial(trial)
-    study_files.write(found, ["val/acc"], tmp_path)
+    study.write_files(found, ["val/acc"], tmp_path)
     where = compose.search_path(["train.py", "--config-dir", str(tmp_path), "experiment=best"])
     return compose.compose_config("train", [*where, "experiment=best"])
 

@@ -106,6 +106,11 @@ def run_folder(tmp_path_factory, mnist, cache) -> Path:
     return folder
 
 
+@pytest.fixture
+def js(driver):
+    return driver.execute_script
+
+
 def texts(driver, selector: str) -> list[str]:
     return driver.execute_script(
         "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector
@@ -113,79 +118,75 @@ def texts(driver, selector: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "dark"), WINDOWS)
-def test_a_page_fits_its_window(driver, page, width, dark):
+def test_a_page_fits_its_window(driver, js, page, width, dark):
     browser.show(driver, page, width=width, dark=dark)
-    driver.execute_script("document.querySelectorAll('details').forEach(e => e.open = true)")
+    js("document.querySelectorAll('details').forEach(e => e.open = true)")
     assert driver.get_log("browser") == []
-    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
-    assert driver.execute_script(WIDER) == []
-    assert driver.execute_script(BROKEN) == []
-    paper = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert js("return document.documentElement.scrollWidth") <= width
+    assert js(WIDER) == []
+    assert js(BROKEN) == []
+    paper = js("return getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(18, 20, 24)" if dark else "rgb(255, 255, 255)")
     assert texts(driver, ".headline h1")[0]
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_axe_finds_no_barrier(driver, page, width, dark):
+def test_axe_finds_no_barrier(driver, js, page, width, dark):
     axe = find_spec("axe_core_python")
     if axe is None:
         pytest.skip("no axe-core-python (uv sync installs it)")
     browser.show(driver, page, width=width, dark=dark)
-    driver.execute_script("document.querySelectorAll('details').forEach(e => e.open = true)")
-    driver.execute_script(
-        "[...document.querySelectorAll('input[name=compare]')].slice(0, 2).forEach(box => box.click())"
-    )
-    driver.execute_script(Path(axe.origin).with_name("axe.min.js").read_text())
+    js("document.querySelectorAll('details').forEach(e => e.open = true)")
+    js("[...document.querySelectorAll('input[name=compare]')].slice(0, 2).forEach(box => box.click())")
+    js(Path(axe.origin).with_name("axe.min.js").read_text())
     assert driver.execute_async_script(AXE) == []
 
 
-def test_samples_are_filtered_and_enlarged(driver, page):
+def test_samples_are_filtered_and_enlarged(driver, js, page):
     browser.show(driver, page, width=1280)
     shown = "return [...document.querySelectorAll('#samples figure')].filter(e => e.offsetParent).map(e => [e.dataset.class ?? '', e.dataset.right ?? ''])"
-    everything = driver.execute_script(shown)
+    everything = js(shown)
     for name, place in (("class", 0), ("right", 1)):
         for value in texts(driver, f"select[data-filters={name}] option")[1:]:
             change = (
                 f"const e = document.querySelector('select[data-filters={name}]'); e.value = arguments[0]; e.onchange()"
             )
-            driver.execute_script(change, value)
+            js(change, value)
             wanted = [each for each in everything if value in each[place].split("\n")]
-            assert driver.execute_script(shown) == wanted
-        driver.execute_script(
-            "document.querySelectorAll('select[data-filters]').forEach(e => { e.value = ''; e.onchange() })"
-        )
-    buttons = driver.execute_script("return document.querySelectorAll('button.zoom').length")
+            assert js(shown) == wanted
+        js("document.querySelectorAll('select[data-filters]').forEach(e => { e.value = ''; e.onchange() })")
+    buttons = js("return document.querySelectorAll('button.zoom').length")
     if buttons:
-        driver.execute_script("document.querySelector('button.zoom').click()")
+        js("document.querySelector('button.zoom').click()")
         wide = "return document.querySelector('dialog[open] img')?.clientWidth"
-        first = driver.execute_script("return document.querySelector('dialog img').src")
-        assert driver.execute_script(wide) > 400
-        driver.execute_script("document.querySelector('dialog').onkeydown({key: 'ArrowRight'})")
-        assert (driver.execute_script("return document.querySelector('dialog img').src") != first) == (buttons > 1)
-        driver.execute_script("document.querySelector('dialog').click()")
-        assert driver.execute_script(wide) is None
+        first = js("return document.querySelector('dialog img').src")
+        assert js(wide) > 400
+        js("document.querySelector('dialog').onkeydown({key: 'ArrowRight'})")
+        assert (js("return document.querySelector('dialog img').src") != first) == (buttons > 1)
+        js("document.querySelector('dialog').click()")
+        assert js(wide) is None
     assert driver.get_log("browser") == []
 
 
-def test_two_runs_are_compared(driver, run_folder):
+def test_two_runs_are_compared(driver, js, run_folder):
     browser.show(driver, run_folder / "runs.html", width=1280)
     boxes = "[...document.querySelectorAll('input[name=compare]')]"
-    names = driver.execute_script(f"return {boxes}.map(e => e.value)")
-    driver.execute_script(f"{boxes}.forEach(e => e.click())")  # of three, the last two
-    chosen = driver.execute_script(f"return {boxes}.filter(e => e.checked).map(e => e.value)")
+    names = js(f"return {boxes}.map(e => e.value)")
+    js(f"{boxes}.forEach(e => e.click())")  # of three, the last two
+    chosen = js(f"return {boxes}.filter(e => e.checked).map(e => e.value)")
     assert chosen == names[-2:] and len(names) == 3
-    driver.execute_script(f"{boxes}.filter(e => e.value == 'bad').forEach(e => e.click())")
+    js(f"{boxes}.filter(e => e.value == 'bad').forEach(e => e.click())")
     assert texts(driver, ".compare *") == []
-    driver.execute_script(f"{boxes}.filter(e => e.value.startsWith('lr') && !e.checked).forEach(e => e.click())")
+    js(f"{boxes}.filter(e => e.value.startsWith('lr') && !e.checked).forEach(e => e.click())")
     assert "optim.lr" in texts(driver, ".compare tbody th") and "val/acc" in texts(driver, ".compare tbody th")
     changes = [int(text.replace("−", "-")) for text in texts(driver, ".compare .matrix tbody td") if text]
     assert sum(changes) == 0 and any(changes)  # both are counts of the same test set
-    drawn = driver.execute_script("return [...document.querySelectorAll('.compare polyline')].map(e => e.dataset.name)")
+    drawn = js("return [...document.querySelectorAll('.compare polyline')].map(e => e.dataset.name)")
     assert set(drawn) == {name for name in names if name != "bad"}
     assert driver.get_log("browser") == []
 
 
-def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, run_folder):
+def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, js, run_folder):
     folder = RunFolder(run_folder / "lr-0.001")
     report, progress = (
         folder.report(),
@@ -199,7 +200,7 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, ru
 
     def until(script: str, wanted: object) -> None:
         deadline_s = time.monotonic() + 20
-        while driver.execute_script(script) != wanted:
+        while js(script) != wanted:
             assert time.monotonic() < deadline_s, script
             time.sleep(0.1)
 
@@ -207,7 +208,7 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, ru
     browser.show(driver, folder.page_file, width=1280)
     value = "return document.querySelector('progress')?.value ?? document.querySelector('.chip')?.textContent"
     until(value, 3)
-    driver.execute_script("document.querySelector('[data-unit-to=per]').click()")
+    js("document.querySelector('[data-unit-to=per]').click()")
     write(9)
     until(value, 9)
     until("return document.body.dataset.unit", "per")  # what was chosen outlives the reload
@@ -215,39 +216,35 @@ def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, ru
     until("return document.getElementById('news')?.textContent.startsWith('no news for 17 min')", True)
     folder.page_file.write_text(last)
     until(value, "done")
-    driver.execute_script("document.body.dataset.mine = 'there'")
+    js("document.body.dataset.mine = 'there'")
     time.sleep(1.5)
-    assert driver.execute_script("return document.body.dataset.mine") == "there"  # it is not loaded again
+    assert js("return document.body.dataset.mine") == "there"  # it is not loaded again
     driver.get_log("browser")
 
 
-def test_tables_are_sorted_by_a_click(driver, page):
+def test_tables_are_sorted_by_a_click(driver, js, page):
     browser.show(driver, page, width=1280)
-    driver.execute_script("document.querySelectorAll('details').forEach(e => e.open = true)")
+    js("document.querySelectorAll('details').forEach(e => e.open = true)")
     table = "table.sortable" if page.name == "runs.html" else "#metrics table.sortable"
     column = 2 if page.name == "runs.html" else 1  # after the boxes
     for order in (sorted, lambda found: sorted(found, reverse=True)):
-        driver.execute_script(f"document.querySelector('{table} th:nth-child({column}) button').click()")
+        js(f"document.querySelector('{table} th:nth-child({column}) button').click()")
         found = texts(driver, f"{table} tbody td:nth-child({column})")
         keys = [text.casefold() for text in found]
         assert len(found) > 2 and set(keys) == set(order(keys))
-        state = driver.execute_script(
-            f"return document.querySelector('{table} th:nth-child({column})').getAttribute('aria-sort')"
-        )
-        first = driver.execute_script(
-            "return arguments[0].localeCompare(arguments[1], undefined, {numeric: true})", found[0], found[-1]
-        )
+        state = js(f"return document.querySelector('{table} th:nth-child({column})').getAttribute('aria-sort')")
+        first = js("return arguments[0].localeCompare(arguments[1], undefined, {numeric: true})", found[0], found[-1])
         assert (first < 0) == (state == "ascending")
 
 
-def test_the_axis_switches_and_the_pointer_shows_values(driver, page):
+def test_the_axis_switches_and_the_pointer_shows_values(driver, js, page):
     browser.show(driver, page, width=1280)
     axes = """return [...document.querySelectorAll('.in-per, .in-x')].filter(e => e.closest('.chart').offsetParent || e.offsetParent)
       .filter(e => getComputedStyle(e).display != 'none').map(e => e.classList.contains('in-per'))"""
-    assert set(driver.execute_script(axes)) == {False}
-    driver.execute_script("document.querySelector('[data-unit-to=per]').click()")
-    assert set(driver.execute_script(axes)) == {True}
-    tip = driver.execute_script("""
+    assert set(js(axes)) == {False}
+    js("document.querySelector('[data-unit-to=per]').click()")
+    assert set(js(axes)) == {True}
+    tip = js("""
       const svg = [...document.querySelectorAll('.chart svg')].filter(e => e.parentNode.offsetParent && e.querySelector('polyline'))[0];
       svg.scrollIntoView();
       const box = svg.getBoundingClientRect();
@@ -257,7 +254,7 @@ def test_the_axis_switches_and_the_pointer_shows_values(driver, page):
     assert driver.get_log("browser") == []
 
 
-def test_commands_are_copied(driver, page):
+def test_commands_are_copied(driver, js, page):
     browser.show(driver, page, width=1280)
     commands = texts(driver, ".command code")
     if page.name == "runs.html":
@@ -265,6 +262,6 @@ def test_commands_are_copied(driver, page):
         return
     assert len(commands) == len(texts(driver, "button.copy")) >= 1
     assert all(command.startswith(("python ", "lockstep ")) for command in commands)
-    driver.execute_script("document.querySelector('button.copy').click()")
+    js("document.querySelector('button.copy').click()")
     copied = "setTimeout(() => arguments[0](document.querySelector('button.copy').textContent), 300)"
     assert driver.execute_async_script(copied) == "Copied"

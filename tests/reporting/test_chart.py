@@ -49,7 +49,7 @@ def test_a_second_unit_has_its_own_round_numbers():
 
 def test_a_mark_bars_and_dots_are_drawn():
     marked = [render.chart("Title", "step", {"a": [(0, 1.0), (10, 2.0)]}, mark=("best", x)) for x in (5.0, 50.0)]
-    assert [words(svg).count("best") for svg in marked] == [1, 0]
+    assert ["best" in words(svg) for svg in marked] == [True, False]
     bars = render.chart("Title", "x", {}, bars=[(0.0, 1.0, 3.0), (1.0, 2.0, 6.0)])
     low, high = (float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', bars))
     assert high == pytest.approx(2 * low, abs=0.2)

@@ -61,8 +61,10 @@ def test_every_panel_comes_back_from_its_file(tmp_path):
         Bars("bars", "x", "y", [0.0, 1.0, 2.0], [3, 4]),
         Gallery("gallery", [Sample(7, facts, noise_CHW), Sample(None, {"own": {1, 2} and object}, noise_CHW[:1])]),
     ]
-    write_panels(tmp_path, panels)
-    found = read_panels(tmp_path)
+    path = tmp_path / "panels.json"
+    assert read_panels(path) == []
+    write_panels(path, panels)
+    found = read_panels(path)
     assert [encoded(panel) for panel in found] == [encoded(panel) for panel in panels]
     *_, gallery = found
     assert (gallery.samples[0].image_CHW == noise_CHW).all()
@@ -70,10 +72,9 @@ def test_every_panel_comes_back_from_its_file(tmp_path):
     assert gallery.samples[0].facts["mask"].classes_HW.tolist() == mask_HW.tolist()
     assert found[0].rows[0][1].interval == Share(3, 4).interval
     for damage in ("[", "[1]", "{}", '[{"__panel__": "Other"}]', '[{"__panel__": "Table"}]'):
-        (tmp_path / "panels.json").write_text(damage)
+        path.write_text(damage)
         with pytest.raises(UserError, match=r"panels\.json is damaged"):
-            read_panels(tmp_path)
-    assert read_panels(tmp_path / "absent") == []
+            read_panels(path)
 
 
 def test_a_notebook_shows_the_figures_and_the_whole_page(run_a):

@@ -65,10 +65,8 @@ def test_the_panels_are_those_of_the_checkpoint_in_any_number_of_processes(run_a
     shared = page_of("a")
     assert "Resumed 1 time" in shared
     assert section(shared, "test") == section(alone, "test")
-    of_alone, of_shared = (
-        re.findall(r"<figure.*?</figure>", section(page, "samples"), re.DOTALL)[:40] for page in (alone, shared)
-    )
-    assert of_shared == of_alone
+    figures = [re.findall(r"<figure.*?</figure>", section(page, "samples"), re.DOTALL) for page in (alone, shared)]
+    assert figures[0][:40] == figures[1][:40]
 
 
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
@@ -112,11 +110,7 @@ def test_a_failed_run_has_a_page_with_its_error_and_last_rows(train, crash_at, c
         train("run=bad", "trainer.log_every_n_steps=1")
     page = page_of("bad")
     assert "report: runs/bad/report.html" in capsys.readouterr().out.splitlines()
-    assert (
-        "<h1>Failed</h1>" in page
-        and re.search(r"the log ends at step [67]<", page)
-        and "nothing was logged" not in page
-    )
+    assert "<h1>Failed</h1>" in page and re.search(r"the log ends at step [67]<", page)
     assert 'class="chip failed"' in page
     assert "Crash" in section(page, "notes")
     assert "The last rows of the log" in page
@@ -230,8 +224,9 @@ def test_samples_are_filtered_by_each_of_their_labels_and_names_may_have_commas(
 
 def test_curves_of_unknown_metrics_are_grouped():
     logged = ["train_loss", "val_loss", "val/acc", "val/count", "train/samples_per_s"]
-    names = [names for _, _, names in pages.curves(Workload(None, None), logged, "samples")]
-    assert names[:2] == [("train_loss", "val_loss"), ("val/acc",)]
+    charts = list(pages.drawn_curves(Workload(None, None), {name: [(1, 0.5), (2, 0.25)] for name in logged}, {}))
+    assert [chart["title"] for chart in charts] == ["loss", "acc", "Speed"]
+    assert re.findall(r'<polyline .*?data-name="(.*?)"', charts[0]["svg"]) == ["train_loss", "val_loss"]
     assert list(pages.drawn_curves(Workload(None, None), {}, {})) == []  # of a run that failed before its first row
     assert Clock().report_metrics() == {}  # and its clock never began
     assert pages.labels(["train/loss", "val/loss"]) == ["train", "val"]

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from lockstep.errors import UserError
 from lockstep.reporting import runs_page
+from lockstep.reporting.runs_page import Report
 from lockstep.run.folder import RunFolder
-from lockstep.run.report import ListedRun
 
 ledger = importlib.import_module("runs")
 CONFIG = {
@@ -132,7 +132,8 @@ def test_a_hundred_runs_stay_small(tmp_path):
         (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
         (folder / "config.yaml").write_text(f"optim: {{lr: {number}}}")
         report = {"status": "done", "monitor": "val/figure0", "monitor_mode": "max", "batch_size": 64 + number % 2}
-        runs.append(ListedRun(str(number), RunFolder(folder), report))
+        (folder / "report.json").write_text(json.dumps(report))
+        runs.append(Report.listed(RunFolder(folder), tmp_path))
     page = runs_page.runs_page(runs, tmp_path, tmp_path / "runs.html")
     assert page.count("<polyline") == 100 * runs_page.METRICS * 2
     assert len(page) < 5e6

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from lockstep.errors import FolderRemoved, RunFailed, UserError
 from lockstep.run.folder import CsvLog, RunFolder, find_run, run_folders
+from lockstep.run.report import best_row
 
 HOLDER = """
 import os, sys
@@ -108,6 +110,11 @@ def test_a_log_that_was_removed_begins_with_its_header_again(tmp_path, caplog):
     log.path.parent.rmdir()
     with pytest.raises(FolderRemoved, match="run was removed while"):
         log.append({"step": 3, "loss": 0.125})
+
+
+def test_a_metric_that_is_nan_is_no_best_one():
+    rows = [{"step": step, "val/auc": value} for step, value in enumerate([math.nan, 0.5, 0.25, math.nan])]
+    assert [best_row(rows, "val/auc", mode) for mode in ("max", "min")] == [{"val/auc": 0.5}, {"val/auc": 0.25}]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "report.json", "metrics.csv"])

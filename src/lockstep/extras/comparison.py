@@ -2,16 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from lockstep.checkpoints.finding import leaves
-from lockstep.config.compose import dotted
-from lockstep.run.folder import RunFolder, find_run
-from lockstep.run.report import metric_series
+from lockstep.reporting.runs_page import Curve, Report
+from lockstep.run.folder import find_run
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is
@@ -25,19 +21,11 @@ LOSS, FULL_PRECISIONS = "train/loss", ("32-true", "32", "64-true", "64")
 DATA = ("data/name", "data/source", "data/sha256", "data/train", "data/val", "data/test")
 
 
-@dataclass(frozen=True)
-class Run:
-    folder: Path
-    config: dict[str, Any]
-    report: dict[str, Any]
-    rows: list[dict[str, float]]
-
-
-def find(given: str, runs_dir: Path) -> Run:
+def find(given: str, runs_dir: Path) -> Report:
     """The run in a folder, or the run of that name. Raises UserError: there is none, or it is damaged."""
     folder = find_run(given, runs_dir)
     folder.validate()
-    return Run(folder.path, dotted(OmegaConf.to_container(folder.config())), folder.report(), folder.metrics())
+    return Report(folder)
 
 
 def relative(a: float, b: float) -> float:
@@ -53,34 +41,33 @@ def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
             yield f"{key}: {a.get(key, 'absent')} | {b.get(key, 'absent')}"
 
 
-def series(run: Run) -> dict[str, list[tuple[int, float]]]:
-    """The (step, value) pairs of each column that two equal runs share."""
-    return {name: points for name, points in metric_series(run.rows).items() if not name.endswith(MEASURED)}
+def series(run: Report) -> dict[str, Curve]:
+    """The columns that two equal runs share."""
+    return {name: curve for name, curve in run.curves.items() if not name.endswith(MEASURED)}
 
 
-def log_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
+def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     """One line for each metric that differs, with the first step at which it does."""
-    ours, theirs = series(a), series(b)
+    ours, theirs, no_rows = series(a), series(b), Curve([], [])
     for name in dict.fromkeys([*ours, *theirs]):
-        one, other = ours.get(name, []), theirs.get(name, [])
-        steps = [step for step, _ in one], [step for step, _ in other]
-        if steps[0] != steps[1]:
-            only = [sorted(set(x) - set(y))[:5] for x, y in (steps, steps[::-1])]
-            yield f"{name}: {len(one)} rows | {len(other)} rows; only in the first at steps {only[0]}, only in the second at {only[1]}"
+        one, other = ours.get(name, no_rows), theirs.get(name, no_rows)
+        if one.steps != other.steps:
+            only = [sorted(set(x.steps) - set(y.steps))[:5] for x, y in ((one, other), (other, one))]
+            yield f"{name}: {len(one.steps)} rows | {len(other.steps)} rows; only in the first at steps {only[0]}, only in the second at {only[1]}"
             continue
-        pairs = [(step, x, y) for (step, x), (_, y) in zip(one, other, strict=True)]
-        differing = [(step, x, y) for step, x, y in pairs if relative(x, y) > tolerance]
+        rows = zip(one.steps, one.values, other.values, strict=True)
+        differing = [(step, x, y) for step, x, y in rows if relative(x, y) > tolerance]
         if differing:
             step, x, y = differing[0]
             worst = max(relative(x, y) for _, x, y in differing)
-            yield f"{name}: {len(differing)} of {len(pairs)} rows differ, the first at step {step} ({x} | {y}), by at most {worst:.2g}"
+            yield f"{name}: {len(differing)} of {len(one.steps)} rows differ, the first at step {step} ({x} | {y}), by at most {worst:.2g}"
 
 
-def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
+def grown_rounding(a: Report, b: Report) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and how that is seen."""
-    ours, theirs = (dict(series(run).get(LOSS, [])) for run in (a, b))
+    ours, theirs = (dict(zip(*series(run).get(LOSS, Curve([], [])), strict=True)) for run in (a, b))
     rows = [(step, relative(x, theirs[step])) for step, x in ours.items() if step in theirs]
-    if any(str(run.config.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
+    if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
         return False, "in trainer.precision=32-true, rounding could be told from a real difference"
     if len(rows) < FEWEST_ROWS:
         return False, "with trainer.log_every_n_steps=1, rounding could be told from a real difference"
@@ -94,12 +81,11 @@ def grown_rounding(a: Run, b: Run) -> tuple[bool, str]:
     return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {most:.2g} later, and never leaps"
 
 
-def metric_differences(a: Run, b: Run, tolerance: float) -> Iterator[str]:
+def metric_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     """Of the reports: metrics that were logged, and the length of the training."""
-    pairs = [(run.report, series(run)) for run in (a, b)]
-    logged = (key for report, columns in pairs for key in report if key in columns)
+    logged = (key for run in (a, b) for key in run if key in series(run))
     for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
-        pair: list[Any] = [report.get(key) for report, _ in pairs]
+        pair: list[Any] = [run.get(key) for run in (a, b)]
         if pair[0] is not pair[1] if None in pair else relative(*map(float, pair)) > tolerance:
             yield f"{key}: {pair[0]} | {pair[1]}"
 
@@ -145,11 +131,10 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
                 yield f"{part}: {key}: {a[key]} | {b[key]}"
 
 
-def first_different_digest(a: Run, b: Run) -> str | None:
+def first_different_digest(a: Report, b: Report) -> str | None:
     """Step, logical rank and tensor; None if all are equal, or a run has no digests (`exact.digests`)."""
     ours, theirs = (
-        {(row["step"], row["what"], row["name"]): row["digest"] for row in RunFolder(run.folder).digests_log.rows()}
-        for run in (a, b)
+        {(row["step"], row["what"], row["name"]): row["digest"] for row in run.run.digests_log.rows()} for run in (a, b)
     )
     different = [key for key, digest in ours.items() if theirs.get(key, digest) != digest]
     if not different:
@@ -160,23 +145,23 @@ def first_different_digest(a: Run, b: Run) -> str | None:
     return f"the runs part at step {step}, in the {what} {', '.join(names[:3])}{more}"
 
 
-def checkpoints(run: Run) -> dict[str, Path]:
+def checkpoints(run: Report) -> dict[str, Path]:
     """last.ckpt, and the checkpoint that was tested."""
-    found = {"last": run.folder / "checkpoints" / "last.ckpt"}
-    if run.report.get("checkpoint"):
-        found["tested"] = run.folder / run.report["checkpoint"]
+    found = {"last": run.run.checkpoints / "last.ckpt"}
+    if run.get("checkpoint"):
+        found["tested"] = run.folder / run["checkpoint"]
     return {name: path for name, path in found.items() if path.exists()}
 
 
-def compare(a: Run, b: Run, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
+def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
     """Differences by section; those of `config` and `data` are for information."""
     allowed = 0.0 if exact else tolerance
     parts: tuple[str, ...] = ("state_dict", "current_model_state")
     parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
-    divided = all(run.config.get("exact.logical_ranks") for run in (a, b))
+    divided = all(run.settings.get("exact.logical_ranks") for run in (a, b))
     parts += ("loops",) if exact and not divided else ()  # these count the micro-batches of one process
-    configs = [{key: value for key, value in run.config.items() if key not in OWN} for run in (a, b)]
-    data = [{key: run.report.get(key) for key in DATA} for run in (a, b)]
+    configs = [{key: value for key, value in run.settings.items() if key not in OWN} for run in (a, b)]
+    data = [{key: run.get(key) for key in DATA} for run in (a, b)]
     found = {
         "config": list(mapping_differences(*configs)),
         "data": list(mapping_differences(*data)),

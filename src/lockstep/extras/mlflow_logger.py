@@ -35,10 +35,12 @@ class MLflow(MLFlowLogger):
     def experiment(self) -> Any:
         if not self.connected:
             logging.getLogger("mlflow").setLevel(logging.WARNING)
-            self.connect()
+            super().__init__(**self.options, run_id=self.resumed_run())
+            self.connected = True
         return super().experiment
 
-    def connect(self) -> None:
+    def resumed_run(self) -> str | None:
+        """MLflow's id of this run, if it has begun before. Creates the experiment."""
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -48,11 +50,10 @@ class MLflow(MLFlowLogger):
                 client.create_experiment(name, self.options["artifact_location"])
         experiment = client.get_experiment_by_name(name)
         runs = client.search_runs([experiment.experiment_id], f"tags.`{ID}` = '{self.id}'") if experiment else []
-        found = runs[0].info.run_id if runs else None
-        if found:
-            client.update_run(found, "RUNNING")
-        super().__init__(**self.options, run_id=found)
-        self.connected = True
+        for run in runs[:1]:
+            client.update_run(run.info.run_id, "RUNNING")
+            return str(run.info.run_id)
+        return None
 
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
@@ -71,8 +72,9 @@ class MLflow(MLFlowLogger):
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
         client, run = self.experiment, self.run_id
-        for tag, value in {"status": end.status, **({"error": end.error} if end.error else {})}.items():
-            client.set_tag(run, tag, value)
+        client.set_tag(run, "status", end.status)
+        if end.error:
+            client.set_tag(run, "error", end.error)
         if end.page:
             client.log_artifact(run, str(end.page))
         if end.checkpoint and self.log_model:

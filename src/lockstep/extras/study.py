@@ -4,12 +4,14 @@ A study belongs to a storage, and several machines may work on it. A trial belon
 from its run's report, so every launcher works.
 """
 
-import contextlib
+import html
 import json
 import math
 import os
 import re
 import time
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,22 @@ import optuna
 from filelock import FileLock, Timeout
 from hydra.core.utils import JobStatus
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import OptunaError
 from optuna.samplers import GridSampler
 from optuna.storages import RDBStorage
-from optuna.trial import Trial, TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
+from lockstep.config.compose import config_file, is_group
+from lockstep.config.project import command
+from lockstep.config.schema import RECIPES
 from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
-from lockstep.extras import study_files
 from lockstep.extras.pruning import STORAGE, trial_id
+from lockstep.machine.files import write_csv
 from lockstep.run.folder import RunFolder
 
 COSTS = ("peak_memory_bytes", "parameters", "wall_s")
@@ -56,7 +61,7 @@ def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]
 def open_storage(url: str) -> RDBStorage:
     """The storage at `url`. Creating its tables fails when two machines do it at once: try again."""
     for _ in range(ATTEMPTS - 1):
-        with contextlib.suppress(SQLAlchemyError):
+        with suppress(SQLAlchemyError):
             return RDBStorage(url)
         time.sleep(1)
     return RDBStorage(url)
@@ -145,7 +150,7 @@ class StudySweeper(SweeperSteps):
                 except RuntimeError as e:
                     if "Study.stop" not in str(e):  # the grid sampler raises it when the grid is exhausted
                         raise
-        study_files.write(self.study, self.objectives, self.folder)
+        write_files(self.study, self.objectives, self.folder)
         if not any(t.state is TrialState.COMPLETE for t in self.study.trials):
             raise RunFailed(f"no trial of {self.name} ended with a value")
 
@@ -211,3 +216,90 @@ class StudySweeper(SweeperSteps):
             self.study.tell(trial, state=TrialState.FAIL)
         else:
             self.study.tell(trial, values)
+
+
+# --- The files of a sweep: a table, the best config, and Optuna's plots ---
+
+HEADER = """# @package _global_
+# The best of {count} trials of the study {study}: {values}.
+#   {command} --config-dir {folder} experiment=best
+"""
+
+
+def write_files(study: optuna.Study, objectives: list[str], folder: Path) -> None:
+    """Writes trials.csv, experiment/best.yaml and study.html. Several objectives: best-0.yaml, ... of the Pareto front."""
+    write_table(study, objectives, folder / "trials.csv")
+    if not any(t.state is TrialState.COMPLETE for t in study.get_trials(deepcopy=False)):
+        return
+    best = study.best_trials
+    (folder / "experiment").mkdir(exist_ok=True)
+    for old in (folder / "experiment").glob("best*.yaml"):
+        old.unlink()
+    for number, trial in enumerate(best if len(objectives) > 1 else best[:1]):
+        name = f"best-{number}" if len(objectives) > 1 else "best"
+        (folder / "experiment" / f"{name}.yaml").write_text(recipe(study, trial, objectives, folder, name))
+    write_plots(study, objectives, folder)
+
+
+def write_table(study: optuna.Study, objectives: list[str], path: Path) -> None:
+    trials = study.get_trials(deepcopy=False)
+    names = sorted({name for trial in trials for name in trial.params})
+    rows = [
+        {
+            "trial": trial.number,
+            "state": trial.state.name.lower(),
+            **dict(zip(objectives, trial.values or (), strict=False)),
+            "steps": max(trial.intermediate_values, default=""),
+            **trial.params,
+            **trial.user_attrs,
+        }
+        for trial in trials
+    ]
+    write_csv(path, ["trial", "state", *objectives, *names, "steps", "error"], rows)
+
+
+def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folder: Path, name: str) -> str:
+    """An experiment config with the trial's values and with the overrides that all trials shared."""
+    skipped = ("sweep", "error", "resume", "runs_dir", "steps")
+    chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
+    chosen |= {key: OmegaConf.create(f"it: {v}").it for key, v in chosen.items() if isinstance(v, str)}
+    body: Any = OmegaConf.create()
+    groups: dict[str, Any] = {}
+    for recipe_group in RECIPES:  # a config can name one experiment only, so write out the sweep's own
+        if chosen.get(recipe_group):
+            of = OmegaConf.load(config_file(f"{recipe_group}/{chosen.pop(recipe_group)}"))
+            assert isinstance(of, DictConfig)
+            for override in of.pop("defaults", []):
+                groups |= {str(key).removeprefix("override /"): value for key, value in override.items()}
+            body.merge_with(of)
+    groups |= {key: chosen.pop(key) for key in list(chosen) if is_group(key)}
+    for key, value in chosen.items():
+        OmegaConf.update(body, key.lstrip("+"), value)
+    defaults = {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}
+    body = OmegaConf.merge(OmegaConf.create(defaults), body)
+    values = ", ".join(f"{objective}={value:.6g}" for objective, value in zip(objectives, trial.values, strict=True))
+    header = HEADER.format(
+        command=command("train"), count=len(study.trials), study=study.study_name, values=values, folder=folder
+    )
+    return header.replace("experiment=best", f"experiment={name}") + OmegaConf.to_yaml(body)
+
+
+def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
+    """Writes study.html. Plots that need more trials are left out."""
+    from optuna import visualization
+
+    one = len(objectives) == 1
+    kinds = ["optimization_history", "param_importances", "parallel_coordinate", "slice"]
+    if any(trial.intermediate_values for trial in study.trials):  # Optuna warns without a pruner
+        kinds.append("intermediate_values")
+    plots = kinds if one else ["pareto_front"]
+    options = {} if one else {"target_names": objectives}
+    pages: list[str] = []
+    for kind in plots:
+        with warnings.catch_warnings(), suppress(ValueError, RuntimeError):
+            warnings.simplefilter("ignore")  # these functions are experimental
+            figure = getattr(visualization, f"plot_{kind}")(study, **options)
+            pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages))
+    title = html.escape(f"{study.study_name}: {len(study.trials)} trials")
+    page = f"<!doctype html><html><head><meta charset='utf-8'><title>{title}</title></head><body><h1>{title}</h1>{''.join(pages)}</body></html>"
+    (folder / "study.html").write_text(page)

@@ -70,11 +70,11 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault(own, []).append(row)
     summaries = []
     for own, jobs in groups.items():
-        metrics = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
+        metrics: dict[str, Any] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
         numbers = {key: v for key, v in metrics.items() if all(type(each) in (int, float) for each in v)}
         for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
-            row: dict[str, Any] = {key: of(values) for key, values in numbers.items()}
-            summaries.append({"run": f"{name} of {len(jobs)}", "overrides": own, **row})
+            values = {key: of(each) for key, each in numbers.items()}
+            summaries.append({"run": f"{name} of {len(jobs)}", "overrides": own, **values})
     return summaries
 
 

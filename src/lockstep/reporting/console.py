@@ -34,8 +34,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes}:{s:02}"
 
 
+def time_left(began_s: float, first: int, done: int, total: float | None) -> str:
+    """For the rest of `total`, if that is known; `first`: what a resumed run had done when it began took no time now."""
+    if total is None or math.isinf(total) or done <= first:
+        return ""
+    return clock((time.monotonic() - began_s) * (total - done) / (done - first))
+
+
 class Line:
-    """Counts up to `total`, None if that is not known, from `first`: what a resumed run has done took no time now."""
+    """Counts up to `total`, None if that is not known, from `first`."""
 
     def __init__(self, what: str, total: float | None, first: int = 0) -> None:
         self.what, self.total, self.first = what, None if total is None or math.isinf(total) else int(total), first
@@ -59,15 +66,13 @@ class Line:
         return now_s - self.shown_s > min(most, max(least, (now_s - self.began_s) / 100))
 
     def show(self, title: str, done: int, *metrics: str) -> None:
-        self.shown_s = now_s = time.monotonic()
-        parts = [f"{done:,}/{'?' if self.total is None else format(self.total, ',')}"]
-        if self.total is not None and done > self.first:
-            parts.append(f"{clock((now_s - self.began_s) * (self.total - done) / (done - self.first))} left")
-        text = " · ".join([*parts, *filter(None, metrics)])
+        self.shown_s = time.monotonic()
+        left = time_left(self.began_s, self.first, done, self.total)
+        place = f"{done:,}/{'?' if self.total is None else format(self.total, ',')}"
+        text = " · ".join(filter(None, [place, left and f"{left} left", *metrics]))
         if self.bar is not None:
-            while (
-                BAR_WIDTH + len(title) + len(text) + 2 > out.width and " · " in text
-            ):  # one line: drop what is least important
+            room = out.width - BAR_WIDTH - len(title) - 2
+            while len(text) > room and " · " in text:  # one line: drop what is least important
                 text = text.rpartition(" · ")[0]
             self.bar.update(self.bar.task_ids[0], completed=done, description=title, rest=text)
             return

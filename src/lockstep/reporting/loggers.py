@@ -14,8 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,7 @@ log = logging.getLogger("lockstep")
 
 # --- A thread for each logger: its server must neither stop nor slow a run ---
 
-BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)  # no connection and no disk
 METHODS = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "on_run_end", "finalize")
-PENDING = 10_000  # calls that wait; later ones are dropped
 LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
 SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
 
@@ -49,7 +46,7 @@ class Background:
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.logger, self.name, self.warned = logger, name, False
-        self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
+        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.began_s = math.inf  # of the call that is running
         self.bug: Exception | None = None
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
@@ -64,10 +61,7 @@ class Background:
             raise error
         if time.monotonic() - self.began_s > LATE_S:
             self.warn("does not answer")
-        try:
-            self.calls.put_nowait(partial(call, *args, **kwargs))
-        except queue.Full:
-            self.warn("does not keep up")
+        self.calls.put(partial(call, *args, **kwargs))
 
     def work(self) -> None:
         while (call := self.calls.get()) is not None:
@@ -75,7 +69,8 @@ class Background:
             try:
                 call()
             except Exception as e:
-                if of_users_code(e) and not of_network(e):
+                is_lost = any(isinstance(each, OSError | http.client.HTTPException) for each in chain(e))
+                if of_users_code(e) and not is_lost:  # the connection, or the disk
                     self.bug = e
                 else:
                     self.warn(f"fails with {type(e).__name__}: {e}")
@@ -88,21 +83,12 @@ class Background:
 
     def finish(self, wait_s: float) -> None:
         """Waits for the calls so far, until the running one has taken `wait_s`, and ends the thread."""
-        end_s = min(time.monotonic(), self.began_s) + wait_s
-        with suppress(queue.Full):
-            self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
-        self.thread.join(max(0.0, end_s - time.monotonic()))
+        self.calls.put(None)
+        self.thread.join(max(0.0, min(time.monotonic(), self.began_s) + wait_s - time.monotonic()))
         if self.thread.is_alive():
             self.warn("does not answer")
         if self.bug is not None:
             log.warning("logger.%s failed", self.name, exc_info=self.bug)
-
-
-def of_network(error: BaseException) -> bool:
-    """Whether a connection failed, or a file could not be written."""
-    return any(
-        isinstance(each, OSError | http.client.HTTPException) and not isinstance(each, BUGS) for each in chain(error)
-    )
 
 
 # --- What every logger gets ---
@@ -116,9 +102,9 @@ class RunEnd:
     status: str  # done, failed, preempted, interrupted or pruned
     error: str | None
     step: int
-    page: Path | None  # report.html; like the rest, of a run that is done
-    panels: Sequence[Content]  # what the page shows of the test set
-    checkpoint: Path | None  # the one that was tested: a file, or the folder of a sharded one
+    page: Path | None = None  # report.html; like the rest, of a run that is done
+    panels: Sequence[Content] = ()  # what the page shows of the test set
+    checkpoint: Path | None = None  # the one that was tested: a file, or the folder of a sharded one
 
 
 def begin_run(name: str, logger: Logger, config: Mapping[str, Any], report: Mapping[str, Any]) -> Background:
@@ -138,9 +124,9 @@ def begin_run(name: str, logger: Logger, config: Mapping[str, Any], report: Mapp
     logger.log_hyperparams({**config, "facts": {fact: report.get(fact) for fact in FACTS}})  # type: ignore[call-arg]
     write, batch, seen = logger.log_metrics, report["batch_size"], f"train/{report['unit']}_seen"
 
-    def log_metrics(metrics: Mapping[str, float], step: int | None = None) -> None:
+    def log_metrics(metrics: dict[str, float], step: int | None = None) -> None:
         """With the number of samples that the optimizer has seen, as a second axis."""
-        write({**({} if step is None else {seen: step * batch}), **metrics}, step)  # type: ignore[arg-type]
+        write(metrics if step is None else {seen: step * batch, **metrics}, step)
 
     if batch:
         logger.log_metrics = log_metrics  # type: ignore[method-assign]
@@ -151,13 +137,13 @@ def end_run(
     begun: Sequence[Background], report: Mapping[str, Any], panels: Sequence[Content], folder: RunFolder
 ) -> None:
     """Tells all loggers how the run ended, and waits for them; then raises the first bug in a custom one."""
-    status, path, step = report["status"], report.get("checkpoint"), int(report.get("train/steps", 0))
-    done, bugs = status == "done", list[Exception]()
-    page, checkpoint = folder.page_file if done else None, folder.path / path if done and path else None
-    end = RunEnd(status, report.get("error"), step, page, panels if done else (), checkpoint)
+    status, path, bugs = report["status"], report.get("checkpoint"), list[Exception]()
+    end = RunEnd(status, report.get("error"), int(report.get("train/steps", 0)))
+    if done := status == "done":
+        end = replace(end, page=folder.page_file, panels=panels, checkpoint=folder.path / path if path else None)
     for background in begun:
         logger = background.logger
-        uploads = checkpoint is not None and getattr(logger, "log_model", False)
+        uploads = end.checkpoint and getattr(logger, "log_model", False)
         try:
             if hasattr(logger, "on_run_end"):
                 logger.on_run_end(end)
@@ -233,28 +219,23 @@ class CutAtResume(pl.Callback):
 # --- TensorBoard: it cannot show the page, which is beside its folder, and gets the tables as texts ---
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    texts = [[f"{cell.value:.4f}" if isinstance(cell, Share) else str(cell) for cell in row] for row in rows]
-    lines = [columns, ["---"] * len(columns), *texts]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-
-
-def table(panel: Table | Matrix) -> str:
-    columns, rows = (panel.columns, panel.rows) if isinstance(panel, Table) else (["", *panel.names], panel.values)
+def markdown(panel: Table | Matrix) -> str:
     if isinstance(panel, Matrix):
         rows = [(name, *row) for name, row in zip(panel.names, panel.values, strict=True)]
-    return f"### {panel.title}\n{panel.note}\n\n{markdown(columns, rows)}"
+        panel = Table(panel.title, ["", *panel.names], rows, panel.note)
+    texts = [[f"{cell.value:.4f}" if isinstance(cell, Share) else str(cell) for cell in row] for row in panel.rows]
+    lines = [panel.columns, ["---"] * len(panel.columns), *texts]
+    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    return f"### {panel.title}\n{panel.note}\n\n{table}"
 
 
 class TensorBoard(TensorBoardLogger):
-    """The config is a text, and the run a row in the tab HParams, beside all metrics."""
+    """The run is a row in the tab HParams, with the config beside all metrics."""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
         super().log_hyperparams(params)  # adds them to `hparams`, for hparams.yaml
-        values = flat(dict(self.hparams))
-        self.experiment.add_text("config", markdown(("key", "value"), list(values.items())), 0)
-        self.add_row(1, values)
+        self.add_row(1, flat(dict(self.hparams)))
 
     def add_row(self, part: int, params: dict[str, Any]) -> None:
         """Part 1 begins the row in HParams, part 2 ends it. Part 0 would be a list of metrics: without it, all are shown."""
@@ -264,7 +245,7 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
-        tables = [table(panel) for panel in end.panels if isinstance(panel, Table | Matrix)]
+        tables = [markdown(panel) for panel in end.panels if isinstance(panel, Table | Matrix)]
         if end.page:
             self.experiment.add_text("report", "\n\n".join([f"With all panels: {end.page}", *tables]), end.step)
         self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
@@ -282,15 +263,17 @@ def tensorboard(*, run_dir: Path) -> TensorBoardLogger:
 EXIT_CODES = {"done": 0, "pruned": 0, "interrupted": 255}
 
 
-def server() -> str:
-    return os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-
-
-def has_wandb_key() -> bool:
-    """Whether W&B's client would find an API key for its server: in the environment, or in the netrc file."""
+def wandb_mode() -> str:
+    """Online if W&B's client would find an API key for its server, in the environment or in the netrc file, and reaches the server."""
     from requests.utils import get_netrc_auth
 
-    return bool(os.environ.get("WANDB_API_KEY") or (get_netrc_auth(server()) or ("", ""))[1])
+    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    if not (os.environ.get("WANDB_API_KEY") or (get_netrc_auth(server) or ("", ""))[1]):
+        return "offline"
+    if getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server)):
+        log.warning("W&B logs offline: %s", why)
+        return "offline"
+    return "online"
 
 
 class Wandb(WandbLogger):
@@ -331,12 +314,7 @@ def wandb(
     import wandb as client
 
     if mode == "auto":
-        mode = os.environ.get("WANDB_MODE", "")
-        if not mode:
-            mode = "online" if has_wandb_key() else "offline"
-            if mode == "online" and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(server())):
-                log.warning("W&B logs offline: %s", why)
-                mode = "offline"
+        mode = os.environ.get("WANDB_MODE") or wandb_mode()
     settings = client.Settings(console="off", silent=True)
     if mode == "online":
         # else it waits for ever for a lost server

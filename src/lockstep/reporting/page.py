@@ -4,7 +4,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from lockstep.config.compose import as_overrides, typed
 from lockstep.config.project import command
 from lockstep.config.words import counted, is_fraction, metric, number, seconds, size
 from lockstep.machine.files import write_json, write_text
-from lockstep.reporting.console import clock, metrics_table, say, warnings_in
+from lockstep.reporting.console import metrics_table, say, time_left, warnings_in
 from lockstep.reporting.panels import classes_of, is_right, write_panels
 from lockstep.reporting.render import chart, coloured, render
 from lockstep.run.folder import RunFolder
@@ -26,7 +26,7 @@ from lockstep.training.arithmetic import completes_step, steps_done, total_steps
 from lockstep.training.workload import headline
 
 if TYPE_CHECKING:
-    from lockstep.training.workload import Curve, Workload
+    from lockstep.training.workload import Workload
 
 # Of the time: the name, and the colour, which for training, validation and test is that of their curves.
 PARTS = {
@@ -60,42 +60,34 @@ def headline_parts(work: "Workload | None", report: dict[str, Any]) -> dict[str,
 # --- Curves of training ---
 
 
-def curves(work: "Workload", logged: Collection[str], unit: str) -> "list[Curve]":
-    """Those of the workload; then learning rate, speed and memory."""
+def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Those of the workload; then learning rate, speed and memory: charts over steps done, and numbers where there is one point only."""
+    unit, batch = report.get("unit", "samples"), report.get("batch_size")
     rates = [
-        ("Learning rate", "", ("train/lr", *(name for name in logged if name.startswith("lr-")))),
+        ("Learning rate", "", ("train/lr", *(name for name in columns if name.startswith("lr-")))),
         ("Speed", f"{unit}/s", (f"train/{unit}_per_s",)),
         ("Peak memory so far", "GiB, first process", ("train/peak_memory_gib",)),
     ]
     known = {name for _, _, names in rates for name in names}
-    return [*work.curves(name for name in logged if name not in known), *rates]
-
-
-def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Charts over steps done, and numbers where there is one point only."""
-    unit, batch = report.get("unit", "samples"), report.get("batch_size")
+    curves = [*work.curves(name for name in columns if name not in known), *rates]
     best = re.search(r"best-step-(\d+)", str(report.get("checkpoint")))
     last_step = max((step for points in columns.values() for step, _ in points), default=1)
-    for title, y_unit, names in curves(work, columns, unit):
-        lines = {label: columns[name] for label, name in zip(labels(names), names, strict=True) if name in columns}
+    for title, y_unit, names in curves:
+        there = [(label, name) for label, name in zip(labels(names), names, strict=True) if name in columns]
+        lines = {label: columns[name] for label, name in there}
         shown = {"title": title, "unit": y_unit, "svg": "", "keys": [], "values": []}
         if lines and all(len(points) == 1 for points in lines.values()):
-            found = [
-                (label, name, columns[name][0][1])
-                for label, name in zip(labels(names), names, strict=True)
-                if name in columns
-            ]
-            values = [("" if len(found) == 1 else label, metric(name, value)) for label, name, value in found]
+            values = [("" if len(there) == 1 else label, metric(name, columns[name][0][1])) for label, name in there]
             yield shown | {"values": values}
             continue
-        validated = any(name.startswith("val") and name in columns for name in names)
+        validated = any(name.startswith("val") for _, name in there)
         svg = chart(
             title,
             "step",
             lines,
             x_range=(0.0, max(1.0, last_step)),
             highest=max(map(work.highest, names)),
-            percent=all(is_fraction(name, *(y for _, y in columns.get(name, ()))) for name in names),
+            percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in there),
             mark=("best checkpoint", float(best[1])) if best and validated else None,
             second_x=(f"{unit} seen", batch) if batch else None,
         )
@@ -105,13 +97,10 @@ def drawn_curves(work: "Workload", columns: Columns, report: dict[str, Any]) -> 
 
 def labels(names: Sequence[str]) -> list[str]:
     """Short names of curves that one chart shows: only what differs, if they are named as stage/metric."""
-    parts = [name.partition("/")[::2] for name in names]
-    stages, metrics = ({part[i] for part in parts} for i in (0, 1))
+    stages, _, metrics = zip(*(name.partition("/") for name in names), strict=True)
     if "" in metrics:
         return list(names)
-    if len(metrics) == 1:
-        return [stage for stage, _ in parts]
-    return [metric for _, metric in parts] if len(stages) == 1 else list(names)
+    return list(stages) if len(set(metrics)) == 1 else list(metrics) if len(set(stages)) == 1 else list(names)
 
 
 # --- The page ---
@@ -132,7 +121,7 @@ def write_page(
 ) -> None:
     """Writes report.html, and with it panels.json of a run that is done or has failed. `progress`: of a run that still trains."""
     if progress is None:
-        write_panels(folder.path, panels)
+        write_panels(folder.panels_file, panels)
     metrics, has_log = folder.metrics(), folder.log_file.is_file()
     log_lines = folder.log_file.read_text(encoding="utf-8", errors="replace").splitlines() if has_log else []
     failed, there = report["status"] not in ("done", "running"), in_runs_dir(config)
@@ -206,18 +195,16 @@ class LivePage(pl.Callback):
 
     def progress(self, trainer: pl.Trainer) -> dict[str, Any]:
         """How far the run is, for the page."""
-        step, total, elapsed_s = steps_done(trainer), total_steps(trainer), time.monotonic() - self.began_s
-        done = step - self.first_step
-        left = clock(elapsed_s * (total - step) / done) if done and math.isfinite(total) else ""
-        saved = max(found_in(self.folder.path), key=lambda path: path.stat().st_mtime, default=None)
+        step, total, times = steps_done(trainer), total_steps(trainer), "%H:%M:%S"
+        saved = [(path.stat().st_mtime, path.name) for path in found_in(self.folder.path)]
         return {
             "step": step,
             "total": int(total) if math.isfinite(total) else None,
             "epoch": trainer.current_epoch + 1,
-            "left": left,
-            "checkpoint": f"{saved.name}, {time.strftime('%H:%M:%S', time.localtime(saved.stat().st_mtime))}"
-            if saved
-            else "",
+            "left": time_left(self.began_s, self.first_step, step, total),
+            "checkpoint": "".join(
+                f"{name}, {time.strftime(times, time.localtime(s))}" for s, name in sorted(saved)[-1:]
+            ),
             "every_s": self.EVERY_S,
             "written_s": time.time(),
         }
@@ -232,7 +219,7 @@ def show_run(folder: RunFolder, config: DictConfig, report: dict[str, Any], work
     unit = report["unit"]
     rate, wait, flops = (report[f"train/{name}"] for name in (f"{unit}_per_s", "data_wait_share", "flops_per_s"))
     speed = "not measured" if rate is None else f"{rate:,.0f} {unit}/s"
-    speed += "" if rate is None or wait is None else f", {wait:.1%} waiting for data"
+    speed += "" if wait is None else f", {wait:.1%} waiting for data"
     speed += f", {flops / 1e9:,.0f} GFLOP/s" if flops else ""
     compiling = f", {report['train/first_step_s'] or 0:.1f} s of it in the first step" if config.compile else ""
     main = work.headline(report)[:2]

@@ -28,18 +28,9 @@ from lockstep.tasks.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Po
 
 SIDE = 128  # pixels of a thumbnail, at most
 # Colours of the classes of a mask: those of Okabe and Ito, which colour-blind people can tell apart, then hues a golden angle apart.
-OKABE_ITO = (
-    (0, 0, 0),
-    (230, 159, 0),
-    (86, 180, 233),
-    (0, 158, 115),
-    (240, 228, 66),
-    (0, 114, 178),
-    (213, 94, 0),
-    (204, 121, 167),
-)
+OKABE_ITO = np.frombuffer(bytes.fromhex("000000 e69f00 56b4e9 009e73 f0e442 0072b2 d55e00 cc79a7"), np.uint8)
 HUES = [colorsys.hsv_to_rgb(0.618 * k % 1, (0.9, 0.55)[k % 2], (0.95, 0.7)[k // 2 % 2]) for k in range(8, 256)]
-COLOURS = np.concatenate([np.array(OKABE_ITO), 255 * np.array(HUES)]).astype(np.float32)
+COLOURS = np.concatenate([OKABE_ITO.reshape(-1, 3), 255 * np.array(HUES)]).astype(np.float32)
 OPACITY = 0.55
 
 
@@ -72,11 +63,9 @@ def overlaid(image_CHW: Any, classes_HW: Any, ignored: int | None = None) -> Ima
 
 def blended(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | None = None) -> Image.Image:
     """The mask over the image; class 0 and what is ignored stay clear."""
-    image = image_HW3.astype(np.float32)
     drawn = ((classes != 0) & (classes != ignored))[..., None]
-    return Image.fromarray(
-        np.where(drawn, OPACITY * colour_of(classes) + (1 - OPACITY) * image, image).round().astype(np.uint8)
-    )
+    mixed = np.where(drawn, OPACITY * colour_of(classes) + (1 - OPACITY) * image_HW3, image_HW3)
+    return Image.fromarray(mixed.round().astype(np.uint8))
 
 
 def colour_of(classes: Any) -> NDArray[np.float32]:
@@ -85,15 +74,18 @@ def colour_of(classes: Any) -> NDArray[np.float32]:
 
 def data_uri(image: Image.Image) -> str:
     """PNG of few pixels, which a browser enlarges without blurring; JPEG of many."""
-    few = max(image.size) <= 64
-    file = io.BytesIO()
-    image.save(file, "PNG" if few else "JPEG", **({"optimize": True} if few else {"quality": 82}))
-    return f"data:image/{'png' if few else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
+    file, kind = io.BytesIO(), "png" if has_few_pixels(image) else "jpeg"
+    image.save(file, kind, optimize=True, quality=82)
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def has_few_pixels(image: Image.Image) -> bool:
+    return max(image.size) <= 64
 
 
 # --- panels.json: what report.html shows of the test set, as data ---
 
-NAME, KIND, IMAGE, ARRAY = "panels.json", "__panel__", "__image__", "__array__"
+KIND, IMAGE, ARRAY = "__panel__", "__image__", "__array__"
 KINDS = {kind.__name__: kind for kind in (*get_args(Content), Mask, Sample, Share, Sound, Tokens)}
 
 
@@ -125,13 +117,12 @@ def decoded(found: dict[str, Any]) -> Any:
     return KINDS[found.pop(KIND)](**found) if KIND in found else found
 
 
-def write_panels(folder: Path, panels: Sequence[Content]) -> None:
-    write_text(folder / NAME, json.dumps([encoded(panel) for panel in panels]) + "\n")
+def write_panels(path: Path, panels: Sequence[Content]) -> None:
+    write_text(path, json.dumps([encoded(panel) for panel in panels]) + "\n")
 
 
-def read_panels(folder: Path) -> list[Content]:
+def read_panels(path: Path) -> list[Content]:
     """No panels without the file. Raises UserError: it is damaged."""
-    path = folder / NAME
     with told_if_damaged(path, "Remove the file: report.html shows the same."):
         panels = json.loads(path.read_text(encoding="utf-8"), object_hook=decoded) if path.is_file() else []
         if not isinstance(panels, list) or not all(isinstance(panel, get_args(Content)) for panel in panels):
@@ -144,10 +135,8 @@ def read_panels(folder: Path) -> list[Content]:
 
 def drawn(panel: Lines | Points | Bars) -> Markup:
     if isinstance(panel, Lines):
-        fractions = all(y <= 1 for points in panel.series.values() for _, y in points)
-        return chart(
-            panel.title, panel.x, panel.series, colours=dict(keys(panel)), highest=1.0 if fractions else math.inf
-        )
+        highest = 1.0 if all(y <= 1 for points in panel.series.values() for _, y in points) else math.inf
+        return chart(panel.title, panel.x, panel.series, colours=dict(keys(panel)), highest=highest)
     if isinstance(panel, Points):
         return chart(panel.title, panel.x, {}, scatter=panel.points, diagonal=panel.diagonal)
     return chart(panel.title, panel.x, {}, bars=list(zip(panel.edges, panel.edges[1:], panel.counts, strict=False)))
@@ -183,15 +172,11 @@ def classes_of(galleries: Sequence[Gallery]) -> list[str]:
 
 def mask_legend(panel: Gallery) -> list[tuple[str, str]]:
     """The classes of the masks that are drawn, with their colours."""
-    masks = [
-        fact for sample in panel.samples for fact in sample.facts.values() if isinstance(fact, Mask) and fact.names
-    ]
-    there = sorted({int(k) for mask in masks for k in np.unique(mask.classes_HW) if k != mask.ignored and k > 0})
-    return [
-        (str(masks[0].names[k]), "rgb({:.0f} {:.0f} {:.0f})".format(*colour_of(k)))
-        for k in there
-        if k < len(masks[0].names)
-    ]
+    facts = (fact for sample in panel.samples for fact in sample.facts.values())
+    masks = [fact for fact in facts if isinstance(fact, Mask) and fact.names]
+    drawn = {int(k) for mask in masks for k in np.unique(mask.classes_HW) if k != mask.ignored}
+    names = [(k, str(name)) for k, name in enumerate(masks[0].names if masks else ()) if k > 0 and k in drawn]
+    return [(name, "rgb({:.0f} {:.0f} {:.0f})".format(*colour_of(k))) for k, name in names]
 
 
 def images(sample: Sample) -> list[tuple[str, str, bool]]:
@@ -201,7 +186,7 @@ def images(sample: Sample) -> list[tuple[str, str, bool]]:
     masks = {name: value for name, value in sample.facts.items() if isinstance(value, Mask)}
     found = {name: overlaid(sample.image_CHW, mask.classes_HW, mask.ignored) for name, mask in masks.items()}
     found = found or {"sample": thumbnail(sample.image_CHW)}
-    return [(name, data_uri(image), max(image.size) <= 64) for name, image in found.items()]
+    return [(name, data_uri(image), has_few_pixels(image)) for name, image in found.items()]
 
 
 def tokens(sample: Sample) -> list[tuple[str, list[tuple[str, float, float]]]]:

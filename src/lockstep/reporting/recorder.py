@@ -3,8 +3,8 @@
 import logging
 import math
 import os
-import shutil
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +16,6 @@ from lockstep.checkpoints.finding import found_in, step_of
 from lockstep.config.words import warn
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
-from lockstep.machine.files import write_text
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import logged
 from lockstep.run.folder import RunFolder
@@ -51,9 +50,9 @@ class Recorder:
         self.report = {"status": "running", **report}
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter when training ended
-        self.log, self.has_begun, self.is_new = ExitStack(), False, False
+        self.log = ExitStack()
         self.loggers: list[Background] = []  # besides metrics.csv
-        self.earlier: dict[Path, str | None] = {}  # files of a resumed run, restored if the resume is rejected
+        self.restore: Callable[[], None] | None = None  # puts the folder back to what it was when the run began
         self.resumed_at = 0  # steps done
         self.tested_before: list[str] = []  # metrics of the test before the run was resumed
         self.trainer: pl.Trainer | None = None
@@ -80,8 +79,6 @@ class Recorder:
     def open(self) -> None:
         folder, resumed_from = self.folder, self.report["resumed_from"]
         folder.metrics()  # rejects what is no log before training appends to it
-        files = (folder.config_file, folder.report_file, folder.page_file)
-        self.earlier = {file: file.read_text() if file.is_file() else None for file in files}
         if resumed_from:
             self.resumed_at = step_of(Path(resumed_from))
             if earlier := folder.report():
@@ -89,15 +86,14 @@ class Recorder:
                 self.report["restarts"] = int(earlier.get("restarts") or 0) + 1
                 self.tested_before = tested(earlier)
         elif folder.has_config():
-            raise UserError(
-                f"run={self.report['run']}: {folder.path} exists. Set resume=auto to continue it, or a different name."
-            )
+            advice = "Set resume=auto to continue it, or a different name."
+            raise UserError(f"run={self.report['run']}: {folder.path} exists. {advice}")
+        self.restore = folder.restorer()
         self.open_log()
         folder.write_config(self.config)
         folder.write_report(self.report)
 
     def open_log(self) -> None:
-        self.is_new, self.has_begun = self.folder.is_empty(), True
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         self.log.enter_context(logged(self.folder.log_file))
 
@@ -119,37 +115,32 @@ class Recorder:
 
         from lockstep.training.arithmetic import steps_done
 
-        trainer, work, monitor, rate = (
-            self.trainer,
-            self.work,
-            self.report["monitor"],
-            f"train/{self.report['unit']}_per_s",
-        )
+        trainer, work, report = self.trainer, self.work, self.report
         assert trainer is not None and work is not None
+        monitor, rate = report["monitor"], f"train/{report['unit']}_per_s"
         batches = trainer.num_training_batches  # of an epoch; infinite where the dataloader has no length
         is_known = 0 < batches < math.inf
         begun = math.ceil((trainer.fit_loop.total_batch_idx + 1) / batches) if is_known else trainer.current_epoch
-        self.report |= {"train/steps": steps_done(trainer), "train/epochs": begun}
+        report |= {"train/steps": steps_done(trainer), "train/epochs": begun}
         # null without the callback that measures them
-        self.report |= dict.fromkeys((rate, "train/data_wait_share", "train/first_step_s"))
+        report |= dict.fromkeys((rate, "train/data_wait_share", "train/first_step_s"))
         for measured in from_callbacks(trainer, "report_metrics"):
-            self.report |= measured
+            report |= measured
         self.trained_s = time.perf_counter()
-        known_s = sum(value for name, value in self.report.items() if name.startswith("time/"))
+        known_s = sum(value for name, value in report.items() if name.startswith("time/"))
         flops, device = work.flops_per_sample, trainer.strategy.root_device
         peak = peak_bytes(device)
         if peak is not None:  # of the process with the most
             peak = int(trainer.strategy.reduce(torch.tensor(float(peak), device=device), reduce_op="max"))
-        rows = self.folder.metrics() if self.rank == 0 else []
-        self.report |= {
+        report |= {
             "time/start_s": max(0.0, self.trained_s - self.began_s - known_s),
-            "train/flops_per_s": None if None in (self.report[rate], flops) else flops * self.report[rate],
+            "train/flops_per_s": None if None in (report[rate], flops) else flops * report[rate],
             "peak_memory_bytes": peak,
             "parameters": sum(p.numel() for p in trainer.lightning_module.parameters()),
             "checkpoint": os.path.relpath(checkpoint, self.folder.path) if checkpoint else None,
-            **best_row(rows, monitor, self.report["monitor_mode"]),
+            **best_row(self.folder.metrics() if self.rank == 0 else (), monitor, report["monitor_mode"]),
         }
-        self.was_validated = not monitor or trainer.strategy.broadcast(monitor in self.report)
+        self.was_validated = not monitor or trainer.strategy.broadcast(monitor in report)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         process.trains = False
@@ -157,24 +148,25 @@ class Recorder:
         is_refused = outcome.status == "refused" and not self.is_saved()
         status = "failed" if outcome.status == "refused" else outcome.status
         self.report |= {"status": status, "wall_s": ended_s - self.began_s}
-        self.report |= {} if self.trained_s is None else {"time/test_s": ended_s - self.trained_s}
-        self.report |= {} if outcome.error is None else {"error": outcome.error}
+        if self.trained_s is not None:
+            self.report["time/test_s"] = ended_s - self.trained_s
+        if outcome.error is not None:
+            self.report["error"] = outcome.error
         if isinstance(error, Exception) and not outcome.is_explained:
             process.report_failure(self.rank)  # now, because the other processes wait for this one
-        if self.rank != 0 or (is_refused and not self.has_begun):
+        if self.rank != 0 or (is_refused and self.restore is None):
             return
         with self.log:  # closes it at the end
-            if not self.has_begun:  # a user's class failed before the run began
+            if self.restore is None:  # a user's class failed before the run began
                 self.open_log()
             elif not self.folder.path.is_dir():  # it was removed meanwhile
                 return
             if outcome.error:  # train.log gets the traceback of an unexpected error
-                logging.getLogger("lockstep").info(
-                    "%s", outcome.error, exc_info=None if outcome.is_explained else error
-                )
+                trace = None if outcome.is_explained else error
+                logging.getLogger("lockstep").info("%s", outcome.error, exc_info=trace)
             self.finish(error, keeps=not is_refused)
-        if is_refused:  # a mistake found late
-            self.undo()
+        if is_refused and self.restore is not None:  # a mistake found late
+            self.restore()
 
     def finish(self, error: BaseException | None, keeps: bool) -> None:
         """Writes the report and its page, tells the loggers, and shows the result on the terminal."""
@@ -201,13 +193,3 @@ class Recorder:
         if self.trainer is None or self.trainer.lightning_module is None:
             return False
         return steps_done(self.trainer) > self.resumed_at and bool(found_in(self.folder.path))
-
-    def undo(self) -> None:
-        """Removes the files of a run that could not start, and restores what was there before."""
-        if self.is_new:
-            return shutil.rmtree(self.folder.path)
-        for file, text in self.earlier.items():
-            if text is None:
-                file.unlink(missing_ok=True)
-            else:
-                write_text(file, text)

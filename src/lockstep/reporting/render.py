@@ -55,11 +55,6 @@ def chart(
     bottom, top = widened([y for _, y in corners])
     bottom = 0.0 if bars else bottom
     top = min(top, highest) if max(y for _, y in corners) <= highest else top
-    label_y = TOP + 8
-    if mark:
-        ahead = (-0.3 if mark[1] > (left + right) / 2 else 0.3) * (right - left)
-        under = [y for points in lines.values() for x, y in points if 0 <= (x - mark[1]) / ahead <= 1] or [top]
-        label_y = BOTTOM - 7 if sum(under) / len(under) > (bottom + top) / 2 else label_y  # where the curves are not
     axes = [("in-x", xlabel, 1.0), ("in-per", *second_x)] if second_x else [("", xlabel, 1.0)]
     values: dict[str, Any] = {
         "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
@@ -74,7 +69,6 @@ def chart(
         "diagonal": (max(left, bottom), min(right, top)) if diagonal else None,
         "mark": mark if mark and left <= mark[1] <= right else None,
         "mark_at_end": mark and mark[1] > (left + right) / 2,
-        "label_y": label_y,
         "bars": bars,
         "dots": scatter,
         "curves": [(name, (colours or dict(coloured(lines)))[name], points) for name, points in lines.items()],
@@ -94,8 +88,8 @@ def coloured(names: Collection[str], one: str = "c0") -> list[tuple[str, str]]:
 
 def compact(value: float) -> str:
     """A short label of an axis: 12k, 0.05."""
-    for least, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= least:
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(1e4, unit):
             return f"{value / unit:.4g}{letter}"
     return f"{value:,.5g}" if abs(value) >= 1e-3 or not value else f"{value:.2g}"
 

@@ -9,14 +9,16 @@ from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import yaml
 
 from lockstep.config.compose import PLACE, dotted
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.reporting.render import COLOURS, chart, render
 from lockstep.run.folder import RunFolder
-from lockstep.run.report import ListedRun, metric_series, tested
+from lockstep.run.report import LOADER, metric_series, tested
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,9 +42,25 @@ class Curve(NamedTuple):
 class Report(dict[str, Any]):
     """report.json as a dict; empty without one. A notebook shows the page."""
 
-    def __init__(self, run: RunFolder) -> None:
-        super().__init__(run.report())
+    def __init__(self, run: RunFolder, content: Mapping[str, Any] | None = None) -> None:
+        super().__init__(run.report() if content is None else content)
         self.run, self.folder = run, run.path
+
+    @classmethod
+    def listed(cls, run: RunFolder, runs_dir: Path) -> Self:
+        """One of a list of runs, in which a damaged file must not hide the other runs."""
+        content: dict[str, Any] = {"status": "damaged" if run.report_file.is_file() else "no report"}
+        with suppress(UserError):
+            content |= run.report()
+        return cls(run, content | {"run": run.path.relative_to(runs_dir).as_posix()})
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The config by dotted keys, empty if it is missing or damaged. OmegaConf takes 20 ms for a config where libyaml takes 2."""
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            config = yaml.load(self.run.config_file.read_text(), LOADER)
+            return dotted(config) if isinstance(config, dict) else {}
+        return {}
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -55,7 +73,7 @@ class Report(dict[str, Any]):
         """What the page shows of the test set, by title: `report.panels["Largest losses"].samples`."""
         from lockstep.reporting.panels import read_panels
 
-        return {panel.title: panel for panel in read_panels(self.folder)}
+        return {panel.title: panel for panel in read_panels(self.run.panels_file)}
 
     def frame(self) -> "pd.DataFrame":
         """The rows of metrics.csv as a DataFrame. Raises UserError: pandas is not installed."""
@@ -89,125 +107,111 @@ class Column(NamedTuple):
     values: list[Any]  # one for each run
 
 
-def differing(runs: Sequence[ListedRun]) -> list[str]:
+def differing(runs: Sequence[Report]) -> list[str]:
     """The keys of the configs that do not have one value; those that name classes come last."""
-    configs = [{key: shown(value) for key, value in dotted(run.config).items()} for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    found = [key for key in keys if not key.startswith((*PLACE, *DERIVED)) and len({c.get(key) for c in configs}) > 1]
+    texts = [{key: shown(value) for key, value in run.settings.items()} for run in runs]
+    keys = dict.fromkeys(key for each in texts for key in each)
+    found = [key for key in keys if not key.startswith((*PLACE, *DERIVED)) and len({t.get(key) for t in texts}) > 1]
     return sorted(found, key=lambda key: key.endswith("_target_"))
 
 
 def curve_charts(
-    runs: Sequence[ListedRun], monitors: Sequence[str], unit: str, colours: Mapping[str, str]
+    runs: Sequence[Report], monitors: Sequence[str], unit: str, colours: Mapping[str, str]
 ) -> Iterator[Values]:
     """A chart for each metric, the monitored ones first; a second one over samples seen if the runs' batches differ."""
-    batches = {run.name: int(run.report.get("batch_size") or 1) for run in runs}
-    columns = {run.name: series for run in runs if (series := metric_series(run.metrics()))}
-    names = dict.fromkeys(name for series in columns.values() for name in series)
-    curves = [n for n in names if n != "epoch" and not n.endswith("/count") and not n.startswith("test/")]
-    sizes = list({batches[run] for run in columns})
-    for name in sorted(curves, key=lambda name: (name not in monitors, "loss" not in name))[:METRICS]:
-        by_step = {run: series[name] for run, series in columns.items() if name in series}
+    batches, curves = {run["run"]: int(run.get("batch_size") or 1) for run in runs}, dict[str, dict[str, Curve]]()
+    for run in runs:
+        with suppress(UserError):
+            curves[run["run"]] = run.curves
+    names = dict.fromkeys(name for columns in curves.values() for name in columns)
+    drawn = [n for n in names if n != "epoch" and not n.endswith("/count") and not n.startswith("test/")]
+    sizes = list({batches[run] for run, columns in curves.items() if columns})
+    for name in sorted(drawn, key=lambda name: (name not in monitors, "loss" not in name))[:METRICS]:
+        by_step = {run: list(zip(*columns[name], strict=True)) for run, columns in curves.items() if name in columns}
         if all(len(points) == 1 for points in by_step.values()):
             continue  # the table has these numbers
-        second_x = (f"{unit} seen", sizes[0]) if len(sizes) == 1 else None
-        draw = partial(
-            chart,
-            name,
-            colours=colours,
-            percent=is_fraction(name, *(y for points in by_step.values() for _, y in points)),
-            many=POINTS,
-        )
-        svgs = [("" if second_x else " in-x", draw("step", by_step, second_x=second_x))]
-        if not second_x:
+        percent = is_fraction(name, *(y for points in by_step.values() for _, y in points))
+        draw = partial(chart, name, colours=colours, percent=percent, many=POINTS)
+        if len(sizes) == 1:
+            svgs = [("", draw("step", by_step, second_x=(f"{unit} seen", sizes[0])))]
+        else:
             by_sample = {run: [(x * batches[run], y) for x, y in points] for run, points in by_step.items()}
-            svgs.append((" in-per", draw(f"{unit} seen", by_sample)))
+            svgs = [(" in-x", draw("step", by_step)), (" in-per", draw(f"{unit} seen", by_sample))]
         yield {"name": name, "svgs": svgs}
 
 
-def best_of(runs: Sequence[ListedRun], monitor: str) -> ListedRun | None:
+def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
     """The run with the best monitored value; None if the runs disagree on what is best."""
-    scored = [run for run in runs if isinstance(run.report.get(monitor), int | float)]
-    modes = {run.report.get("monitor_mode") for run in scored if run.report.get("monitor") == monitor}
+    scored = [run for run in runs if isinstance(run.get(monitor), int | float)]
+    modes = {run.get("monitor_mode") for run in scored if run.get("monitor") == monitor}
     if not scored or len(modes) != 1:
         return None
-    return (max if modes == {"max"} else min)(scored, key=lambda run: run.report[monitor])
+    return (max if modes == {"max"} else min)(scored, key=lambda run: run[monitor])
 
 
-def confusion(run: ListedRun) -> Values | None:
+def confusion(run: Report) -> Values | None:
     """Of panels.json as it is: reporting/panels.py, which decodes it, imports torch."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        panels = json.loads((run.folder.path / "panels.json").read_text("utf-8"))
+        panels = json.loads(run.run.panels_file.read_text("utf-8"))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
         return matrix and {key: matrix[key] for key in ("names", "values")}
     return None
 
 
-def repeats(
-    runs: Sequence[ListedRun], settings: Sequence[str], metrics: Sequence[str]
-) -> list[tuple[Values, list[Any]]]:
+def repeats(runs: Sequence[Report], settings: Sequence[str], metrics: Sequence[str]) -> list[tuple[Values, list[Any]]]:
     """Finished runs that differ by their seed only: what else differs, how many there are, and mean and deviation of each metric."""
-    groups: dict[tuple[str, ...], list[ListedRun]] = {}
+    groups: dict[tuple[str, ...], list[Report]] = {}
     others = [key for key in settings if key != "seed"]
     for run in runs:
-        config = dotted(run.config)
-        if run.report["status"] == "done":
-            groups.setdefault(tuple(shown(config.get(key)) for key in others), []).append(run)
+        if run["status"] == "done":
+            groups.setdefault(tuple(shown(run.settings.get(key)) for key in others), []).append(run)
     found = []
     for key, same in groups.items():
         cells: list[Any] = [len(same)]
         for name in metrics:
-            values = [float(v) for run in same if isinstance(v := run.report.get(name), int | float)]
+            values = [float(v) for run in same if isinstance(v := run.get(name), int | float)]
             cells.append((fmean(values), stdev(values) if len(values) > 1 else None) if values else None)
         found.append((dict(zip(others, key, strict=True)), cells))
     return found if any(len(same) > 1 for same in groups.values()) else []
 
 
-def section(title: str, runs: Sequence[ListedRun], out: Path) -> Values:
+def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     """What the page shows of the runs of one data set."""
-    monitors = Counter(str(run.report["monitor"]) for run in runs if run.report.get("monitor"))
-    common = [name for name, _ in monitors.most_common()]
-    unit = next((str(run.report["unit"]) for run in runs if run.report.get("unit")), "samples")
-    settings, configs = differing(runs), [dotted(run.config) for run in runs]
-    of_test = [name for run in runs for name in tested(run.report) if not name.endswith("/count")]
-    metrics = [n for n in dict.fromkeys([*common, *of_test]) if any(n in run.report for run in runs)]
+    monitors = [name for name, _ in Counter(str(run["monitor"]) for run in runs if run.get("monitor")).most_common()]
+    unit = next((str(run["unit"]) for run in runs if run.get("unit")), "samples")
+    of_test = [name for run in runs for name in tested(run) if not name.endswith("/count")]
+    metrics = [n for n in dict.fromkeys([*monitors, *of_test]) if any(n in run for run in runs)]
+    settings = differing(runs)
     short = Counter(key.rpartition(".")[2] for key in settings[:SETTINGS])
     heads = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in settings[:SETTINGS]}
-    whole = "{:,.0f}".format
     measured: list[tuple[str, str, Callable[[Any], str]]] = [
         *((name, name, partial(metric, name)) for name in metrics),
-        ("steps", "train/steps", whole),
-        (f"{unit}/s", f"train/{unit}_per_s", whole),
+        ("steps", "train/steps", "{:,.0f}".format),
+        (f"{unit}/s", f"train/{unit}_per_s", "{:,.0f}".format),
         ("time", "wall_s", seconds),
     ]
-    columns = [Column(head, key, form, [run.report.get(key) for run in runs]) for head, key, form in measured]
-    columns += [Column(head, key, shown, [config.get(key) for config in configs]) for key, head in heads.items()]
-    pages = [run.folder.page_file for run in runs]
-    colours = {run.name: f"c{place % COLOURS}" for place, run in enumerate(runs)}
-    best = best_of(runs, common[0]) if common else None
+    columns = [Column(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
+    columns += [Column(head, key, shown, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
+    pages = [run.run.page_file for run in runs]
+    links = [os.path.relpath(page, out.parent).replace(os.sep, "/") if page.is_file() else "" for page in pages]
+    colours = {run["run"]: f"c{place % COLOURS}" for place, run in enumerate(runs)}
+    best = best_of(runs, monitors[0]) if monitors else None
     compared = {
-        run.name: {
-            "settings": {key: shown(config.get(key)) for key in settings},
-            "metrics": {c.head: c.form(v) for c in columns[: len(measured)] if (v := c.values[place]) is not None},
+        run["run"]: {
+            "settings": {key: shown(run.settings.get(key)) for key in settings},
+            "metrics": {head: form(run[key]) for head, key, form in measured if run.get(key) is not None},
             "confusion": confusion(run),
         }
-        for place, (run, config) in enumerate(zip(runs, configs, strict=True))
+        for run in runs
     }
     return {
         "title": title,
-        "best": best and {"run": best.name, "name": common[0], "value": metric(common[0], best.report[common[0]])},
-        "charts": list(curve_charts(runs, common, unit, colours)),
+        "best": best and {"run": best["run"], "name": monitors[0], "value": metric(monitors[0], best[monitors[0]])},
+        "charts": list(curve_charts(runs, monitors, unit, colours)),
         "colours": colours,
         "unit": unit,
         "columns": columns,
-        "rows": [
-            (
-                run,
-                Path(os.path.relpath(page, out.parent)).as_posix() if page.is_file() else "",
-                [c.values[place] for c in columns],
-            )
-            for place, (run, page) in enumerate(zip(runs, pages, strict=True))
-        ],
+        "rows": list(zip(runs, links, zip(*(column.values for column in columns), strict=True), strict=True)),
         "left_out": settings[SETTINGS:],
         "metrics": metrics,
         "heads": {key: head for key, head in heads.items() if key != "seed"},
@@ -216,12 +220,12 @@ def section(title: str, runs: Sequence[ListedRun], out: Path) -> Values:
     }
 
 
-def runs_page(runs: Sequence[ListedRun], folder: Path, out: Path) -> str:
+def runs_page(runs: Sequence[Report], folder: Path, out: Path) -> str:
     """HTML. Links to the runs' own pages are relative to `out`."""
-    by_data: dict[tuple[Any, Any], list[ListedRun]] = {}
+    by_data: dict[tuple[Any, Any], list[Report]] = {}
     for run in runs:
-        by_data.setdefault((run.report.get("data/name"), run.report.get("data/sha256")), []).append(run)
-    counts, names = Counter(str(run.report["status"]) for run in runs), Counter(name for name, _ in by_data)
+        by_data.setdefault((run.get("data/name"), run.get("data/sha256")), []).append(run)
+    counts, names = Counter(str(run["status"]) for run in runs), Counter(name for name, _ in by_data)
     titles = [f"{name or 'unknown data'}{f' {sha256!s:.8}' if names[name] > 1 else ''}" for name, sha256 in by_data]
     values = {
         "folder": str(folder),

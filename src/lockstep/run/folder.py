@@ -13,6 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,7 @@ class RunFolder:
         self.path = Path(path)
         self.config_file, self.report_file = self.path / "config.yaml", self.path / "report.json"
         self.log_file, self.page_file = self.path / "train.log", self.path / "report.html"
+        self.panels_file = self.path / "panels.json"
         self.checkpoints = self.path / "checkpoints"
         self.metrics_log = CsvLog(self.path / "metrics.csv")
         self.digests_log = CsvLog(self.path / "digests.csv")  # of each step's losses, gradients and weights
@@ -164,6 +166,22 @@ class RunFolder:
         for file in (self.config_file, self.metrics_log.path, self.digests_log.path):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+
+    def restorer(self) -> Callable[[], None]:
+        """A function that puts the folder back to what it is now, if the run cannot start."""
+        if self.is_empty():
+            return partial(shutil.rmtree, self.path)
+        replaced = (self.config_file, self.report_file, self.page_file)
+        earlier = {file: file.read_text() if file.is_file() else None for file in replaced}
+
+        def restore() -> None:
+            for file, text in earlier.items():
+                if text is None:
+                    file.unlink(missing_ok=True)
+                else:
+                    files.write_text(file, text)
+
+        return restore
 
     # --- One process at a time ---
 

@@ -1,21 +1,18 @@
-"""What the report of a run says: where the run comes from, what was tested; and runs as lists show them. Free of torch."""
+"""What the report of a run says: where the run comes from, and what was tested. Free of torch."""
 
+import math
 import platform
 import socket
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import yaml
-
-from lockstep.errors import UserError
-from lockstep.run.folder import RunFolder
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
 PACKAGES = ("lockstep", "torch", "lightning", "torchvision", "timm", "hydra-core", "numpy")
@@ -51,9 +48,14 @@ def tested(report: Mapping[str, Any]) -> list[str]:
 def best_row(rows: Iterable[Mapping[str, float]], monitor: str | None, mode: str) -> dict[str, float]:
     """The validation metrics of the tested checkpoint: of the best by `monitor`, or of the last one without it."""
     sign = 1 if mode == "max" else -1
+
+    def rank(row: Mapping[str, float]) -> tuple[float, ...]:
+        """As that of ModelCheckpoint: NaN is the worst."""
+        scores = (sign * row[monitor], -row.get("val/loss", 0.0)) if monitor else ()
+        return *(-math.inf if math.isnan(score) else score for score in scores), row["step"]
+
     validated = [r for r in rows if (monitor in r if monitor else any(name.startswith("val/") for name in r))]
-    by = (lambda r: (sign * r[monitor], -r.get("val/loss", 0), r["step"])) if monitor else (lambda r: r["step"])
-    best = max(validated, key=by, default={})
+    best = max(validated, key=rank, default={})
     return {name: value for name, value in best.items() if name not in ("step", "epoch", "val/count")}
 
 
@@ -65,34 +67,3 @@ def metric_series(rows: Iterable[Mapping[str, float]]) -> dict[str, list[tuple[i
             if name != "step":
                 found.setdefault(name, []).append((int(row["step"]), value))
     return found
-
-
-@dataclass(frozen=True, eq=False)
-class ListedRun:
-    """A run of a list, in which a damaged file must not hide the other runs."""
-
-    name: str
-    folder: RunFolder
-    report: dict[str, Any]
-
-    @classmethod
-    def read(cls, folder: RunFolder, runs_dir: Path) -> Self:
-        name = folder.path.relative_to(runs_dir).as_posix()
-        report: dict[str, Any] = {"status": "damaged" if folder.report_file.is_file() else "no report"}
-        with suppress(UserError):
-            report |= folder.report()
-        return cls(name, folder, report | {"run": name})
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Read without OmegaConf, which takes 20 ms for a config where libyaml takes 2."""
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.load(self.folder.config_file.read_text(), LOADER)
-            return config if isinstance(config, dict) else {}
-        return {}
-
-    def metrics(self) -> list[dict[str, float]]:
-        try:
-            return self.folder.metrics()
-        except UserError:
-            return []
