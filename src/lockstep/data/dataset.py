@@ -275,7 +275,7 @@ class DataSet:
         By default images of 1 or 3 channels, texts, and what `about` explains: sounds by `sample_rate`, tokens by `vocabulary`, the columns
         of a table by `inputs`.
         """
-        value, about = sample["input"], self.about
+        value, about = sample.get("input"), self.about
         if isinstance(value, str):
             return {"text": value}
         if (image_CHW := picture(value)) is not None:
