@@ -3,7 +3,6 @@
 import gzip
 import multiprocessing
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -76,24 +75,6 @@ def test_a_file_written_anew_makes_a_new_entry_with_the_checksum_of_its_data(roo
         assert after.arrays("test")["target"].tolist() == [*range(10)] * 2
 
 
-def test_the_checksum_is_of_the_data_not_of_the_files(root, tmp_path, cache):
-    compressed = prepared(root, cache)
-    plain = shutil.copytree(root, tmp_path / "plain")
-    for path in list((plain / "MNIST" / "raw").iterdir()):
-        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
-        path.unlink()
-    assert prepared(plain, cache).fingerprint == compressed.fingerprint
-    assert prepared(write_mnist(tmp_path / "other", 60, 21), cache).fingerprint != compressed.fingerprint
-
-
-def test_a_damaged_file_leaves_nothing_in_the_cache(root, cache):
-    path = raw(root, "t10k-images-idx3-ubyte.gz")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=re.escape(str(path))):
-        prepared(root, cache)
-    assert not folders(cache)
-
-
 def test_a_writer_that_is_killed_leaves_no_half_entry(root, cache):
     process = SPAWN.Process(target=die_while_writing, args=(root, cache))
     process.start()
@@ -133,10 +114,9 @@ def flip(path: Path, place: int) -> None:
         lambda folder: (folder / "test" / "target.npy").unlink(),
         lambda folder: (folder / "test" / "input.npy").write_bytes(b"\x93NUMPY"),
         lambda folder: (folder / "about.json").write_text("{"),
-        lambda folder: (folder / "about.json").write_text('{"sha256": "", "extra": {}, "stamps": {}}'),
         lambda folder: flip(folder / "about.json", 20),
     ],
-    ids=["bit", "file", "cut off", "about", "empty", "sha256"],
+    ids=["bit", "file", "cut off", "about", "sha256"],
 )
 def test_a_damaged_cache_is_decoded_again_with_a_warning(root, cache, damage, capsys):
     first = prepared(root, cache).cached
@@ -168,30 +148,17 @@ def test_data_that_is_changed_under_a_run_is_noticed_once_and_cheaply(root, cach
 @pytest.mark.parametrize(
     ("xdg", "expected"),
     [
-        (None, "home/.cache/lockstep"),
         ("", "home/.cache/lockstep"),  # the standard: empty is as good as not set
         ("xdg", "xdg/lockstep"),
         ("file", "temporary/*"),  # it cannot be written
-        ("nowhere", "temporary/*"),  # there is no home, as in some containers
     ],
 )
 def test_the_cache_is_in_the_users_cache_folder_or_among_the_temporary_files(tmp_path, monkeypatch, xdg, expected):
-    def nowhere() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    for name in ("home", "work"):
-        (tmp_path / name).mkdir()
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if xdg == "nowhere":
-        monkeypatch.setattr(Path, "home", nowhere)
-    elif xdg is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", xdg and str(tmp_path / xdg))
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg and str(tmp_path / xdg))
     assert cache_folder(None).match(str(tmp_path / expected))
-    assert not list(Path.cwd().iterdir())
 
 
 @pytest.mark.parametrize("decode", ["cache", "workers"])

@@ -46,6 +46,7 @@ def test_mnist_is_read_in_its_order(root):
 
 def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
     monkeypatch.setattr(Cifar10, "md5", write_cifar10(tmp_path, 6))
+    assert Cifar10.find(tmp_path) == Cifar10.find(tmp_path / Cifar10.folders[0])
     parts = Cifar10.read_files(Cifar10.find(tmp_path))
     *train, test = [pickle.loads((tmp_path / Cifar10.folders[0] / name).read_bytes()) for name in Cifar10.md5]
     assert parts["train/input"].shape == (30, 3, 32, 32)
@@ -55,26 +56,17 @@ def test_cifar10_is_read_in_its_order(tmp_path, monkeypatch):
         assert parts[f"{part}/input"].dtype == parts[f"{part}/target"].dtype == np.uint8
 
 
-@pytest.mark.parametrize("below", ["MNIST/raw", "raw", "."])
 @pytest.mark.parametrize("plain", [[], ["train-images-idx3-ubyte"], [name[:-3] for name in Mnist.md5]])
-def test_mnist_is_found_wherever_and_however_it_lies(tmp_path, below, plain):
-    made = write_mnist(tmp_path / "made", 12, 8) / "MNIST" / "raw"
+def test_mnist_is_found_wherever_and_however_it_lies(root, plain):
+    folder = root / "MNIST" / "raw"
     for name in plain:
-        (made / name).write_bytes(gzip.decompress((made / f"{name}.gz").read_bytes()))
-        (made / f"{name}.gz").unlink()
-    folder = tmp_path / "root" / below
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made.rename(folder) if below != "." else made.rename(tmp_path / "root")
-    names = [name[:-3] if name[:-3] in plain else name for name in Mnist.md5]
-    assert [path.resolve() for path in Mnist.find(tmp_path / "root")] == [(folder / name).resolve() for name in names]
-    (folder / names[1]).unlink()
-    assert Mnist.find(tmp_path / "root") is None
-
-
-def test_cifar10_is_found_in_its_folder_and_in_the_folder_above(tmp_path):
-    write_cifar10(tmp_path, 1)
-    folder = tmp_path / Cifar10.folders[0]
-    assert Cifar10.find(tmp_path) == Cifar10.find(folder) == [folder / name for name in Cifar10.md5]
+        (folder / name).write_bytes(gzip.decompress((folder / f"{name}.gz").read_bytes()))
+        (folder / f"{name}.gz").unlink()
+    files = [folder / (name[:-3] if name[:-3] in plain else name) for name in Mnist.md5]
+    for place in (root, root / "MNIST", folder):
+        assert Mnist.find(place) == files
+    files[1].unlink()
+    assert Mnist.find(root) is None
 
 
 @pytest.mark.parametrize(
@@ -156,17 +148,19 @@ def test_files_on_disk_are_decoded(no_network, root, cache, monkeypatch, name, s
     assert_holds(dataset, CLASSES[name].read_files(CLASSES[name].find(root)))
 
 
-@pytest.mark.parametrize("source", ["auto", "download"])
-def test_missing_files_are_fetched_and_damaged_ones_on_request(tmp_path, cache, monkeypatch, source):
-    monkeypatch.setattr(Mnist, "fetch", lambda dataset: write_mnist(dataset.root, 60, 20))
-    fetched = prepared(tmp_path / "data", cache, source=source)
-    assert fetched.source == "download"
-    expected = Mnist.read_files(Mnist.find(tmp_path / "data"))
-    assert_holds(fetched, expected)
-    raw(tmp_path / "data", "train-images-idx3-ubyte.gz").write_bytes(b"half")
-    with pytest.raises(UserError, match=r"train-images.* data\.source=download"):  # what the message says to set helps:
-        prepared(tmp_path / "data", cache)
-    assert_holds(prepared(tmp_path / "data", cache, source="download"), expected)
+@pytest.mark.parametrize(
+    ("name", "source", "state"),
+    [
+        ("mnist", "disk", "does not exist; it should contain"),
+        ("cifar10", "disk", "does not exist; it should contain"),
+        ("mnist", "download", "http://mirror/: no route to host"),
+        ("cifar10", "auto", "http://mirror/: no route to host"),
+    ],
+)
+def test_missing_files_and_where_they_should_be_are_named(no_network, tmp_path, cache, name, source, state):
+    with pytest.raises(UserError, match=rf"data\.root={tmp_path / 'none'} .*{state}.*Set data\.root=<folder>") as error:
+        prepared(tmp_path / "none", cache, name, source=source)
+    assert all(file in str(error.value) for file in CLASSES[name].md5)
 
 
 def test_mnist_comes_from_its_package_without_files_and_network_or_by_choice(no_network, root, tmp_path, cache):
@@ -176,20 +170,6 @@ def test_mnist_comes_from_its_package_without_files_and_network_or_by_choice(no_
     assert chosen.notice is None
     assert "EMBEDDED SUBSET of 5,000 images (4,000 to train and validate, 1,000 to test)" in dataset.notice
     assert_holds(dataset, published.read_embedded(published.embedded_file()))
-
-
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize(("folder", "state"), [("missing", "does not exist"), (".", "does not contain")])
-def test_a_folder_without_the_files_and_what_it_should_hold_are_named(tmp_path, cache, name, folder, state):
-    with pytest.raises(UserError, match=rf"data\.root={tmp_path / folder} {state}.*Set data\.root=<folder>") as error:
-        prepared(tmp_path / folder, cache, name, source="disk")
-    assert all(file in str(error.value) for file in CLASSES[name].md5)
-
-
-@pytest.mark.parametrize(("name", "source"), [("mnist", "download"), ("cifar10", "auto")])
-def test_without_network_another_folder_is_asked_for(no_network, tmp_path, cache, name, source):
-    with pytest.raises(UserError, match=rf"data\.root={tmp_path} .*no route to host.*Set data\.root=<folder>"):
-        prepared(tmp_path, cache, name, source=source)
 
 
 # --- downloads: whole or not at all, from the first mirror that has them (folders stand for servers) ---
@@ -212,41 +192,36 @@ def cut_off(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("first", ["missing", "other", "cut off"])
-def test_the_second_mirror_stands_in_for_the_first(mirror, tmp_path, monkeypatch, first):
+def test_the_second_mirror_stands_in_for_the_first_and_nothing_else_is_kept(mirror, tmp_path, monkeypatch, first):
     if first == "cut off":
         read = urllib.request.urlopen
         monkeypatch.setattr(
             urllib.request, "urlopen", lambda url, **how: (cut_off if "cut" in url else read)(url, **how)
         )
+    with pytest.raises(ConnectionError, match=f"{(mirror / first).as_uri()}: .*/other: wrong checksum"):
+        download([(mirror / first).as_uri(), (mirror / "other").as_uri()], tmp_path / "new" / "a", CHECKSUM)
+    assert not (tmp_path / "new").exists()
     download([(mirror / first).as_uri(), (mirror / "good").as_uri()], tmp_path / "new" / "a", CHECKSUM)
     assert {path.name: path.read_bytes() for path in (tmp_path / "new").iterdir()} == {"a": CONTENT}
 
 
-def test_every_mirror_is_named_when_none_helps_and_nothing_is_kept(mirror, tmp_path):
-    mirrors = [(mirror / name).as_uri() for name in ("missing", "other")]
-    with pytest.raises(ConnectionError, match=r"/other: wrong checksum") as error:
-        download(mirrors, tmp_path / "new" / "a", CHECKSUM)
-    assert all(url in str(error.value) for url in mirrors)
-    assert not (tmp_path / "new").exists()
-
-
-def test_mnist_is_fetched_to_where_it_is_looked_for_and_again_only_where_it_is_damaged(
-    root, mirror, tmp_path, monkeypatch
+def test_mnist_is_fetched_to_where_it_is_looked_for_and_what_is_damaged_again(
+    root, mirror, tmp_path, cache, monkeypatch
 ):
     urls = [f"{folder.as_uri()}/" for folder in (mirror, root / "MNIST" / "raw")]
     monkeypatch.setattr(published, "MNIST_MIRRORS", urls)
     monkeypatch.setattr(Mnist, "md5", {name: hash_of(raw(root, name), "md5") for name in Mnist.md5})
-    fetched = Mnist(root=str(tmp_path / "new"), image_size=28, source="download", cache_dir=str(tmp_path / "cache"))
-    fetched.prepare()
-    assert_holds(fetched, Mnist.read_files(Mnist.find(root)))
+    expected = Mnist.read_files(Mnist.find(root))
+    fetched = prepared(tmp_path / "new", cache)
+    assert fetched.source == "download"
+    assert_holds(fetched, expected)
     path = raw(tmp_path / "new", "t10k-images-idx3-ubyte.gz")
     path.write_bytes(path.read_bytes()[:100])
-    content = raw(root, path.name).read_bytes()
-    for name in Mnist.md5:
-        if name != path.name:
-            raw(root, name).unlink()  # not needed again
-    fetched.fetch()
-    assert path.read_bytes() == content
+    for name in Mnist.md5.keys() - {path.name}:
+        raw(root, name).unlink()  # not needed again
+    with pytest.raises(UserError, match=r"t10k-images.* data\.source=download"):  # what the message says to set helps:
+        prepared(tmp_path / "new", cache)
+    assert_holds(prepared(tmp_path / "new", cache, source="download"), expected)
 
 
 def test_cifar10_is_unpacked_to_where_it_is_looked_for_and_again_without_the_network(tmp_path, monkeypatch):

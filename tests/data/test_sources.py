@@ -3,18 +3,19 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
+import torchvision
 from conftest import digits, write_idx
 from pictures import COLOURS, picture, write_classes
 from shipped_data import stand_in_trainer
 
 import lockstep
-from lockstep.callbacks import FiniteLoss
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create_data
 from lockstep.data.datamodule import DataModule
+from lockstep.errors import UserError
 
 SIZE, BATCH, TEST = 12, 6, 21  # 21 test samples: neither two processes nor the batches divide them
 
@@ -34,7 +35,7 @@ def folder(root: Path, *more: str) -> Source:
     )
 
 
-def torchvision(root: Path) -> Source:
+def fashion_mnist(root: Path) -> Source:
     raw = root / "FashionMNIST" / "raw"
     for count, prefix, seed in ((60, "train", 0), (TEST, "t10k", 1)):
         images, labels = digits(count, seed)
@@ -80,12 +81,10 @@ def huggingface(root: Path) -> Source:
 SOURCES = {
     "folder-cache": lambda root: folder(root, "data.decode=cache"),
     "folder-workers": lambda root: folder(root, "data.decode=workers"),
-    "torchvision": torchvision,
+    "torchvision": fashion_mnist,
     "torch": dataset,
     "huggingface": huggingface,
 }
-
-SLOW = ("torch", "huggingface", "torchvision", "folder-workers")
 
 
 @dataclass(frozen=True)
@@ -94,105 +93,74 @@ class Case:
     source: Source
     folder: Path
 
-    def overrides(self, *more: str) -> list[str]:
+    @property
+    def overrides(self) -> list[str]:
         cache = [f"data.cache_dir={self.folder / 'cache'}"] if self.name != "torch" else []
-        return [*self.source.overrides, f"data.image_size={SIZE}", f"data.batch_size={BATCH}", *cache, *more]
+        return [*self.source.overrides, f"data.image_size={SIZE}", f"data.batch_size={BATCH}", *cache]
 
-    def train(self, run: str, *more: str) -> dict:
-        options = ["trainer.accelerator=cpu", "trainer.log_every_n_steps=1", "schedule=cosine",
-                   "checkpoint.every_n_steps=4", "data.eval_batch_size=8"]  # fmt: skip
-        return lockstep.train([f"runs_dir={self.folder / 'runs'}", f"run={run}", *options, *self.overrides(*more)])
+    def data(self) -> Any:
+        return create_data(compose_config("train", self.overrides).data)
 
-    def state(self, run: str) -> dict:
-        return torch.load(self.folder / "runs" / run / "checkpoints" / "last.ckpt", weights_only=True)
+    def module(self, workers: int = 0, **place: int) -> DataModule:
+        made = DataModule(self.data(), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
+        made.trainer = stand_in_trainer(**place)
+        return made
+
+    def steps(self, **place: int) -> list[list[tuple[int, bytes]]]:
+        """Index and pixels of the samples of each step of the second epoch, as a rank's loader gives them."""
+        loader = self.module(**place).train_dataloader()
+        loader.sampler.set_epoch(1)
+        return [
+            [(int(i), image.numpy().tobytes()) for i, image in zip(batch["index"], batch["input"], strict=True)]
+            for batch in loader
+        ]
 
 
 @pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.xdist_group(f"source-{name}"), *[pytest.mark.slow] * (name in SLOW)])
-        for name in SOURCES
-    ],
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"source-{name}")) for name in SOURCES]
 )
 def case(request, tmp_path_factory) -> Case:
     place = tmp_path_factory.mktemp(request.param)
     return Case(request.param, SOURCES[request.param](place / "data"), place)
 
 
-@pytest.fixture(scope="module")
-def whole(case, forked) -> dict:
-    return case.train("whole")
-
-
-def batches(case: Case, *, rank: int = 0, world: int = 1, workers: int = 0) -> list[list[tuple[int, bytes]]]:
-    """Index and pixels of the samples of each step of the second epoch, as a rank's loader gives them."""
-    cfg = compose_config("train", case.overrides())
-    module = DataModule(create_data(cfg.data), batch_size=BATCH, eval_batch_size=8, num_workers=workers, seed=3)
-    module.trainer = stand_in_trainer(rank=rank, world=world)
-    loader = module.train_dataloader()
-    loader.sampler.set_epoch(1)
-    return [
-        [(int(i), image.numpy().tobytes()) for i, image in zip(batch["index"], batch["input"], strict=True)]
-        for batch in loader
-    ]
-
-
-def test_batches_are_the_same_for_every_number_of_processes_and_workers(case):
-    alone = batches(case)
+def test_batches_are_the_same_for_every_number_of_processes_and_workers_and_after_a_resume(case):
+    alone = case.steps()
     assert len(alone) > 5
-    assert batches(case, workers=2) == alone
-    both = [batches(case, rank=rank, world=2, workers=workers) for rank, workers in ((0, 2), (1, 0))]
+    assert case.steps(workers=2) == alone
+    assert case.steps(done=4) == alone[4:]
+    both = [case.steps(rank=rank, world=2, workers=workers) for rank, workers in ((0, 2), (1, 0))]
     assert [first + second for first, second in zip(*both, strict=True)] == alone
 
 
+def test_an_evaluation_by_two_processes_takes_each_sample_once(case):
+    loaders = [case.module(rank=rank, world=2).test_dataloader() for rank in (0, 1)]
+    taken = [batch["index"][: batch["count"]].tolist() for loader in loaders for batch in loader]
+    assert sorted(index for batch in taken for index in batch) == list(range(TEST))
+
+
 def test_only_what_is_held_in_memory_can_be_kept_on_the_gpu(case):
-    data = create_data(compose_config("train", case.overrides()).data)
+    data = case.data()
     if case.name == "folder-cache":
         assert data.bytes_in_memory == 81 * (3 * SIZE * SIZE + 8)
         return
-    with pytest.raises(lockstep.errors.UserError, match=r"data.on_device=true has no effect"):
+    with pytest.raises(UserError, match=r"data.on_device=true has no effect"):
         DataModule(data, batch_size=BATCH, eval_batch_size=8, on_device=True)
 
 
-def test_a_run_that_crashed_in_mid_epoch_and_resumed_is_bit_identical(case, whole, monkeypatch):
-    def crash(self, trainer, *_):
-        if trainer.global_step == 6:
-            raise RuntimeError("crash")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FiniteLoss, "on_train_batch_end", crash)
-        with pytest.raises(RuntimeError, match="crash"):
-            case.train("parts")
-    parts = case.train("parts", "resume=auto")
-    assert parts["resumed_from"] is not None
-    a, b = case.state("whole"), case.state("parts")
-    assert a["global_step"] == b["global_step"] > 6
-    assert all(torch.equal(a["state_dict"][key], b["state_dict"][key]) for key in a["state_dict"])
-    assert parts["test/loss"] == whole["test/loss"]
+@pytest.mark.slow
+def test_a_run_trains_and_tests(case):
+    report = lockstep.train([f"runs_dir={case.folder / 'runs'}", "trainer.accelerator=cpu", *case.overrides])
+    assert (report["unit"], report["test/count"], report.get("data/skipped", 0)) == ("images", TEST, 0)
 
 
-def test_an_evaluation_by_two_processes_counts_each_sample_once(case, whole):
-    more = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"]
-    # Processes of tests/forked.py are daemons, which have no workers.
-    metrics = lockstep.evaluate(["run=whole", f"runs_dir={case.folder / 'runs'}", "data.num_workers=0", *more])
-    assert (metrics["test/count"], whole["test/count"]) == (TEST, TEST)
-    assert metrics["test/acc"] == pytest.approx(whole["test/acc"], abs=1e-9)
-    assert metrics["test/loss"] == pytest.approx(whole["test/loss"], rel=1e-5)
-
-
-def test_the_data_is_described_in_the_checkpoint(case, whole):
-    about = case.state("whole")["DataModule"]["about"]
-    assert len(about["mean"]) == (1 if case.name == "torchvision" else 3)  # numbers of the channels that were chosen
-    names = list(COLOURS) if case.name != "torchvision" else [
-        "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]  # fmt: skip
-    assert about["classes"] == names
-    assert whole["unit"] == "images"
-    assert whole.get("data/skipped", 0) == 0
-    assert whole["data/sha256"] == case.state("whole")["DataModule"]["sha256"]
-
-
-def test_a_changed_image_is_different_data(case, whole):
+def test_a_checkpoint_describes_the_data_and_fits_no_data_with_a_changed_image(case):
+    saved = case.module().state_dict()
+    assert len(saved["about"]["mean"]) == (1 if case.name == "torchvision" else 3)  # of the channels that were chosen
+    names = list(COLOURS) if case.name != "torchvision" else torchvision.datasets.FashionMNIST.classes
+    assert saved["about"]["classes"] == names
+    case.module().load_state_dict(saved)
     case.source.change()  # the last test of a source: its data is different now
-    assert create_data(compose_config("train", case.overrides()).data).fingerprint != whole["data/sha256"]
-    with pytest.raises(lockstep.errors.UserError, match="trained on different data"):
-        case.train("whole", "resume=auto", "trainer.max_epochs=2")
+    assert case.data().fingerprint != saved["sha256"]
+    with pytest.raises(UserError, match="trained on different data"):
+        case.module().load_state_dict(saved)

@@ -42,11 +42,6 @@ def test_each_image_is_what_torchvision_makes_of_it(channels, statistics, height
     torch.testing.assert_close(made, by_torchvision(image_BCHW, size, **statistics), atol=1e-5, rtol=0)
 
 
-def test_statistics_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        Preprocess(image_size=28, mean=(0.5, 0.5), std=(0.5,))
-
-
 @pytest.mark.parametrize("size", [7, 20, 24, 55])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float32])
 def test_masks_take_the_nearest_value(size, dtype):

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms.v2 import functional as tv
 
 from lockstep.augment.operation import Draws
 from lockstep.data.dataset import Indices
@@ -54,9 +55,9 @@ def of_images(image: Tensor, array_B: Array) -> Tensor:
 # --- Moving pixels ---
 
 
-@sliced
 def flipped(value_BCHW: Tensor, mirrored_B: Array, *, dim: int) -> Tensor:
-    return value_BCHW.flip(dim).where(of_images(value_BCHW, mirrored_B), value_BCHW)
+    rows = on(value_BCHW, np.flatnonzero(mirrored_B))
+    return value_BCHW.index_copy(0, rows, value_BCHW.index_select(0, rows).flip(dim))
 
 
 @sliced
@@ -198,24 +199,12 @@ BLENDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def by_channel(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """torchvision's function of an image without parameters, for any number of channels."""
-
-    def change(image_BCHW: Tensor, _: Tensor) -> Tensor:
-        from torchvision.transforms.v2 import functional as tv
-
-        channels: Tensor = getattr(tv, name)(image_BCHW.flatten(0, 1)[:, None])
-        return channels.view(image_BCHW.shape)
-
-    return change
-
-
-# Of bytes, to bytes.
+# Of bytes, to bytes. torchvision takes batches of 1 or 3 channels, which it changes each by itself.
 TABLES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "posterize": lambda image, bits: image & (256 - 2 ** (8 - bits)).to(torch.uint8),
     "solarize": lambda image, threshold: image.where(image < threshold.ceil().to(torch.uint8), 255 - image),
-    "autocontrast": by_channel("autocontrast"),
-    "equalize": by_channel("equalize"),
+    "autocontrast": lambda image, _: tv.autocontrast(image.flatten(0, 1)[:, None]).view(image.shape),
+    "equalize": lambda image, _: tv.equalize(image.flatten(0, 1)[:, None]).view(image.shape),
     "invert": lambda image, _: 255 - image,
 }
 

@@ -4,7 +4,6 @@ checkpoints. Free of torch and Lightning.
 
 import contextlib
 import hashlib
-import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,20 +50,6 @@ class Arrays:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
-        return {name: map_of(array) or array for name, array in self.arrays.items()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
-
-
-def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
-    """The arguments of np.memmap for the same array, if it is a whole mapped file: a slice does not know its offset in the file."""
-    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
-        return None
-    return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
 class Items:
@@ -136,9 +121,11 @@ def content_of(part: Any) -> bytes:
         digest.update(fingerprint.encode())
         return digest.digest()
     for value in [*(getattr(holder, name, None) for name in HELD), *getattr(holder, "tensors", ())]:
+        if not hasattr(value, "dtype") and not isinstance(value, list):
+            continue
         with contextlib.suppress(ValueError):  # lists of lists of several lengths are no array
-            array = np.asarray(value) if hasattr(value, "dtype") or isinstance(value, list) else np.empty(0, object)
-            digest.update(np.ascontiguousarray(array).tobytes() if array.dtype != object else b"")
+            if (array := np.asarray(value)).dtype != object:
+                digest.update(array.tobytes())
     digest.update(bytes_of(samples_of(part)) or b"random")
     return digest.digest()
 
@@ -275,7 +262,7 @@ class DataSet:
         By default images of 1 or 3 channels, texts, and what `about` explains: sounds by `sample_rate`, tokens by `vocabulary`, the columns
         of a table by `inputs`.
         """
-        value, about = sample["input"], self.about
+        value, about = sample.get("input"), self.about
         if isinstance(value, str):
             return {"text": value}
         if (image_CHW := picture(value)) is not None:

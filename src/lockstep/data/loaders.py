@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.data.dataset import Arrays, Batch, Indices, Samples, flat
 from lockstep.data.sampler import FILLER, Sampler
-from lockstep.errors import TrainingFailed, UserError, chain
+from lockstep.errors import UserError, chain
 
 log = logging.getLogger("lockstep")
 
@@ -102,9 +102,8 @@ def lost(error: BaseException) -> str | None:
     messages = [str(each) for each in chain(error) if isinstance(each, RuntimeError)]
     if not (of_worker := [message for message in messages if message.startswith("DataLoader worker (pid")]):
         return None
-    memory = (
-        " Memory probably ran out." if "signal: Killed" in of_worker[-1] else ""
-    )  # the first error names the signal
+    # the first error names the signal
+    memory = " Memory probably ran out." if "signal: Killed" in of_worker[-1] else ""
     return (
         f"{of_worker[-1].rstrip('. ')}.{memory} Try fewer data.num_workers, or data.num_workers=0 to load data in the main process. A "
         "training run continues from its last checkpoint with resume=auto."
@@ -140,27 +139,18 @@ class FromWorkers:
 
     warned = False
 
-    def __init__(self, samples: Samples, sampler: Iterable[Indices], *, num_workers: int, **options: Any) -> None:
+    def __init__(self, samples: Samples, sampler: Iterable[Indices], **options: Any) -> None:
         # The sampler yields whole batches of indices; batch_size=None passes each to the data set at once.
-        options |= {"sampler": sampler, "batch_size": None, "num_workers": num_workers}
-        self.loader = DataLoader(Indexed(samples), **options)
+        self.loader = DataLoader(Indexed(samples), sampler=sampler, batch_size=None, **options)
 
     def batches(self) -> Iterator[Batch]:
-        workers = self.loader.num_workers
-        try:
-            batches = iter(self.loader)
-        except OSError as e:
-            raise TrainingFailed(
-                f"{workers} processes that load data could not be started: {e.strerror}. They need room in /dev/shm and open "
-                "files (ulimit -n). Raise these limits, or set fewer data.num_workers, or data.num_workers=0."
-            ) from None
-        for batch in batches:
+        for batch in self.loader:
             if isinstance(batch, bytes) and not self.warned:
                 self.warned = True
                 log.warning(
                     "/dev/shm has no room for the batches of %s workers, which pass them through pipes instead: slower. Enlarge it "
                     "(docker run --shm-size=8g), or set fewer data.num_workers.",
-                    workers,
+                    self.loader.num_workers,
                 )
             yield pickle.loads(batch) if isinstance(batch, bytes) else batch
 

@@ -1,11 +1,13 @@
 """Smaller images at first, which train faster."""
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional as F
 
+from lockstep.augment.operation import Checked, Count, Fraction, Probability
 from lockstep.data.dataset import Batch
 from lockstep.data.images import spatial
 from lockstep.data.pixels import resize_nearest
@@ -13,7 +15,8 @@ from lockstep.errors import UserError
 from lockstep.training.arithmetic import steps_done, total_steps
 
 
-class ProgressiveResize(Callback):
+@dataclass(eq=False)
+class ProgressiveResize(Checked, Callback):
     """Training images have `initial_scale` of their side for `delay_fraction` of the run, then grow, and are whole for the last
     `finetune_fraction`. Evaluation always sees whole images.
 
@@ -21,26 +24,20 @@ class ProgressiveResize(Callback):
     `size_increment` pixels. It depends on the step alone, so it is the same on all processes and after a resume.
     """
 
-    needs = " It needs a network that takes images of any size."
+    needs: ClassVar = " It needs a network that takes images of any size."
 
-    def __init__(
-        self,
-        initial_scale: float = 0.5,
-        delay_fraction: float = 0.5,
-        finetune_fraction: float = 0.2,
-        size_increment: int = 4,
-    ) -> None:
-        self.initial_scale = initial_scale
-        self.delay_fraction, self.finetune_fraction = delay_fraction, finetune_fraction
-        self.size_increment, self.steps = size_increment, math.inf
-        if not 0 < initial_scale <= 1:
-            raise ValueError(f"initial_scale={initial_scale} is not above 0 and at most 1")
-        if min(delay_fraction, finetune_fraction) < 0 or delay_fraction + finetune_fraction > 1:
+    initial_scale: Fraction = 0.5
+    delay_fraction: Probability = 0.5
+    finetune_fraction: Probability = 0.2
+    size_increment: Count = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps = math.inf
+        if self.delay_fraction + self.finetune_fraction > 1:
             raise ValueError(
-                f"delay_fraction={delay_fraction} and finetune_fraction={finetune_fraction} are not parts of a run"
+                f"delay_fraction={self.delay_fraction} and finetune_fraction={self.finetune_fraction} are more than a run"
             )
-        if size_increment < 1:
-            raise ValueError(f"size_increment={size_increment} is not a number of pixels")
 
     def side(self, whole: int, progress: float) -> int:
         """The side of images that have `whole` pixels, after `progress` (0 to 1) of the run."""
