@@ -33,7 +33,7 @@ def test_costs_are_those_of_a_real_step(name, size, above, given):
     typed = ["model=timm", f"model.name={name}", f"data.image_size={size}", "optim=sgd"]
     found, samples = script.costs_of(script.checked([*given, *typed])[0])
     own, kept = sum(p.numel() for p in net.parameters()), []
-    for samples in (2, 6):  # what backward keeps of a real forward pass
+    for count in (2, 6):  # what backward keeps of a real forward pass
         seen = {p.untyped_storage().data_ptr(): 0 for p in net.parameters()}
 
         def note(tensor: torch.Tensor, seen: dict = seen) -> torch.Tensor:
@@ -41,9 +41,9 @@ def test_costs_are_those_of_a_real_step(name, size, above, given):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            output = net(torch.rand(samples, 1, size, size))  # kept, so that no storage is reused
+            output = net(torch.rand(count, 1, size, size))  # kept, so that no storage is reused
         kept.append(sum(seen.values()))
-        assert len(output) == samples
+        assert len(output) == count
     assert (found.parameters, found.gradient_bytes, found.optimizer_bytes, samples) == (own, 4 * own, 4 * own, 576)
     real = (kept[1] - kept[0]) / 4
     assert 0.99 * real < found.activation_bytes < (1 + above) * real

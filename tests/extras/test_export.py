@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import without_lockstep
 from pictures import COLOURS, write_classes
 from PIL import Image, ImageOps
 
@@ -140,20 +141,6 @@ def run(place):
     return trained
 
 
-BLOCKED = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"lockstep", "lightning", "hydra", "omegaconf", "garden_of_the_run"}:
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Blocked())
-import runpy
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(__import__("pathlib").Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 QUICK = ("own", "masks")
 
 
@@ -186,7 +173,7 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(run, pl
     for name_of, mode in {"tall.jpg": "RGB", "tall.tif": "RGB", "grey.png": "L"}.items():
         Image.effect_noise((31, 18), 90).convert(mode).save(tmp_path / "images" / name_of, exif=sideways)
     monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-c", BLOCKED, str(made / "load.py"), "images", "--csv", "own.csv"]
+    command = [sys.executable, without_lockstep.__file__, made / "load.py", "images", "--csv", "own.csv"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     monkeypatch.setenv("LOCKSTEP_PROJECT", str(place))
@@ -203,12 +190,12 @@ def test_load_py_writes_the_same_table_where_lockstep_cannot_be_imported(run, pl
                 assert mask.size == ImageOps.exif_transpose(image).size
 
 
-def test_the_folder_of_a_sweeps_job_has_the_sweeps_name(run, tmp_path, monkeypatch):
+def test_the_folder_of_a_sweeps_job_has_the_sweeps_name(run, place, tmp_path, monkeypatch):
     job = tmp_path / "runs/rates/0"
     shutil.copytree(run("basic").parents[1], job)
     (job.parent / "multirun.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["export.py", str(job)])
+    monkeypatch.setattr(sys, "argv", ["export.py", str(job), "--files", str(place / "photos")])
     runpy.run_path(str(lockstep.ROOT / "scripts/export.py"), run_name="export")["main"]()
     assert (tmp_path / "exports/rates-0/load.py").is_file()
 

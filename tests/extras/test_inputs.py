@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 import torch
+import without_lockstep
 from pages import Text
 
 import lockstep
@@ -376,22 +377,6 @@ def test_the_gallery_fits_its_window_and_its_sounds_can_be_played(place, tmp_pat
 
 # --- exported folders ---
 
-WITHOUT_LOCKSTEP = """
-import sys
-from importlib.machinery import PathFinder
-
-class Elsewhere:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"lockstep", "lightning", "hydra", "omegaconf", "mywork"} and path is None:
-            return PathFinder.find_spec(name, [each for each in sys.path if "exported" in each])
-
-sys.meta_path[:] = [Elsewhere(), *(each for each in sys.meta_path if "editable" not in str(each).lower())]
-sys.path[:] = [each for each in sys.path if not each.endswith("src")]
-sys.argv = sys.argv[1:]
-import runpy
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
 
 @pytest.mark.parametrize("kind", [*KINDS, "several"])
 def test_an_exported_folder_predicts_files_as_the_run_does(place, tmp_path, kind):
@@ -425,15 +410,8 @@ def test_onnx_takes_what_the_network_takes(place, tmp_path, kind):
 
 def test_load_py_needs_no_lockstep(place, tmp_path):
     made = export(finding.tested_checkpoint("runs/tables", "export"), tmp_path / "exported")
-    command = [
-        sys.executable,
-        "-c",
-        WITHOUT_LOCKSTEP,
-        str(made / "load.py"),
-        str(place / "new/tables"),
-        "--csv",
-        "own.csv",
-    ]
+    script = [sys.executable, without_lockstep.__file__, made / "load.py"]
+    command = [*script, place / "new/tables", "--csv", "own.csv"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))

@@ -110,7 +110,7 @@ class Exported:
             channels, side = self.task.about["channels"], self.task.about["image_size"]
             return [(torch.zeros(n, channels, side + n + 1, side + 2 * n, dtype=torch.uint8),) for n in (2, 3)]
         count = len(self.batch["index"])
-        return [self.original(samples_at(self.batch, np.arange(n) % count, count))[0] for n in (2, 3)]
+        return [self.original(samples_at(self.batch, [place % count for place in range(n)], count))[0] for n in (2, 3)]
 
     def signature(self) -> dict[str, Any]:
         """The arguments of the network as names of a batch's values, and the class that reads files for it, if one can."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.checkpoints.finding import leaves
+from lockstep.checkpoints.finding import leaves, mapped
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.extras.exported import ACTIVATIONS, Model
@@ -150,9 +150,13 @@ def write_graphs(model: Model, formats: list[str], folder: Path, examples: Seque
     """Writes model.onnx and model.pt2 as asked for; returns how to run each file."""
     if not formats:
         return {}
-    example, other = examples
-    shapes = torch.export.AdditionalInputs()  # any size of the dimensions in which the examples differ
-    shapes.add(other)
+    example, other = examples[0], dict(leaves(examples[1]))
+    dynamic = torch.export.Dim.DYNAMIC  # any size of the dimensions in which the examples differ
+
+    def varying(place: Any, one: Tensor) -> dict[int, Any]:
+        return {dim: dynamic for dim, size in enumerate(one.shape) if size != other[place].shape[dim]}
+
+    shapes = {"inputs": mapped(example, varying)}
     found: dict[str, Run] = {}
     what = " ".join(f"--{name}" for name in formats)
     try:

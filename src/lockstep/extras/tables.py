@@ -105,9 +105,8 @@ class InputFiles:
             return self.example, problem
         values = {name: column[0] for name, column in content[self.row_N[[index]]].items()}
         for name, known in self.example.items():
-            if np.shape(values.get(name)) != known.shape:
-                shapes = f"{np.shape(values.get(name))}, and that of other files {known.shape}"
-                return self.example, f"its {name} has the shape {shapes}"
+            if (shape := np.shape(values.get(name, ()))) != known.shape:
+                return self.example, f"its {name} has the shape {shape}, and that of other files {known.shape}"
         return values, ""
 
     def __getitem__(self, indices: Indices) -> Batch:
