@@ -297,7 +297,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--also", action="append", default=[], help="Lockstep with these options: 'compile=true'")
     parser.add_argument("--networks", action="store_true", help="basic_net: each with the other's network as well")
     parser.add_argument("--data-root", type=Path, help="data.root of all contenders")
-    parser.add_argument("--batch-size", type=int, help="global batch of one optimizer step")
     parser.add_argument("--segment", type=int, help="optimizer steps of a turn")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true", help="embedded images, the plain loop alone, few short rounds")
@@ -309,8 +308,7 @@ def arguments() -> argparse.Namespace:
         raise UserError(f"--device cuda --world {args.world}: there are {gpu_count()} GPUs. Pass --device cpu.")
     batch, segment, rounds = AMOUNTS[args.recipe, args.device]
     segment, rounds = (15, 7) if args.quick else (segment, rounds)
-    args.batch_size, args.segment = args.batch_size or batch, args.segment or segment
-    args.rounds = args.rounds or rounds
+    args.batch_size, args.segment, args.rounds = batch, args.segment or segment, args.rounds or rounds
     args.peers = args.peers or (["plain"] if args.quick else PEERS)
     args.accuracy = args.recipe == "basic_net" and not args.quick if args.accuracy is None else args.accuracy
     return args
