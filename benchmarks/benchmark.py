@@ -49,34 +49,26 @@ PLAIN, FP32 = "plain", "32-true"
 TOLERANCE = 0.01  # of accuracies: one percentage point
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What a contender did in one round."""
-
-    images: int
-    seconds: float
-    waited_s: float | None = None  # for data
-
-    @property
-    def images_per_s(self) -> float:
-        return self.images / self.seconds
-
-
 @dataclass
 class Figures:
-    """All of one contender. `about` is what it reported last: its precision and peaks."""
+    """Of one contender: its answers, a turn each, and its accuracy."""
 
-    turns: list[Turn] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
+    turns: list[Mapping[str, Any]] = field(default_factory=list)
     accuracy: float | None = None
 
-    def add(self, answer: Mapping[str, Any]) -> None:
-        self.turns.append(Turn(answer["images"], answer["seconds"], answer["waited_s"]))
-        self.about = {key: value for key, value in answer.items() if key not in ("images", "seconds", "waited_s")}
+    @property
+    def speeds(self) -> list[float]:
+        return [turn["images"] / turn["seconds"] for turn in self.turns]
+
+    @property
+    def waiting(self) -> float | None:
+        """The fraction of the time spent waiting for data; None if it is not known."""
+        known = [turn["waited_s"] for turn in self.turns if turn["waited_s"] is not None]
+        return sum(known) / sum(turn["seconds"] for turn in self.turns) if len(known) == len(self.turns) else None
 
     @property
     def precision(self) -> str:
-        return str(self.about.get("precision", FP32))
+        return str(self.turns[-1].get("precision", FP32))
 
 
 Contenders = Mapping[str, Figures]
@@ -84,25 +76,13 @@ Contenders = Mapping[str, Figures]
 
 def ratio(contenders: Contenders, name: str, other: str | None) -> float | None:
     """None where one of them did not run."""
-    if other is None or other not in contenders or name not in contenders:
+    if other not in contenders or name not in contenders:
         return None
-    ours, others = ([turn.images_per_s for turn in contenders[each].turns] for each in (name, other))
-    return measuring.ratio(ours, others)
-
-
-def waiting(turns: list[Turn]) -> float | None:
-    """The fraction of the time spent waiting for data."""
-    known = [turn.waited_s for turn in turns if turn.waited_s is not None]
-    return sum(known) / sum(turn.seconds for turn in turns) if len(known) == len(turns) else None
+    return measuring.ratio(contenders[name].speeds, contenders[str(other)].speeds)
 
 
 def shown(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def memory(about: Mapping[str, Any]) -> str:
-    sizes = (about.get("peak_bytes"), about.get("peak_device_bytes"))
-    return " + ".join(f"{size / 2**20:,.0f}" for size in sizes if size is not None)
 
 
 COLUMNS = (
@@ -111,50 +91,37 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def row(contenders: Contenders, name: str) -> list[str]:
-    figures = contenders[name]
-    speeds = [turn.images_per_s for turn in figures.turns]
-    speed = measuring.spread(speeds, ",.0f" if min(speeds) >= 100 else ",.1f")
-    return [
-        name,
-        figures.precision,
-        f"{speed.rstrip(')')}, {len(speeds)})",
-        shown(ratio(contenders, name, PLAIN), ".2f"),
-        shown(ratio(contenders, name, UPPER_BOUNDS.get(name)), ".2f"),
-        shown(waiting(figures.turns), ".1%"),
-        memory(figures.about),
-        shown(figures.accuracy, ".2%"),
-    ]
-
-
 def table(contenders: Contenders) -> str:
-    return measuring.table(COLUMNS, [row(contenders, name) for name in contenders])
-
-
-def accuracy_problems(contenders: Contenders) -> Iterator[str]:
-    """Contenders that did not learn what the plain loop did: their speed would be that of different work."""
-    expected = contenders[PLAIN].accuracy if PLAIN in contenders else None
-    if expected is None:
-        return
+    rows = []
     for name, figures in contenders.items():
-        if figures.accuracy is not None and abs(figures.accuracy - expected) > TOLERANCE:
+        speed = measuring.spread(figures.speeds, ",.0f" if min(figures.speeds) >= 100 else ",.1f")
+        peaks = (figures.turns[-1].get(key) for key in ("peak_bytes", "peak_device_bytes"))
+        cells = [
+            name,
+            figures.precision,
+            f"{speed.rstrip(')')}, {len(figures.turns)})",
+            shown(ratio(contenders, name, PLAIN), ".2f"),
+            shown(ratio(contenders, name, UPPER_BOUNDS.get(name)), ".2f"),
+            shown(figures.waiting, ".1%"),
+            " + ".join(f"{size / 2**20:,.0f}" for size in peaks if size is not None),
+            shown(figures.accuracy, ".2%"),
+        ]
+        rows.append(cells)
+    return measuring.table(COLUMNS, rows)
+
+
+def problems(contenders: Contenders, limits: Mapping[tuple[str, str], float]) -> Iterator[str]:
+    """Ratios below their limits, long waiting, and contenders that did not learn what the plain loop did: theirs was different work."""
+    expected = contenders[PLAIN].accuracy if PLAIN in contenders else None
+    for name, figures in contenders.items():
+        if expected is not None and figures.accuracy is not None and abs(figures.accuracy - expected) > TOLERANCE:
             yield f"{name} reached {figures.accuracy:.2%}, the plain loop {expected:.2%}: more than {TOLERANCE:.0%} apart"
-
-
-def too_slow(contenders: Contenders, limits: Mapping[tuple[str, str], float]) -> Iterator[str]:
-    """Ratios below their limits, of contenders that ran."""
+        if limits and name.startswith("lockstep") and (figures.waiting or 0.0) > MOST_WAITING:
+            yield f"{name} waits for data for {figures.waiting:.1%} of its time; at most {MOST_WAITING:.0%} is expected"
     for (name, other), limit in limits.items():
         found = ratio(contenders, name, other)
         if found is not None and found < limit:
             yield f"{name} is {found:.2f} times as fast as {other}; at least {limit:.2f} is expected"
-
-
-def waits_long(contenders: Contenders, most: float) -> Iterator[str]:
-    """Lockstep contenders that wait for data for more than a fraction of their time."""
-    for name in contenders:
-        share = waiting(contenders[name].turns) if name.startswith("lockstep") else None
-        if share is not None and share > most:
-            yield f"{name} waits for data for {share:.1%} of its time; at most {most:.0%} is expected"
 
 
 # Ratios, with room for the noise of a shared machine: 2.9, 1.7, 0.88 and 0.93 were seen with --quick on two cores. The first holds where the default precision is a lower one.
@@ -233,17 +200,12 @@ class Contender:
         self.name = name
         script = [str(Path(__file__).resolve().with_name("contenders.py")), kind, *overrides]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
-        threads = {"OMP_NUM_THREADS": str(max(1, cores() // world))} if world > 1 else {}
-        gpus = ",".join(visible_gpus()[:world]) if device == "cuda" else ""  # Trainer would use all that it sees
-        self.log = folder / f"{name}.log"
-        self.process = subprocess.Popen(
-            [sys.executable, *torchrun, *script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            text=True,
-            env={**os.environ, **threads, "CUDA_VISIBLE_DEVICES": gpus},
-        )
+        # Trainer would use all GPUs that it sees
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(visible_gpus()[:world]) if device == "cuda" else ""}
+        env |= {"OMP_NUM_THREADS": str(max(1, cores() // world))} if world > 1 else {}
+        self.log, pipe = folder / f"{name}.log", subprocess.PIPE
+        command = [sys.executable, *torchrun, *script]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log.open("w"), text=True, env=env)
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -289,8 +251,8 @@ def measure(args: argparse.Namespace, overrides: list[str], contenders: Kinds) -
             process.train(args.segment)  # warms up
         for i in range(args.rounds):
             for process in processes if i % 2 == 0 else processes[::-1]:
-                figures[process.name].add(process.train(args.segment))
-            say(" · ".join(f"{name} {found.turns[-1].images_per_s:,.1f}" for name, found in figures.items()))
+                figures[process.name].turns.append(process.train(args.segment))
+            say(" · ".join(f"{name} {found.speeds[-1]:,.1f}" for name, found in figures.items()))
         if args.accuracy:
             for process in processes:
                 if not process.name.startswith("upper bound"):
@@ -322,11 +284,8 @@ def main(args: argparse.Namespace) -> None:
     print(made_by(*peers, machine(args.device)))
     print(f"{about}\n\n{table(figures)}\n")
     limits = LIMITS | (FASTER_BY_DEFAULT if figures["lockstep"].precision != FP32 else {})
-    problems = list(accuracy_problems(figures))
-    if args.check:
-        problems += [*too_slow(figures, limits), *waits_long(figures, MOST_WAITING)]
-    if problems:
-        raise TrainingFailed("; ".join(problems))
+    if found := list(problems(figures, limits if args.check else {})):
+        raise TrainingFailed("; ".join(found))
 
 
 def arguments() -> argparse.Namespace:
@@ -338,7 +297,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--also", action="append", default=[], help="Lockstep with these options: 'compile=true'")
     parser.add_argument("--networks", action="store_true", help="basic_net: each with the other's network as well")
     parser.add_argument("--data-root", type=Path, help="data.root of all contenders")
-    parser.add_argument("--batch-size", type=int, help="global batch of one optimizer step")
     parser.add_argument("--segment", type=int, help="optimizer steps of a turn")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--quick", action="store_true", help="embedded images, the plain loop alone, few short rounds")
@@ -350,8 +308,7 @@ def arguments() -> argparse.Namespace:
         raise UserError(f"--device cuda --world {args.world}: there are {gpu_count()} GPUs. Pass --device cpu.")
     batch, segment, rounds = AMOUNTS[args.recipe, args.device]
     segment, rounds = (15, 7) if args.quick else (segment, rounds)
-    args.batch_size, args.segment = args.batch_size or batch, args.segment or segment
-    args.rounds = args.rounds or rounds
+    args.batch_size, args.segment, args.rounds = batch, args.segment or segment, args.rounds or rounds
     args.peers = args.peers or (["plain"] if args.quick else PEERS)
     args.accuracy = args.recipe == "basic_net" and not args.quick if args.accuracy is None else args.accuracy
     return args

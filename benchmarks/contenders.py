@@ -70,7 +70,10 @@ class Turns:
         self.images += images * self.world
         self.left -= 1
         if self.left == 0:
-            self.end_turn()
+            synchronise()
+            seconds = time.perf_counter() - self.began_s
+            waited_s = None if self.waited_s is None else self.waited_s - self.waited_before_s
+            self.answer(images=self.images, seconds=seconds, waited_s=waited_s, **peaks())
             self.wait()
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
@@ -83,12 +86,6 @@ class Turns:
             if batch is end:
                 return
             yield batch
-
-    def end_turn(self) -> None:
-        synchronise()
-        seconds = time.perf_counter() - self.began_s
-        waited_s = None if self.waited_s is None else self.waited_s - self.waited_before_s
-        self.answer(images=self.images, seconds=seconds, waited_s=waited_s, **peaks())
 
     def wait(self) -> None:
         steps = self.granted()
@@ -187,20 +184,6 @@ def fit(
     start_job(job, overrides)
 
 
-def lockstep(turns: Turns, overrides: list[str]) -> None:
-    fit(turns, overrides, ByTurns)
-
-
-def lockstep_plain_net(turns: Turns, overrides: list[str]) -> None:
-    """What the engine gives the network of the plain loop. Cross-entropy of its log-probabilities is their likelihood."""
-
-    fit(turns, overrides, ByTurns, BasicNet())
-
-
-def upper_bound(turns: Turns, overrides: list[str]) -> None:
-    fit(turns, overrides, UpperBound)
-
-
 MNIST = ((0.1307,), (0.3081,))
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -264,8 +247,12 @@ class Work:
         )
         self.train = Images(train["input"], train["target"], transform)
         self.test = Images(data.test.arrays["input"], data.test.arrays["target"], transform)
-        self.net: nn.Module = net or (BasicNet() if mnist else timm_net(cfg.model.name))
-        self.loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if net or not mnist else F.nll_loss
+        if net is None and not mnist:
+            import timm  # not in the memory of those that have no use for it
+
+            net = timm.create_model(cfg.model.name, num_classes=10)
+        self.net: nn.Module = net or BasicNet()
+        self.loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if net else F.nll_loss
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(net.parameters(), lr=self.lr)
@@ -278,13 +265,6 @@ class Work:
             for image_BCHW, label_B in DataLoader(self.test, batch_size=1000):
                 right += int((self.net(image_BCHW.to(device)).argmax(1) == label_B.to(device)).sum())
         return right / len(self.test)
-
-
-def timm_net(name: str) -> nn.Module:
-    import timm  # not in the memory of those that have no use for it
-
-    net: nn.Module = timm.create_model(name, num_classes=10)
-    return net
 
 
 def local_device() -> torch.device:
@@ -316,11 +296,6 @@ def plain(turns: Turns, overrides: list[str], network: nn.Module | None = None) 
             optimizer.step()
             turns.stepped(len(label_B))
     turns.answer(accuracy=work.accuracy())
-
-
-def plain_our_net(turns: Turns, overrides: list[str]) -> None:
-    """What Lockstep's network gives a plain loop: cheap random numbers for dropout, and ReLU after the pool."""
-    plain(turns, overrides, models.BasicNet())
 
 
 def accelerate(turns: Turns, overrides: list[str]) -> None:
@@ -382,14 +357,24 @@ def transformers(turns: Turns, overrides: list[str]) -> None:
     turns.answer(accuracy=work.accuracy())
 
 
-CONTENDERS = (plain, plain_our_net, accelerate, transformers, lockstep, lockstep_plain_net, upper_bound)
+CONTENDERS: dict[str, Callable[[Turns, list[str]], None]] = {
+    "plain": plain,
+    # what Lockstep's network gives a plain loop: cheap random numbers for dropout, and ReLU after the pool
+    "plain_our_net": lambda turns, overrides: plain(turns, overrides, models.BasicNet()),
+    "accelerate": accelerate,
+    "transformers": transformers,
+    "lockstep": lambda turns, overrides: fit(turns, overrides, ByTurns),
+    # what the engine gives the plain loop's network: cross-entropy of its log-probabilities is their likelihood
+    "lockstep_plain_net": lambda turns, overrides: fit(turns, overrides, ByTurns, BasicNet()),
+    "upper_bound": lambda turns, overrides: fit(turns, overrides, UpperBound),
+}
 
 
 def main() -> None:
     kind, *overrides = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not come between the answers
-    {each.__name__: each for each in CONTENDERS}[kind](Turns(answers), overrides)
+    CONTENDERS[kind](Turns(answers), overrides)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -151,11 +150,9 @@ def overhead(args: argparse.Namespace) -> str:
 
 
 def overhead_table(taken_s: dict[str, list[float]]) -> str:
-    base_s = statistics.median(taken_s["bare loop"])
-    rows = [
-        [name, spread([1e3 * s for s in seconds], ".2f"), f"{1e3 * (statistics.median(seconds) - base_s):.2f}"]
-        for name, seconds in taken_s.items()
-    ]
+    in_ms = {name: [1e3 * second for second in seconds] for name, seconds in taken_s.items()}
+    median = {name: statistics.median(values) for name, values in in_ms.items()}
+    rows = [[name, spread(in_ms[name], ".2f"), f"{median[name] - median['bare loop']:.2f}"] for name in in_ms]
     return table(["what", "ms a step, median (least to most)", "above the bare loop"], rows)
 
 
@@ -358,21 +355,15 @@ def logical_ranks(recipe: str) -> Rows:
     return rows
 
 
-@dataclass(frozen=True)
-class Trained:
-    images_per_s: float  # of the whole training: with its first steps and the pauses between epochs
-    accuracy: float
-    peak_gib: float
-
-
-def trained(options: list[str]) -> Trained:
-    """Of a run in a process of its own, so that its peak of memory is its own."""
+def trained(options: list[str]) -> tuple[float, float, float]:
+    """Images per second of the whole training (with its first steps and the pauses between epochs), accuracy, and the peak of memory in
+    GiB, of a run in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*TRAIN, *SPEED, f"runs_dir={folder}", "run=a", *options], check=True, stdout=subprocess.DEVNULL)
         report = json.loads(Path(folder, "a/report.json").read_text())
     seconds = report["time/wait_s"] + report["time/steps_s"]
     rate = report["train/steps"] * report["batch_size"] / seconds
-    return Trained(rate, report["test/acc"], report["peak_memory_bytes"] / 2**30)
+    return rate, report["test/acc"], report["peak_memory_bytes"] / 2**30
 
 
 def options(args: argparse.Namespace) -> str:
@@ -382,9 +373,9 @@ def options(args: argparse.Namespace) -> str:
     found = in_turns({name: partial(trained, given) for name, (_, given) in rows.items()}, args.rounds)
     lines = []
     for name, (base, _) in rows.items():
-        speeds, others = ([each.images_per_s for each in found[of]] for of in (name, base))
-        accuracy = statistics.median(each.accuracy for each in found[name])
-        memory = statistics.median(each.peak_gib for each in found[name])
+        speeds, *rest = zip(*found[name], strict=True)
+        accuracy, memory = map(statistics.median, rest)
+        others = [speed for speed, _, _ in found[base]]
         lines.append([name, spread(speeds), f"{ratio(speeds, others):.2f}", f"{accuracy:.1%}", f"{memory:.2f}"])
     return table(["what", "images/s, median (least to most)", "ratio", "test accuracy", "peak memory, GiB"], lines)
 

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import hosts
 import measuring
+import psutil
 from measuring import ArgumentParser, made_by, wait_until
 
 from lockstep import ROOT
@@ -47,12 +48,11 @@ COMMAND = [
     "callbacks=[default,ema,early_stopping]", "callbacks.ema.decay=0.9", "callbacks.early_stopping.patience=9", "augment=[shift]", "augment.shift.pixels=2", "resume=auto",
 ]  # fmt: skip
 TIMEOUT_S = 15
-TWO, NODES = ["trainer.devices=2"], ["trainer.devices=1", "trainer.num_nodes=2"]
-DDP, FSDP = (["strategy=ddp", f"strategy.timeout_s={TIMEOUT_S}"], ["strategy=fsdp", f"strategy.timeout_s={TIMEOUT_S}"])
-SHARDS = ["checkpoint.sharded=true"]
+TWO, NODES, SHARDS = "trainer.devices=2", ["trainer.devices=1", "trainer.num_nodes=2"], "checkpoint.sharded=true"
+DDP, FSDP = ([f"strategy={name}", f"strategy.timeout_s={TIMEOUT_S}"] for name in ("ddp", "fsdp"))
 SETUPS = {
-    "single": ["strategy=single"], "dp": ["strategy=dp"], "ddp": [*DDP, *TWO], "fsdp": [*FSDP, *TWO], "shards": [*FSDP, *TWO, *SHARDS],
-    "nodes": [*DDP, *NODES], "nodes, shards": [*FSDP, *NODES, *SHARDS],
+    "single": ["strategy=single"], "dp": ["strategy=dp"], "ddp": [*DDP, TWO], "fsdp": [*FSDP, TWO], "shards": [*FSDP, TWO, SHARDS],
+    "nodes": [*DDP, *NODES], "nodes, shards": [*FSDP, *NODES, SHARDS],
 }  # fmt: skip
 END_S = 90.0  # for a run to end after its fault
 LEFT_S = 2.0  # between the end of one node's command and the kill of a stopped process on the other
@@ -70,22 +70,6 @@ Case = tuple[str, str]  # names of a fault and of a setup
 
 class Badly(Exception):
     """A run that ended neither well nor in a clear error."""
-
-
-def listed(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir()]
-    except OSError:
-        return []
-
-
-def group_of(pid: int) -> int | None:
-    """None for a process that has ended, waited for or not."""
-    try:
-        state, _, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
-    except OSError:
-        return None
-    return None if state == "Z" else int(group)
 
 
 def send(what: signal.Signals, pids: Iterable[int]) -> None:
@@ -136,7 +120,7 @@ class Run:
 
     def writes(self) -> bool:
         """Whether a checkpoint is being written."""
-        return any(entry.endswith(".part") for entry in listed(self.checkpoints))
+        return any(self.checkpoints.glob("*.part"))
 
     def wait(self, true: Callable[[], bool], every_s: float = 0.002) -> None:
         """Until it is true or the run has ended."""
@@ -144,9 +128,12 @@ class Run:
 
     def processes(self, groups: list[int] | None = None) -> list[int]:
         """The processes of some commands, or of all of them; the commands themselves come first."""
-        groups = self.groups if groups is None else groups
-        found = [int(name) for name in listed(Path("/proc")) if name.isdigit()]
-        return sorted((pid for pid in found if group_of(pid) in groups), key=lambda pid: (pid not in groups, pid))
+        groups, found = self.groups if groups is None else groups, []
+        for process in psutil.process_iter():
+            with suppress(OSError, psutil.NoSuchProcess):  # it has ended
+                if os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+        return sorted(found, key=lambda pid: (pid not in groups, pid))
 
     def one_rank(self) -> list[int]:
         """One of the processes that train, if there are any: those that a command has started, or it alone."""
@@ -219,17 +206,11 @@ def kill_node(run: Run) -> None:
     send(signal.SIGKILL, run.processes([run.draw.choice(run.groups)]))
 
 
-def stop_and_continue(run: Run) -> None:
-    """A rank or a command."""
-    found = run.processes()
-    stop(signal.SIGCONT, [run.draw.choice(found)] if found else [], run)
-
-
-def stop_and_kill(run: Run) -> None:
-    stop(signal.SIGKILL, run.one_rank(), run)
-
-
-def stop(then: signal.Signals, pids: list[int], run: Run) -> None:
+def stop_and(then: signal.Signals, run: Run) -> None:
+    """Stops a rank for a while; one that continues may be a command."""
+    pids = run.one_rank()
+    if then is signal.SIGCONT and (found := run.processes()):
+        pids = [run.draw.choice(found)]
     send(signal.SIGSTOP, pids)
     time.sleep(run.draw.uniform(0.1, 3.0))
     send(then, pids)
@@ -271,15 +252,12 @@ def flip(place: str, pattern: str, run: Run) -> None:
         run.kill()
 
 
-def drop_network(run: Run) -> None:
+def cut_network(run: Run, back: bool) -> None:
     node = run.draw.choice(run.nodes)
     node.cut_off()
-    time.sleep(run.draw.uniform(0.2, 3.0))
-    node.connect()
-
-
-def cut_network(run: Run) -> None:
-    run.draw.choice(run.nodes).cut_off()
+    if back:
+        time.sleep(run.draw.uniform(0.2, 3.0))
+        node.connect()
 
 
 @contextmanager
@@ -306,15 +284,15 @@ FAULTS = {
     "kill -9 of a command with its ranks (a node)": Fault(kill_node),
     "kill -15 of a rank": Fault(partial(signal_rank, signal.SIGTERM)),
     "kill -15 of a command": Fault(terminate_command),
-    "kill -STOP, later -CONT": Fault(stop_and_continue),
-    "kill -STOP, later -9": Fault(stop_and_kill),
+    "kill -STOP, later -CONT": Fault(partial(stop_and, signal.SIGCONT)),
+    "kill -STOP, later -9": Fault(partial(stop_and, signal.SIGKILL)),
     "kill -STOP for good": Fault(stop_for_good, several=True),
     "disk full": Fault(fill),
     "bit flipped in the data": Fault(partial(flip, "data", "*.gz"), refusal=True),
     "bit flipped in the decoded data": Fault(partial(flip, "cache", "*.*")),
     "bit flipped in a checkpoint": Fault(partial(flip, "runs/run/checkpoints", "*"), refusal=True),
-    "network down, then up": Fault(drop_network, network=True),
-    "network down for good": Fault(cut_network, network=True),
+    "network down, then up": Fault(partial(cut_network, back=True), network=True),
+    "network down for good": Fault(partial(cut_network, back=False), network=True),
 }
 
 
@@ -420,13 +398,9 @@ def outcome(case: Case, folder: Path, nodes: list[hosts.Host], draw: random.Rand
 
 def cases(rounds: int, draw: random.Random) -> list[Case]:
     """In random order."""
-    one = [
-        (name, setup)
-        for setup, options in SETUPS.items()
-        for name, fault in FAULTS.items()
-        if ("nodes" in setup or not fault.network) and (len(options) > 1 or not fault.several)
-    ]
-    found = one * rounds
+    found = [(name, setup) for setup in SETUPS for name in FAULTS]
+    found = [(name, setup) for name, setup in found if "nodes" in setup or not FAULTS[name].network]
+    found = [(name, setup) for name, setup in found if len(SETUPS[setup]) > 1 or not FAULTS[name].several] * rounds
     draw.shuffle(found)
     return found
 

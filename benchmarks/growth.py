@@ -1,6 +1,6 @@
-"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown and, with --plots, figures.
+"""Measures what more processes, parameters, samples, steps and files cost: tables in Markdown.
 
-python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>] [--plots docs/measurements]
+python benchmarks/growth.py [--only world,memory,sampler,data,long,predict] [--rounds 3] [--data-root <folder>]
 
 world: images per second; memory: of each process under ddp and fsdp; sampler: of the order of a billion samples; data: of the
 images that the processes of a machine share; long: memory, open files and threads over the steps of a long run; predict: memory of
@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,16 +34,6 @@ from lockstep.data.sampler import BLOCK, Split, TrainBatches
 from lockstep.machine.world import cores
 
 GIB, MIB = 2**30, 2**20
-Lines = dict[str, list[tuple[float, float]]]  # series: points
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    text: str
-    plots: dict[str, Lines] = field(default_factory=dict)  # by the label of the y axis
-    x: str = "processes"
-    log: bool = False
 
 
 def train(args: argparse.Namespace, *options: str) -> dict[str, Any]:
@@ -174,23 +163,20 @@ def speed(args: argparse.Namespace, world: int, batch: int, threads: int | None)
     return float(report["train/images_per_s"])
 
 
-def world(args: argparse.Namespace) -> Section:
+def world(args: argparse.Namespace) -> str:
     batches = {(kind, n): 256 if kind == STRONG else 64 * n for kind in (STRONG, WEAK) for n in args.worlds}
     ways = {f"{kind} {n}": partial(speed, args, n, batch, threads=1) for (kind, n), batch in batches.items()}
     alone = "one process with all cores"
     found = in_turns(ways | {alone: partial(speed, args, 1, 256, threads=None)}, args.rounds)
     rows = []
-    lines: Lines = {STRONG: [], WEAK: []}
     for (kind, n), batch in batches.items():
         own = found[f"{kind} {n}"]
         faster = ratio(own, found[f"{kind} {args.worlds[0]}"])
         rows.append([kind, str(n), str(batch), spread(own), f"{faster:.2f}", f"{faster / min(n, cores()):.0%}"])
-        lines[kind].append((n, statistics.median(own)))
     rows.append([alone, "1", "256", spread(found[alone]), "", ""])
     head = ["what", "processes", "batch", "images/s, median (least to most)", "times one process", "of what the cores allow"]  # fmt: skip
     text = f"BasicNet under ddp, one thread per process, {args.steps} steps. Processes share the cores where they are more."
-    title = "Images per second over the number of processes"
-    return Section(title, f"{text}\n\n{table(head, rows)}", {"images/s": lines})
+    return f"{text}\n\n{table(head, rows)}"
 
 
 # --- memory ---
@@ -203,10 +189,9 @@ SHORT = [
 BYTES = 16  # of a parameter under AdamW in fp32: weight, gradient, two moments
 
 
-def memory(args: argparse.Namespace) -> Section:
+def memory(args: argparse.Namespace) -> str:
     """GiB, the most that one process had, sampled several times a second; `own` are pages that belong to no file. The base is a run
     with BasicNet. Under fsdp each process makes the whole network before it keeps its part, and gathers one block at a time."""
-    lines: Lines = {}
     rows, count = [], 0
     base = watched(args, "model=basic_net", "strategy=ddp", "trainer.devices=1", *SHORT)[0].own
     for strategy in ("ddp", "fsdp"):
@@ -216,14 +201,12 @@ def memory(args: argparse.Namespace) -> Section:
             theory = BYTES * count / (n if strategy == "fsdp" else 1)
             sizes = [theory, each.own - base, each.own, together.pss]
             rows.append([strategy, str(n), *(f"{size / GIB:.2f}" for size in sizes)])
-            lines.setdefault(strategy, []).append((n, (each.own - base) / GIB))
-            lines.setdefault(f"{strategy}, in theory", []).append((n, theory / GIB))
     head = ["strategy", "processes", "weights, gradients, AdamW in theory", "own, above the base", "own", "all processes (PSS)"]  # fmt: skip
     text = (
         f"vit_large_patch16_224 with {args.depth} of its 24 blocks, {count / 1e6:.0f} million parameters: {4 * count / GIB:.2f} GiB. "
         f"The base is {base / GIB:.2f} GiB."
     )
-    return Section("Memory of a process over the number of processes", f"{text}\n\n{table(head, rows)}", {"GiB": lines})
+    return f"{text}\n\n{table(head, rows)}"
 
 
 # --- data ---
@@ -234,10 +217,9 @@ READING = [
 ]  # fmt: skip
 
 
-def data(args: argparse.Namespace) -> Section:
+def data(args: argparse.Namespace) -> str:
     """MiB of the decoded files that the ranks of a real run have mapped, the most at a time. PSS counts a page that n processes share
     as 1/n for each."""
-    lines: Lines = {"in memory (PSS)": [], "if each process had a copy": []}
     rows, cache = [], (args.folder / "cache").resolve()
     name = "cifar10" if args.data_root else "mnist"
     options = [f"data={name}", *READING]
@@ -247,12 +229,9 @@ def data(args: argparse.Namespace) -> Section:
         _, together, _ = watched(args, *options, f"trainer.devices={n}", folder=cache)
         mapped, pss = together.mapped / MIB, together.mapped_pss / MIB
         rows.append([str(n), f"{mapped:.1f}", f"{pss:.1f}", f"{together.mapped_pss / size:.3f}"])
-        lines["in memory (PSS)"].append((n, pss))
-        lines["if each process had a copy"].append((n, mapped))
     head = ["processes", "mapped, summed over the processes", "of that in memory (PSS)", "PSS / size"]
     text = f"ddp over three epochs of {name}, whose images and labels are {size / MIB:.1f} MiB."
-    title = "One copy of the data for all processes of a machine"
-    return Section(title, f"{text}\n\n{table(head, rows)}", {"MiB": lines})
+    return f"{text}\n\n{table(head, rows)}"
 
 
 # --- sampler: one process plays a rank in the middle ---
@@ -318,32 +297,14 @@ def torch_sampler(samples: int, world: int) -> tuple[float, int]:
     return elapsed_s, grown_bytes(begin)
 
 
-def quantity(value: float, units: tuple[str, ...]) -> str:
-    for unit in units[:-1]:
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} {units[-1]}"
-
-
-def duration(seconds: float) -> str:
-    return quantity(1e6 * seconds, ("us", "ms", "s"))
-
-
-def size(n_bytes: float) -> str:
-    return quantity(n_bytes / 1000, ("kB", "MB", "GB"))
-
-
-def sampler(_: argparse.Namespace) -> Section:
+def sampler(_: argparse.Namespace) -> str:
     """`TrainBatches` computes where a bijection sends the samples of the steps ahead. DistributedSampler lists a permutation of all."""
-    rows: list[list[str]] = []
-    times: Lines = {}
-    sizes: Lines = {}
+    rows = []
 
     def add(name: str, samples: int, seconds: float, resumed_s: float, n_bytes: float) -> None:
-        rows.append([name, f"{samples:.0e}", duration(seconds), duration(resumed_s), size(n_bytes)])
-        times.setdefault(name, []).append((samples, seconds))
-        sizes.setdefault(name, []).append((samples, n_bytes))
+        rows.append(
+            [name, f"{samples:.0e}", *(f"{value:,.3g}" for value in (1e3 * seconds, 1e3 * resumed_s, n_bytes / 1e6))]
+        )
 
     for name, (processes, batch) in SETUPS.items():
         for samples in SIZES:
@@ -355,11 +316,15 @@ def sampler(_: argparse.Namespace) -> Section:
     for samples in SIZES:
         seconds, n_bytes = (value * max(1.0, samples / MEASURED) for value in measured[min(samples, MEASURED)])
         add("DistributedSampler (above 1e7 in theory)", samples, seconds, seconds, n_bytes)
-    head = ["sampler", "samples", "first batch of an epoch", "resumed in the middle", "process grew by (VmHWM)"]
+    head = [
+        "sampler",
+        "samples",
+        "first batch of an epoch, ms",
+        "resumed in the middle, ms",
+        "process grew by (VmHWM), MB",
+    ]
     text = f"One process plays rank n/2, of 4,096 for DistributedSampler; medians of {REPEAT}. Blocks have {BLOCK:,} indices."
-    plots = {"s to the first batch": times, "bytes": sizes}
-    title = "The order of samples over their number"
-    return Section(title, f"{text}\n\n{table(head, rows)}", plots, x="samples", log=True)
+    return f"{text}\n\n{table(head, rows)}"
 
 
 # --- long ---
@@ -371,18 +336,13 @@ LONG = [
 ]  # fmt: skip
 
 
-def long(args: argparse.Namespace) -> Section:
+def long(args: argparse.Namespace) -> str:
     """Of the ranks and the processes that they start; memory is that of pages that belong to no file."""
     place = [f"runs_dir={args.folder}/runs", f"data.cache_dir={args.folder}/cache"]
     run = partial(measuring.train, [*LONG, *place, f"trainer.max_steps={args.long_steps}"])
     processes = held_during(run, args.folder / "runs/long/metrics.csv")
-    lines: dict[str, Lines] = {
-        kind: {name: [(step, values[i]) for step, values in looks] for name, looks in processes.items()}
-        for i, kind in enumerate(KINDS)
-    }
     head = ["process", "", *(f"after {share * args.long_steps:,.0f} steps" for share in (0.1, 0.5, 0.99))]
-    rows = held_rows(processes, args.long_steps)
-    return Section("What a long run holds", table(head, rows), lines, x="steps")
+    return table(head, held_rows(processes, args.long_steps))
 
 
 # --- predict: a CSV lists simulated files, and a black image stands for each, so the disk and Pillow are left out ---
@@ -391,7 +351,7 @@ PREDICTING = ["trainer.accelerator=cpu", "data.num_workers=0", "trainer.enable_p
 PATH = "2026/november/{:012}.jpg"
 
 
-def predict(args: argparse.Namespace) -> Section:
+def predict(args: argparse.Namespace) -> str:
     """One process trains a small network and predicts the files in turn: what a number adds to the peak of the one before is what it cost."""
     from PIL import Image
 
@@ -414,32 +374,20 @@ def predict(args: argparse.Namespace) -> Section:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             rate = count / (time.perf_counter() - began_s)
             rows.append([f"{count:,}", f"{peak / MIB:,.0f}", f"{output.stat().st_size / MIB:,.1f}", f"{rate:,.0f}"])
-    shown = table(["files", "peak memory, MiB", "table, MiB", "files/s"], rows)
-    return Section("What predictions of many files hold", shown)
+    return table(["files", "peak memory, MiB", "table, MiB", "files/s"], rows)
 
 
 # --- the page ---
 
 
-def plot(section: Section, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(section.plots), 3), layout="constrained")
-    all_axes = figure.subplots(1, len(section.plots), squeeze=False)[0]
-    for axes, (label, lines) in zip(all_axes, section.plots.items(), strict=True):
-        for name, points in lines.items():
-            marker, style = "o" if len(points) < 30 else "", "--" if "theory" in name else "-"
-            axes.plot(*zip(*points, strict=True), label=name, marker=marker, linestyle=style)
-        limits = {"xscale": "log", "yscale": "log"} if section.log else {"ylim": (0, None)}
-        axes.set(xlabel=section.x, ylabel=label, **limits)
-        if section.x == "processes":
-            axes.set_xticks(sorted({x for points in lines.values() for x, _ in points}))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-
-
-SECTIONS = {"world": world, "memory": memory, "sampler": sampler, "data": data, "long": long, "predict": predict}
+SECTIONS = {
+    "world": ("Images per second by number of processes", world),
+    "memory": ("Memory by number of processes", memory),
+    "sampler": ("Time to shuffle", sampler),
+    "data": ("Data shared by the processes", data),
+    "long": ("Memory of a long run", long),
+    "predict": ("Predicting files", predict),
+}
 
 
 def numbers(text: str) -> list[int]:
@@ -456,16 +404,13 @@ def main() -> None:
     parser.add_argument("--long-steps", type=int, default=20_000, help="of the run of the section long")
     parser.add_argument("--files", type=numbers, default="10000,100000,200000,1000000", help="of the section predict")
     parser.add_argument("--data-root", type=Path, help="has MNIST and CIFAR-10; without it, the embedded images")
-    parser.add_argument("--plots", type=Path, help="a folder for growth-<section>.png")
     args = parser.parse_args()
     print(made_by())
     with tempfile.TemporaryDirectory() as folder:
         args.folder = Path(folder)
         for name in args.only:
-            section = SECTIONS[name](args)
-            print(f"## {section.title}\n\n{section.text}\n", flush=True)
-            if args.plots and section.plots:
-                plot(section, args.plots / f"growth-{name}.png")
+            title, section = SECTIONS[name]
+            print(f"## {title}\n\n{section(args)}\n", flush=True)
 
 
 if __name__ == "__main__":

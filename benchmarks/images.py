@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measuring import ArgumentParser, made_by, table
+from measuring import ArgumentParser, in_turns, made_by, table
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
@@ -145,10 +145,12 @@ def compared(image: Tensor, operation: augment.Operation, reference: Reference, 
 
     apart = (ours().int() - theirs().int()).abs()
     equal, close = ((apart <= levels).float().mean() for levels in (0, 1))
-    ours_ms, theirs_ms = (
-        statistics.median([1000 * spent_s(way) for _ in range(turns + 1)][1:]) for way in (ours, theirs)
-    )  # fmt: skip
-    return [f"{equal:.2%}", f"{close:.2%}", f"{ours_ms:.1f}", f"{theirs_ms:.1f}"]
+    taken_s = in_turns({"ours": partial(spent_s, ours), "theirs": partial(spent_s, theirs)}, turns, warm_up=1)
+    return [
+        f"{equal:.2%}",
+        f"{close:.2%}",
+        *(f"{1000 * statistics.median(seconds):.1f}" for seconds in taken_s.values()),
+    ]
 
 
 def augmentation(args: argparse.Namespace) -> str:

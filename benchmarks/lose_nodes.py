@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import hosts
 from measuring import ArgumentParser, differences, last_step, made_by, table, wait_until
@@ -155,8 +155,7 @@ def noting_script(folder: Path, run: str) -> Path:
     return script
 
 
-@dataclass(frozen=True)
-class Note:
+class Note(NamedTuple):
     round: str
     world: int
     time: float

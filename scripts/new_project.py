@@ -1,13 +1,13 @@
 """Creates your own project.
 
-python scripts/new_project.py <folder> --package <name> [--data folder|arrays|none] [--full [--strip]]
+python scripts/new_project.py <folder> --package <name> [--data folder|arrays|none] [--full]
 python scripts/new_project.py <folder> --upgrade
 
 By default a THIN project, which depends on Lockstep: train.py, eval.py, predict.py, configs/ with what differs, src/<name>/,
 tests of Lockstep's promises on the project's own data, pyproject.toml, CI, README, and a first commit. It can upgrade Lockstep.
   --data folder   images in class folders (default) · arrays: a data set of arrays · none: MNIST, until you have data
   --upgrade       an existing thin project gets this checkout's Lockstep and the versions that it was tested with
-  --full          a renamed copy of all of Lockstep instead; --strip leaves out its benchmarks, notebook and templates
+  --full          a renamed copy of all of Lockstep instead
   --lockstep      the requirement of a thin project, such as 'lockstep @ git+https://...'. Default: the remote and commit of this
                   checkout if they can be reached by others, else a wheel of it in the project's wheels/
 """
@@ -57,11 +57,6 @@ BUILDERS = (  # of a wheel, into a folder
     ["uv", "build", "--quiet", "--wheel", "--out-dir"],
     [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", ".", "-w"],
 )
-STRIPPED = (
-    "benchmarks/", "tests/benchmarks/", "NOTEBOOK.md", "templates/", "scripts/new_project.py", "tests/scripts/test_new_project.py",
-    "tests/test_readme.py", "tests/test_documented_commands.py",
-    "tests/test_waits.py", "tests/extras/test_flat_memory.py", "tests/reporting/test_browser.py", "tests/augment/test_references.py",  # of benchmarks
-)  # fmt: skip
 
 
 def check(folder: Path, package: str) -> None:
@@ -106,7 +101,8 @@ def thin(folder: Path, package: str, data: str, requirement: str | None, wheel: 
             if not any(part.startswith((".", "__pycache__")) for part in place.parts):  # leftovers of tools
                 copy(path, folder / str(place).replace("dot-", ".").replace(NAME, package), words)
     if data == "none":
-        edit(folder / "configs/project.yaml", f"  - override data: {package}\n", "")
+        config = folder / "configs/project.yaml"
+        config.write_text(replaced(config.read_text(), {f"  - override data: {package}\n": ""}))
     depend(folder, requirement, wheel)
 
 
@@ -182,13 +178,7 @@ def build_wheel() -> Wheel:
     )
 
 
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text, f"{path}: the template lacks {old!r}"
-    path.write_text(text.replace(old, new, 1))
-
-
-def full(folder: Path, package: str, strip: bool) -> None:
+def full(folder: Path, package: str) -> None:
     """Copies every file tracked by git, with Lockstep's name replaced."""
     words = {
         "lockstep": package,
@@ -199,21 +189,14 @@ def full(folder: Path, package: str, strip: bool) -> None:
     if listed.returncode:
         raise UserError("--full copies a git checkout of Lockstep, and git ls-files failed here. Clone Lockstep first.")
     for name in listed.stdout.splitlines():
-        if not (strip and name.startswith(STRIPPED)):
-            copy(ROOT / name, folder / replaced(name, words), words)
-    if strip:
-        edit(folder / "pyproject.toml", 'files = ["src", "scripts", "benchmarks",', 'files = ["src", "scripts",')
+        copy(ROOT / name, folder / replaced(name, words), words)
 
 
 def commit(folder: Path, message: str) -> None:
     """Makes the project's first commit, if git and an author's name are there."""
-    who = ["-c", "user.name=new_project", "-c", "user.email=new_project@localhost"]
     known = subprocess.run(["git", "config", "user.email"], capture_output=True).returncode == 0
-    for command in (
-        ["init", "--quiet", "-b", "main"],
-        ["add", "-A"],
-        [*([] if known else who), "commit", "--quiet", "-m", message],
-    ):
+    who = [] if known else ["-c", "user.name=new_project", "-c", "user.email=new_project@localhost"]
+    for command in (["init", "--quiet", "-b", "main"], ["add", "-A"], [*who, "commit", "--quiet", "-m", message]):
         subprocess.run(["git", *command], cwd=folder, check=False)
 
 
@@ -225,7 +208,6 @@ def main() -> None:
     parser.add_argument("--data", choices=DATA, default="folder")
     parser.add_argument("--lockstep", help="a requirement; default: this checkout's commit at its remote, or a wheel")
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--strip", action="store_true")
     args = parser.parse_args()
     requirement = args.lockstep or git_requirement()
     if args.upgrade:
@@ -234,17 +216,14 @@ def main() -> None:
                 "--upgrade takes the folder of an existing thin project, and of the options --lockstep alone."
             )
         depend(args.folder, requirement, None if requirement else build_wheel())
-        print(
-            f"{args.folder} now depends on {requirement or 'the wheel in wheels/'}: cd {args.folder} && uv run pytest"
-        )
+        now = requirement or "the wheel in wheels/"
+        print(f"{args.folder} now depends on {now}: cd {args.folder} && uv run pytest")
         return
     if not args.package:
         raise UserError("--package is missing. Pass the name of the package, for example --package flowers.")
     check(args.folder, args.package)
-    if args.strip and not args.full:
-        raise UserError("--strip has no effect on a thin project, which has no examples. Remove it, or add --full.")
     if args.full:
-        full(args.folder, args.package, args.strip)
+        full(args.folder, args.package)
     else:
         thin(args.folder, args.package, args.data, requirement, None if requirement else build_wheel())
     commit(args.folder, f"{args.package}, begun from Lockstep's template")

@@ -10,7 +10,6 @@ shows how far the memory was off, and the operations per second. docs/plan.md ha
 import argparse
 import math
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 from rich.table import Table
@@ -25,6 +24,9 @@ from lockstep.launch.exits import exit_code
 from lockstep.launch.start import checked, prepare_data
 from lockstep.reporting.console import print_wide
 
+COLUMNS = (
+    "strategy", "devices", "micro-batch", "memory each", "largest micro-batch", "sent per step", "step", "of it communication", "epoch", "run",
+)  # fmt: skip
 STEPS = 12  # that --measure trains; the report's speed leaves out the first ones
 
 
@@ -52,7 +54,7 @@ def costs_of(settings: Settings) -> tuple[Any, int]:
         kind = locate(node._target_)
         if isinstance(kind, type) and issubclass(kind, Freeze):
             create(node, f"callbacks.{name}").freeze(module.net)
-    return costs(module, data, module.net.train(), nullcontext), data.train_split.count
+    return costs(module, data, module.net.train()), data.train_split.count
 
 
 def in_half(settings: Settings) -> bool:
@@ -77,9 +79,8 @@ def plans(settings: Settings, costs: Any, args: argparse.Namespace) -> list[tupl
             of = Setting(
                 world, args.nodes, shards, in_half(settings), batch // (world * accumulate), accumulate, copies
             )
-            found.append(
-                (name, of, plan(costs, of, device, utilisation=args.utilisation, between_nodes=args.between_nodes))
-            )
+            speed = {"utilisation": args.utilisation, "between_nodes": args.between_nodes}
+            found.append((name, of, plan(costs, of, device, **speed)))
     if not found:
         raise UserError(
             f"data.batch_size={batch} cannot be divided by any of these numbers of devices. Set others with --devices."
@@ -96,19 +97,7 @@ def show(settings: Settings, costs: Any, samples: int, args: argparse.Namespace)
         f"activations {size(costs.activation_bytes)} per sample in fp32\n"
         f"{args.on} at {args.utilisation:.0%} of its peak, {args.nodes} node{'s' * (args.nodes > 1)}, {'mixed precision' if in_half(settings) else 'fp32'}, batch {batch}"
     )
-    columns = [
-        "strategy",
-        "devices",
-        "micro-batch",
-        "memory each",
-        "largest micro-batch",
-        "sent per step",
-        "step",
-        "of it communication",
-        "epoch",
-        "run",
-    ]
-    table = Table(*columns, *(["cost"] if args.price else []))
+    table = Table(*COLUMNS, *(["cost"] if args.price else []))
     made = plans(settings, costs, args)
     for name, of, found in made:
         epoch_s, run_s = plan.epoch(samples) // plan.accumulate * found.step_s, steps * found.step_s
@@ -122,41 +111,38 @@ def show(settings: Settings, costs: Any, samples: int, args: argparse.Namespace)
         print_wide(f"not on {', '.join(map(str, left_out))} devices: data.batch_size={batch} cannot be divided by them")
 
 
-def measure(overrides: list[str], costs: Any) -> dict[str, float]:
-    """Trains a few steps here. The predicted growth of memory and the measured one, and the speed."""
+def measure(overrides: list[str], costs: Any) -> str:
+    """Trains a few steps here; returns the measured growth of memory, the predicted one, and the speed."""
     import resource
 
-    from lockstep.extras.planning import Setting, device_bytes, sample_bytes
+    from lockstep.extras.planning import DEVICES, Setting, plan
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = train([*overrides, f"trainer.max_steps={STEPS}", "trainer.max_epochs=-1", "trainer.log_every_n_steps=2", "trainer.limit_val_batches=0",
                     "trainer.limit_test_batches=0", "trainer.enable_checkpointing=false", "logger=csv"])  # fmt: skip
-    half = "mixed" in str(report["precision"])
-    of = Setting(
-        int(report["world_size"]),
-        1,
-        report["strategy"] == "fsdp",
-        half,
-        int(report["micro_batch"]),
-        int(report["accumulate_grad_batches"]),
+    half, micro_batch, accumulate = (
+        "mixed" in report["precision"],
+        report["micro_batch"],
+        report["accumulate_grad_batches"],
     )
-    predicted = device_bytes(costs, of) + costs.fixed_bytes + sample_bytes(costs, half=half) * of.micro_batch
+    of = Setting(1, 1, False, half, micro_batch, accumulate)
+    predicted = plan(costs, of, DEVICES["h100"], utilisation=1.0).memory_bytes
     rate = report[f"train/{report['unit']}_per_s"] or float("nan")
-    return {
-        "predicted": predicted,
-        "measured": float(report["peak_memory_bytes"]),
-        "before": float(before),
-        "rate": float(rate),
-    }
+    return (
+        f"here: {size(report['peak_memory_bytes'] - before)} measured, {size(predicted)} predicted · {rate:,.1f} samples/s, "
+        f"{rate * costs.flops / 1e9:,.1f} GFLOP/s"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--on", default="h100", help="the kind of device")
-    parser.add_argument(
-        "--devices", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8], help="per node"
-    )
+    parser.add_argument("--devices", type=numbers, default="1,2,4,8", help="per node")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--utilisation", type=float, default=0.35, help="share of the device's peak that is reached")
     parser.add_argument("--between-nodes", type=float, default=45e9, help="bytes/s of each device to other nodes")
@@ -167,21 +153,17 @@ def main() -> None:
 
     if args.on not in DEVICES:
         raise UserError(f"--on {args.on}: the known kinds are {', '.join(DEVICES)}.")
-    if not 0 < args.utilisation <= 1:
-        raise UserError("--utilisation is a share of the peak, above 0 and at most 1.")
-    if min(args.devices, default=0) < 1 or args.nodes < 1:
-        raise UserError("--devices and --nodes are at least 1.")
+    if not 0 < args.utilisation <= 1 or min(*args.devices, args.nodes) < 1:
+        raise UserError(
+            "--utilisation is a share of the peak, above 0 and at most 1. --devices and --nodes are at least 1."
+        )
     settings = checked(args.overrides)
     if args.measure and settings.world.size > 1:
         raise UserError("--measure trains in this process. Remove strategy and trainer.devices.")
     costs, samples = costs_of(settings)
     show(settings, costs, samples, args)
     if args.measure:
-        found = measure(args.overrides, costs)
-        grown = found["measured"] - found["before"]
-        print(
-            f"here: {size(grown)} measured, {size(found['predicted'])} predicted · {found['rate']:,.1f} samples/s, {found['rate'] * costs.flops / 1e9:,.1f} GFLOP/s"
-        )
+        print(measure(args.overrides, costs))
 
 
 if __name__ == "__main__":

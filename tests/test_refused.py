@@ -21,11 +21,8 @@ pytestmark = pytest.mark.xdist_group("refused")
 
 
 def contents(run: str) -> dict[str, bytes]:
-    return {
-        str(path): path.read_bytes()
-        for path in Path("runs", run).rglob("*")
-        if path.is_file() and path.name != "train.log"
-    }
+    files = [path for path in Path("runs", run).rglob("*") if path.is_file() and path.name != "train.log"]
+    return {str(path): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("key", ["run", "resume", "init_from"])
@@ -80,14 +77,14 @@ class Evil:
 def test_a_file_that_is_no_checkpoint_of_lockstep_is_rejected_in_one_message(train, run_a):
     folder = Path("runs/a/checkpoints")
     whole = torch.load(folder / "last.ckpt", weights_only=True)
+    few = {name: whole["config"][name] for name in ("task", "data", "strategy", "trainer")}
     other = {
         "a list": [whole],
         "bare weights": whole["state_dict"],
         "of another project": {"state_dict": whole["state_dict"], "config": {"lr": 0.1}},
         "without weights": {key: value for key, value in whole.items() if key != "state_dict"},
         "of another type": whole | {"callbacks": [1]},
-        "without groups": whole
-        | {"config": {name: whole["config"][name] for name in ("task", "data", "strategy", "trainer")}},
+        "without groups": whole | {"config": few},
         "of other keys": whole | {"config": whole["config"] | {("a", 1): 2}},
         "without metadata": whole | {"DataModule": {"about": 3}},
         "hostile": whole | {"callbacks": {"x": Evil()}},
@@ -121,26 +118,17 @@ def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):
     before, other = contents("a"), contents("b")
     with pytest.raises(UserError, match="trained on different data"):
         train("run=a", "resume=auto", "trainer.max_epochs=2", f"data.root={make_mnist(640, 50)}")
-    for override, told in (
-        ("model=resnet50d", "model.name=resnet50d cannot be changed"),
-        ("data.val_fraction=0.2", "data.val_fraction"),
-    ):
-        with pytest.raises(UserError, match=told):
-            train("resume=a", override)
+    with pytest.raises(UserError, match=r"model.name=resnet50d cannot be changed"):
+        train("resume=a", "model=resnet50d")
+    # what would repeat samples or be ignored
+    fixed = ["data.val_fraction=0.2", "data.batch_size=24", "seed=3", "optim.lr=0.5"]
+    with pytest.raises(UserError) as error:
+        train("resume=a", *fixed, "trainer.max_epochs=2")
+    assert {problem.split(" cannot")[0] for problem in error.value.problems} == {*fixed}
     with pytest.raises(UserError, match="is another run"):
         train("resume=a", "run=b", "trainer.max_epochs=2")
     assert contents("a") == before
     assert contents("b") == other
-
-
-def test_what_would_repeat_samples_or_be_ignored_cannot_be_changed_in_a_resumed_run(run_a):
-    with pytest.raises(UserError) as error:
-        lockstep.train(["resume=a", "data.batch_size=24", "seed=3", "optim.lr=0.5", "trainer.max_epochs=2"])
-    assert {problem.split(" cannot")[0] for problem in error.value.problems} == {
-        "data.batch_size=24",
-        "seed=3",
-        "optim.lr=0.5",
-    }
 
 
 def test_a_directory_is_never_taken_twice(train, run_a):
@@ -151,8 +139,6 @@ def test_a_directory_is_never_taken_twice(train, run_a):
 
 
 def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_a, monkeypatch):
-    from lockstep.callbacks import FiniteLoss
-
     told: list[str] = []
 
     def second(self, trainer, *_) -> None:
@@ -180,13 +166,6 @@ def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, 
     with RunFolder("runs/a").locked(), pytest.raises(UserError, match="runs/a is in use"):
         train("run=a", "resume=auto", "trainer.max_epochs=2")
     assert {name: content for name, content in contents("a").items() if ".lock" not in name} == before
-
-
-def test_a_folder_in_the_place_of_the_log_is_refused(train):
-    Path("runs/a/metrics.csv").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is no regular file"):
-        train("run=a", "debug=one_batch")
-    assert [path.name for path in Path("runs/a").iterdir()] == ["metrics.csv"]
 
 
 DAMAGED = {
@@ -217,13 +196,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(train
     (tmp_path / "gone").symlink_to("nowhere")
     before = sorted(tmp_path.iterdir())
     for place in ("file", "loop", "gone", "/proc", "n" * 300, "file/below"):
-        with pytest.raises(
-            UserError, match=r"(?s)runs_dir: .* cannot be written: .* Type runs_dir=|runs_dir=n+ is invalid"
-        ):
-            train(f"runs_dir={place}")
-        if place != "/proc":
-            with pytest.raises(UserError, match=r"data.cache_dir: .* cannot be written|data.cache_dir=n+ is invalid"):
-                train(f"data.cache_dir={place}")
+        for key in ("runs_dir", *(["data.cache_dir"] if place != "/proc" else [])):
+            with pytest.raises(UserError, match=rf"(?s){key}: .* cannot be written|{key}=n+ is invalid"):
+                train(f"{key}={place}")
     with pytest.raises(UserError, match=r"run=n+ is invalid"):
         train(f"run={'n' * 300}")
     assert sorted(tmp_path.iterdir()) == before
@@ -251,8 +226,6 @@ def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):
 
 
 def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys):
-    from lockstep.callbacks import FiniteLoss
-
     removed = []
 
     def remove(self, trainer, *_) -> None:
@@ -264,9 +237,8 @@ def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys)
     for name in ("config.yaml", "metrics.csv", "checkpoints"):
         removed.append(name)
         assert train("run=a", "trainer.log_every_n_steps=2")["status"] == "done"
-        assert (
-            name == "checkpoints" or f"runs/a/{name} was removed while the run was going on" in capsys.readouterr().err
-        )
+        told = capsys.readouterr().err
+        assert name == "checkpoints" or f"runs/a/{name} was removed while the run was going on" in told
         if name == "metrics.csv":
             assert [row["step"] for row in RunFolder("runs/a").metrics()][:2] == [6, 8]
         shutil.rmtree("runs")
@@ -283,38 +255,21 @@ def test_weights_that_do_not_fit_are_refused(train, run_a):
     assert not Path("runs/c").exists()
 
 
+TWO = "trainer.accumulate_grad_batches=2"
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "told"),
     [
-        "+optim.foo=1",
-        "optim=sgd optim.momentum=0",
-        "trainer.val_check_interval=1000",
-        "trainer.limit_train_batches=0.001",
+        ("+optim.foo=1", "foo"), ("optim=sgd optim.momentum=0", "momentum"), ("trainer.limit_train_batches=0.001", "the run's 0 steps"),
+        ("trainer.val_check_interval=1000", "val_check_interval"), (f"{TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),
+        (f"{TWO} trainer.val_check_interval=5", r"val_check_interval=5 counts micro-batches .* Set trainer.val_check_interval=4"),
     ],
-)
-def test_what_torch_or_lightning_refuses_is_told_and_leaves_nothing(train, wrong):
-    with pytest.raises(UserError):
+)  # fmt: skip
+def test_what_torch_or_lightning_refuses_is_told_and_leaves_nothing(train, wrong, told):
+    with pytest.raises(UserError, match=told):
         train("run=a", *wrong.split())
     assert not Path("runs/a").exists()
-
-
-def test_validating_within_an_accumulated_step_is_refused(train):
-    with pytest.raises(
-        UserError, match=r"val_check_interval=5 counts micro-batches .* Set trainer.val_check_interval=4"
-    ):
-        train("run=a", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=5")
-    with pytest.raises(UserError, match=r"after 7 micro-batches, within a step of 2"):
-        train("run=a", "trainer.accumulate_grad_batches=2", "trainer.val_check_interval=0.3")
-    assert not Path("runs/a").exists()
-
-
-def test_a_cut_off_file_of_data_is_named(train, mnist, tmp_path):
-    shutil.copytree(mnist, tmp_path / "cut")
-    path = tmp_path / "cut/MNIST/raw/train-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"train-images-idx3-ubyte.gz is cut off or damaged"):
-        train("run=a", f"data.root={tmp_path / 'cut'}")
-    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("seen_by", ["trainer.log_every_n_steps=2", "trainer.limit_train_batches=5"])

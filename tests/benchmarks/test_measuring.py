@@ -7,11 +7,6 @@ import measuring
 import pytest
 
 
-def test_tables_and_spreads():
-    assert measuring.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
-    assert measuring.spread([1000.0, 3000.0, 2000.0]) == "2,000 (1,000 to 3,000)"
-
-
 def test_names_that_an_argument_does_not_take_are_refused():
     assert measuring.some_of("abc")("a,c") == ["a", "c"]
     with pytest.raises(argparse.ArgumentTypeError, match="d, e is unknown; use some of a,b,c"):

@@ -1,5 +1,6 @@
 """Costs counted on the meta device are those of a real step, and the plan's sums are those of the formulas."""
 
+import re
 import sys
 from dataclasses import replace
 
@@ -21,21 +22,6 @@ def given(mnist, cache) -> list[str]:
     return [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=32", "trainer.accelerator=cpu"]
 
 
-def saved_bytes(net: nn.Module, samples: int, size: int) -> int:
-    """What backward keeps of a real forward pass."""
-    own, seen = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        net(torch.rand(samples, 1, size, size))
-    return sum(storage.nbytes() for storage in seen.values())
-
-
 @pytest.mark.parametrize(
     ("name", "size", "above"),
     [("test_resnet", 32, 0.01), ("test_vit", 160, 0.25)],  # the meta device has no fused attention, which keeps less
@@ -46,20 +32,26 @@ def test_costs_are_those_of_a_real_step(name, size, above, given):
     net = timm.create_model(name, in_chans=1, num_classes=10)
     typed = ["model=timm", f"model.name={name}", f"data.image_size={size}", "optim=sgd"]
     found, samples = script.costs_of(script.checked([*given, *typed]))
-    own = sum(p.numel() for p in net.parameters())
+    own, kept = sum(p.numel() for p in net.parameters()), []
+    for count in (2, 6):  # what backward keeps of a real forward pass
+        seen = {p.untyped_storage().data_ptr(): 0 for p in net.parameters()}
+
+        def note(tensor: torch.Tensor, seen: dict = seen) -> torch.Tensor:
+            seen.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = net(torch.rand(count, 1, size, size))  # kept, so that no storage is reused
+        kept.append(sum(seen.values()))
+        assert len(output) == count
     assert (found.parameters, found.gradient_bytes, found.optimizer_bytes, samples) == (own, 4 * own, 4 * own, 576)
-    real = (saved_bytes(net, 6, size) - saved_bytes(net, 2, size)) / 4
+    real = (kept[1] - kept[0]) / 4
     assert 0.99 * real < found.activation_bytes < (1 + above) * real
 
 
-def test_an_optimizer_with_two_moments_holds_twice_the_weights(given):
-    found, _ = script.costs_of(script.checked(given))
-    assert found.optimizer_bytes == pytest.approx(2 * found.gradient_bytes, rel=1e-3)
-
-
 def test_what_is_frozen_has_no_gradient_and_no_moments(given):
-    whole, _ = script.costs_of(script.checked(given))
-    head, _ = script.costs_of(script.checked([*given, "callbacks=[default,freeze]"]))
+    whole, head = (script.costs_of(script.checked([*given, *more]))[0] for more in ([], ["callbacks=[default,freeze]"]))
+    assert whole.optimizer_bytes == pytest.approx(2 * whole.gradient_bytes, rel=1e-3)  # AdamW's two moments
     assert (head.parameters, head.trained) == (whole.parameters, 128 * 10 + 10)
     assert head.gradient_bytes == 4 * head.trained
     assert head.optimizer_bytes == pytest.approx(8 * head.trained, rel=1e-2)
@@ -80,10 +72,8 @@ def test_several_devices_send_what_rings_send():
     found = plan(COSTS, fsdp, DEVICES["t4"], utilisation=0.5)
     assert found.communicated_bytes == 3 * 3 / 4 * 4000
     assert found.memory_bytes == 16000 / 4 + 2 * 400 + 50 + 32 * 100
-    # gathered again in each micro-batch, reduced once
-    assert (
-        plan(COSTS, replace(fsdp, accumulate=2), DEVICES["t4"], utilisation=0.5).communicated_bytes == 5 * 3 / 4 * 4000
-    )
+    again = plan(COSTS, replace(fsdp, accumulate=2), DEVICES["t4"], utilisation=0.5)
+    assert again.communicated_bytes == 5 * 3 / 4 * 4000  # gathered again in each micro-batch, reduced once
 
 
 def test_communication_shows_only_where_backward_does_not_hide_it():
@@ -111,21 +101,20 @@ def test_the_table_has_a_row_for_each_strategy(given, monkeypatch, capsys):
     )
     script.main()
     out = capsys.readouterr().out
-    assert [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")] == [
-        "single",
-        "ddp",
-        "fsdp",
-    ]
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if line.startswith("│")]
+    assert [row[1] for row in rows] == ["single", "ddp", "fsdp"]
     assert "a100 at 35% of its peak" in out and "cost" in out and "mixed precision" in out
     assert "not on 3 devices: data.batch_size=32 cannot be divided by them" in out
-    cells = next(line for line in out.splitlines() if "single" in line).split("│")
-    assert cells[9].strip() == cells[10].strip()  # an epoch is the run
+    assert rows[0][9] == rows[0][10]  # an epoch is the run
 
 
-def test_the_precision_is_that_of_the_keys(given, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plan.py", *given, "trainer.precision=32-true"])
+def test_the_precision_is_that_of_the_keys_and_a_measured_run_is_compared(given, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plan.py", *given, "trainer.precision=32-true", "--measure"])
     script.main()
-    assert ", fp32, batch 32" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert ", fp32, batch 32" in out
+    assert re.search(r"^here: .* measured, .* predicted · .* samples/s, .* GFLOP/s$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -38,25 +38,26 @@ def test_bounds_that_make_no_sense_are_refused(given, told, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        ["schedule=cosine", "++schedule.warmup_steps=100", "trainer.max_epochs=1", "runs_dir=elsewhere"],
-        pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow),
-        pytest.param(["strategy=fsdp", "trainer.devices=2"], marks=pytest.mark.slow),
-        pytest.param(["strategy=dp"], marks=pytest.mark.slow),
-    ],
-    ids=["single", "ddp", "fsdp", "dp"],
+    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "fsdp", "dp"))]
 )
-def test_a_range_of_rates_is_trained_and_drawn(strategy, tmp_path, mnist, cache, monkeypatch, capsys, forked, request):
+def test_a_range_of_rates_is_trained_and_drawn(strategy, tmp_path, mnist, cache, monkeypatch, capsys, forked):
     monkeypatch.chdir(tmp_path)
-    given = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=16", "trainer.accelerator=cpu", "run=a"]
-    monkeypatch.setattr(sys, "argv", ["lr_range.py", *given, *strategy, "--steps", "20", "--high", "0.1"])
+    own = ["schedule=cosine", "++schedule.warmup_steps=100", "trainer.max_epochs=1"]  # keys that the test sets itself
+    devices = ["trainer.devices=2"] if strategy in ("ddp", "fsdp") else []
+    given = [
+        f"data.root={mnist}",
+        f"data.cache_dir={cache}",
+        "data.batch_size=16",
+        "trainer.accelerator=cpu",
+        "run=a",
+        "runs_dir=elsewhere",
+    ]
+    options = [*given, *own, f"strategy={strategy}", *devices, "--steps", "20", "--high", "0.1"]
+    monkeypatch.setattr(sys, "argv", ["lr_range.py", *options])
     lr_range.main()
     out = capsys.readouterr().out
-    assert "optim.lr=" in out
-    typed = "single" in request.node.name
-    assert ("without schedule=cosine ++schedule.warmup_steps=100 trainer.max_epochs=1, which" in out) is typed
-    folder = Path("elsewhere/a" if typed else "runs/a")
+    assert "optim.lr=" in out and f"without {' '.join(own)}, which" in out
+    folder = Path("elsewhere/a")
     assert "<svg" in (folder / "lr_range.html").read_text()
     with (folder / "metrics.csv").open() as file:
         assert len([row for row in csv.DictReader(file) if row["train/loss"]]) == 20

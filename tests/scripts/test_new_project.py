@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import new_project
@@ -45,19 +46,13 @@ def local(wheel, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("data", new_project.DATA)
-def test_a_thin_project_has_its_own_name_and_nothing_of_the_templates(data, tmp_path, monkeypatch, capsys, local):
+def test_a_thin_project_has_its_own_name_and_is_tidy(data, tmp_path, monkeypatch, capsys, local):
+    """Nothing of the templates is left; it is tidy by the ruff that it pins, and no method calls only the one that it overrides."""
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
     assert "uv run pytest" in capsys.readouterr().out
     found = texts(tmp_path / "a")
-    assert {
-        "train.py",
-        "eval.py",
-        "predict.py",
-        "pyproject.toml",
-        ".gitignore",
-        "configs/project.yaml",
-        "src/flowers/model.py",
-    } <= set(found)
+    files = "train.py eval.py predict.py pyproject.toml .gitignore configs/project.yaml src/flowers/model.py"
+    assert set(files.split()) <= set(found)
     assert ("src/flowers/data.py" in found) is (data == "arrays")
     assert ("configs/data/flowers.yaml" in found) is (data != "none")
     left = ("my_project", "LOCKSTEP_ADDRESS", *(word for words in new_project.WORDS.values() for word in words))
@@ -65,31 +60,19 @@ def test_a_thin_project_has_its_own_name_and_nothing_of_the_templates(data, tmp_
     assert committed(tmp_path / "a") == sorted(found)
     named = {word for word in re.findall(r"[\w/.-]+", found["README.md"]) if word.endswith((".py", ".yaml"))}
     assert {word.rpartition("/")[2] for word in named} - {"new_project.py", ".yaml"} <= {Path(n).name for n in found}
-
-
-@pytest.mark.parametrize("data", new_project.DATA)
-def test_a_thin_project_is_tidy(data, tmp_path, monkeypatch, local):
-    """By the ruff that it pins; and no method calls nothing but the one that it overrides."""
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
-    version = subprocess.run(
-        [sys.executable, "-m", "ruff", "--version"], capture_output=True, text=True
-    ).stdout.split()[1]
-    assert f'"ruff=={version}"' in texts(tmp_path / "a")["pyproject.toml"]
+    assert f'"ruff=={version("ruff")}"' in found["pyproject.toml"]
     for command in (["check"], ["format", "--check"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "."], cwd=tmp_path / "a", capture_output=True, text=True
-        )
+        ruff = [sys.executable, "-m", "ruff", *command, "."]
+        done = subprocess.run(ruff, cwd=tmp_path / "a", capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-    assert "return super()" not in "".join(texts(tmp_path / "a" / "src").values())
+    assert "return super()" not in "".join(text for name, text in found.items() if name.startswith("src/"))
 
 
 def test_a_thin_project_depends_on_a_wheel_inside_it_and_on_the_tested_versions(tmp_path, monkeypatch, wheel, local):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers") == 0
     text = texts(tmp_path / "a")["pyproject.toml"]
     uv = tomllib.loads(text)["tool"]["uv"]
-    assert uv["sources"] == {
-        "lockstep": {"path": f"wheels/{lockstep.__version__.join(('lockstep-', '-py3-none-any.whl'))}"}
-    }
+    assert uv["sources"] == {"lockstep": {"path": f"wheels/lockstep-{lockstep.__version__}-py3-none-any.whl"}}
     assert (tmp_path / "a" / uv["sources"]["lockstep"]["path"]).read_bytes() == wheel[1]
     assert {"torch", "lightning", "ruff", "pytest"} <= {pin.partition("==")[0] for pin in uv["constraint-dependencies"]}
     assert "://" not in text
@@ -141,25 +124,22 @@ def test_the_default_is_the_remote_that_has_this_commit(remote, pushed, expected
 
 def test_a_checkout_without_a_tool_to_build_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(new_project, "git_requirement", lambda: None)
-    monkeypatch.setattr(
-        new_project, "BUILDERS", (["no-such-program"], [sys.executable, "-c", "raise SystemExit('broken')"])
-    )
+    builders = ["no-such-program"], [sys.executable, "-c", "raise SystemExit('broken')"]
+    monkeypatch.setattr(new_project, "BUILDERS", builders)
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers") == 2
     assert "no wheel of Lockstep could be built: broken. Install" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 
-def test_a_thin_project_may_depend_on_an_address(tmp_path, monkeypatch):
-    address = "lockstep @ git+https://example.org/lockstep.git"
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", address) == 0
+@pytest.mark.parametrize(
+    ("requirement", "said"),
+    [("lockstep @ git+https://example.org/lockstep.git", "(https://example.org/lockstep)"), ("lockstep>=0.2", "Trains with Lockstep: ")],
+)  # fmt: skip
+def test_a_thin_project_may_depend_on_an_address_or_a_release(requirement, said, tmp_path, monkeypatch):
+    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", requirement) == 0
     text = texts(tmp_path / "a")["pyproject.toml"]
-    assert (f'    "{address}",\n' in text, "tool.uv.sources" in text) == (True, False)
-    assert "(https://example.org/lockstep)" in texts(tmp_path / "a")["README.md"]
-
-
-def test_a_thin_project_may_depend_on_a_release(tmp_path, monkeypatch):
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", "lockstep>=0.2") == 0
-    assert "Trains with Lockstep: " in texts(tmp_path / "a")["README.md"]
+    assert (f'    "{requirement}",\n' in text, "tool.uv.sources" in text) == (True, False)
+    assert said in texts(tmp_path / "a")["README.md"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +148,6 @@ def test_a_thin_project_may_depend_on_a_release(tmp_path, monkeypatch):
         ([], "--package is missing"),
         (["--package", "3d"], "is not a valid package name"),
         (["--package", "lockstep"], "is not a valid package name"),
-        (["--package", "flowers", "--strip"], "--strip has no effect"),
     ],
 )
 def test_what_cannot_be_begun_is_refused_and_nothing_is_written(args, told, tmp_path, monkeypatch, capsys):
@@ -189,23 +168,22 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("source", ["wheel", "address"])
 def test_a_clone_elsewhere_trains_and_passes_its_own_workflow(data, source, tmp_path):
     """Without the checkout that made it, and in an environment of its own; it needs a package index."""
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP", "TEST_", "PYTEST", "PYTHON", "VIRTUAL"))
-    }
+    outside = ("LOCKSTEP", "TEST_", "PYTEST", "PYTHON", "VIRTUAL")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(outside)}
 
     def run(command: str, folder: Path) -> str:
-        done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
-        )
+        streams = {"capture_output": True, "text": True}
+        done = subprocess.run(command, shell=True, cwd=folder, env=environment, timeout=900, **streams)
         assert done.returncode == 0, command + done.stdout + done.stderr
         return done.stdout
 
     run(f"git clone -q {ROOT} checkout && git clone -q --bare {ROOT} bare.git", tmp_path)
     address = f"--lockstep 'lockstep @ git+file://{tmp_path}/bare.git'" if source == "address" else ""
-    make = (
-        f"PYTHONPATH=checkout/src {sys.executable} checkout/scripts/new_project.py made --package flowers --data {data}"
+    make = f"{sys.executable} checkout/scripts/new_project.py made --package flowers --data {data} {address}"
+    run(
+        f"PYTHONPATH=checkout/src {make} && rm -rf checkout && mkdir elsewhere && git clone -q made elsewhere/flowers",
+        tmp_path,
     )
-    run(f"{make} {address} && rm -rf checkout && mkdir elsewhere && git clone -q made elsewhere/flowers", tmp_path)
     clone = tmp_path / "elsewhere/flowers"
     readme = (clone / "README.md").read_text()
     if "uv run tests/made.py" in readme:
@@ -221,21 +199,14 @@ def test_a_clone_elsewhere_trains_and_passes_its_own_workflow(data, source, tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strip", [[], ["--strip"]])
-def test_the_tests_of_a_full_project_pass(strip, tmp_path, monkeypatch):
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--full", *strip) == 0
+def test_the_tests_of_a_full_project_pass(tmp_path, monkeypatch):
+    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--full") == 0
     found = texts(tmp_path / "a")
     assert not [name for name, text in found.items() if name.endswith(".py") and "lockstep" in (name + text).lower()]
     done = run_tests(tmp_path / "a", "-n0", "--collect-only", "-m", "")  # every file of tests finds what it imports
     assert done.returncode == 0, done.stdout + done.stderr
-    done = run_tests(
-        tmp_path / "a",
-        "-n0",
-        "tests/test_layers.py",
-        "tests/config",
-        "tests/data/test_folder.py",
-        "tests/test_strategies_agree.py",
-    )
+    some = "tests/test_layers.py tests/config tests/data/test_folder.py tests/test_strategies_agree.py"
+    done = run_tests(tmp_path / "a", "-n0", *some.split())
     assert done.returncode == 0, done.stdout + done.stderr
 
 

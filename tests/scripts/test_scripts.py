@@ -10,32 +10,18 @@ from pathlib import Path
 import compare_runs
 import consolidate
 import export as export_script
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from safetensors.torch import load_file
-from torchvision.io import write_png
 
 import lockstep
 from lockstep import ROOT
-from lockstep.checkpoints import finding
 from lockstep.config.schema import GROUPS
 from lockstep.errors import UserError
 from lockstep.extras.export import export
 from lockstep.launch.exits import exit_code
 
 pytestmark = pytest.mark.xdist_group("scripts")
-
-# Nothing of this may be imported by those who only use a model.
-BLOCKED = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {names}:
-            raise ImportError(name + " is blocked")
-sys.meta_path.insert(0, Blocked())
-"""
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +32,10 @@ def runs(tmp_path_factory, mnist, cache) -> Path:
         f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu",
         "trainer.max_steps=6", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "checkpoint.every_n_steps=3",
     ]  # fmt: skip
-    for run, more in {
-        "a": [],
-        "b": ["seed=1", "checkpoint.save_top_k=2"],
-        "again": [],
-        "timm": ["model=timm", "model.name=test_resnet", "callbacks=[default,ema]"],
-    }.items():
+    timm = ["model=timm", "model.name=test_resnet", "callbacks=[default,ema]"]
+    for run, more in {"a": [], "b": ["seed=1", "checkpoint.save_top_k=2"], "again": [], "timm": timm}.items():
         lockstep.train([*base, f"run={run}", *more])
     return runs
-
-
-def images(count: int = 6) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(3).integers(0, 256, (count, 1, 28, 28)).astype(np.uint8))
-
-
-def run_python(code: str, blocked: set[str], folder: Path) -> str:
-    whole = BLOCKED.replace("{names}", repr(blocked)) + code
-    done = subprocess.run([sys.executable, "-c", whole], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("run", ["a", "timm"])
@@ -80,8 +51,9 @@ def test_a_model_is_loaded_as_it_was_tested(runs, run):
 
 @pytest.mark.slow
 def test_loading_a_model_imports_no_lightning(runs):
-    code = "import lockstep; print(type(lockstep.load_model('runs/a')).__name__)"
-    assert run_python(code, {"lightning", "wandb", "matplotlib"}, runs.parent) == "BasicNet\n"
+    code = "import sys, lockstep; print(type(lockstep.load_model('runs/a')).__name__, {'lightning', 'wandb'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=runs.parent, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "BasicNet set()\n", done.stderr
 
 
 def test_a_model_is_found_by_name_directory_or_checkpoint(runs, monkeypatch, tmp_path):
@@ -97,46 +69,6 @@ def test_a_model_is_found_by_name_directory_or_checkpoint(runs, monkeypatch, tmp
         lockstep.load_model(moved)
 
 
-def test_a_checkpoint_cannot_name_code_to_run(runs, tmp_path):
-    content = torch.load(runs / "a" / "checkpoints" / "last.ckpt", weights_only=True)
-    content["config"]["model"] = {"_target_": "os.system", "command": f"touch {tmp_path}/ran"}
-    torch.save(content, tmp_path / "bad.ckpt")
-    with pytest.raises(UserError, match=r"os\.system"):
-        lockstep.load_model(tmp_path / "bad.ckpt")
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", ["a", "timm"])
-def test_an_exported_model_needs_torch_and_timm_alone(runs, run, tmp_path):
-    """As a module, and as a script that classifies files."""
-    folder = export(finding.tested_checkpoint(str(runs / run), "export"), tmp_path / "exports" / run)
-    assert {path.name for path in folder.iterdir()} == {
-        "model.safetensors", "model.json", "config.yaml", "classes.json", "preprocessing.json", "preprocess.py",
-        "load.py", "README.md",
-        *(["network.py"] if run == "a" else []),
-    }  # fmt: skip
-    assert json.loads((folder / "classes.json").read_text()) == list("0123456789")
-    image_BCHW = images()
-    torch.save(image_BCHW, tmp_path / "images.pt")
-    write_png(image_BCHW[0], str(tmp_path / "digit.png"))
-    code = (
-        "import runpy, sys, torch; from load import load; m = load(); batch = torch.load('../../images.pt')\n"
-        "torch.save(m.outputs(batch), 'made.pt'); print(m.predict(batch)[0]['class'])\n"
-        "sys.argv[1:] = ['../../digit.png']; runpy.run_path('load.py', run_name='__main__')"
-    )
-    blocked = {"lockstep", "lightning", "hydra", "omegaconf", "pytorch_lightning"} | ({"timm"} if run == "a" else set())
-    name, of_file = run_python(code, blocked, folder).splitlines()
-    net = lockstep.load_model(runs / run)
-    mean, std = (json.loads((folder / "preprocessing.json").read_text())[key][0] for key in ("mean", "std"))
-    with torch.inference_mode():
-        expected = net((image_BCHW / 255 - mean) / std).softmax(1)
-    torch.testing.assert_close(torch.load(folder / "made.pt"), expected, atol=1e-5, rtol=1e-4)
-    assert name == str(int(expected[0].argmax()))
-    assert of_file.startswith(f"../../digit.png: class {name}, probability 0.")
-    assert load_file(folder / "model.safetensors").keys() == net.state_dict().keys()
-
-
 def test_a_lightning_module_is_not_exported(tmp_path, monkeypatch):
     monkeypatch.setattr("lockstep.extras.export.target_of", lambda *_: LightningModule)
     config = {**{group: {} for group in GROUPS}, "task": {"_target_": "mine.Module"}}
@@ -144,15 +76,6 @@ def test_a_lightning_module_is_not_exported(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"a.ckpt: mine.Module is a LightningModule, which makes"):
         export(tmp_path / "a.ckpt", tmp_path / "export")
     assert not (tmp_path / "export").exists()
-
-
-def test_a_network_whose_file_needs_more_is_not_exported(runs, tmp_path, monkeypatch):
-    from lockstep.extras import export_parts
-
-    monkeypatch.setattr(export_parts, "imported", lambda *_: {"torch", "omegaconf", "einops"})
-    with pytest.raises(UserError, match=r"basic_net.py imports einops, omegaconf"):
-        export(runs / "a" / "checkpoints" / "last.ckpt", tmp_path / "export")
-    assert list(tmp_path.iterdir()) == []
 
 
 def run_main(monkeypatch, capsys, module, *args: str) -> tuple[int, str, str]:

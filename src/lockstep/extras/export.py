@@ -58,21 +58,21 @@ class Exported:
     task: Task
     net: nn.Module
     data: DataSet  # of the run, or one for files
-    batch: Batch | None  # None: the data of the run cannot be read
+    batch: Batch
 
     @cached_property
     def takes_images(self) -> bool:
-        sample = None if self.batch is None else self.batch["input"]  # texts are lists
-        images = sample is None or (isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 4)
+        sample = self.batch["input"]  # texts are lists
+        images = isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 4
         return images and all(self.task.about.get(key) for key in NEEDED)
 
     @cached_property
     def activation(self) -> str:
         """What makes predictions of the network's outputs; `none` if its task has other ones than these."""
-        kind = type(self.task)
-        known = together(kind, "predictions", "activation") and self.task.activation
-        whole = kind.outputs is Task.outputs or (self.batch and self.call(self.data.preprocess(self.batch))[3])
-        return str((known and whole and self.task.activation) or "none")
+        names = {"predictions", "activation"}
+        owner = next(base for base in type(self.task).__mro__ if vars(base).keys() & names)
+        known = vars(owner).keys() >= names and self.call(self.data.preprocess(self.batch))[3]
+        return str((known and self.task.activation) or "none")
 
     @torch.inference_mode()
     def call(self, batch: Batch) -> tuple[Inputs, list[str], Any, bool]:
@@ -109,16 +109,13 @@ class Exported:
         if self.takes_images:
             channels, side = self.task.about["channels"], self.task.about["image_size"]
             return [(torch.zeros(n, channels, side + n + 1, side + 2 * n, dtype=torch.uint8),) for n in (2, 3)]
-        assert self.batch is not None
         count = len(self.batch["index"])
-        places = ([0, 1 % count], [0, 1 % count, 2 % count])
-        return [self.original(samples_at(self.batch, each, count))[0] for each in places]
+        return [self.original(samples_at(self.batch, [place % count for place in range(n)], count))[0] for n in (2, 3)]
 
     def signature(self) -> dict[str, Any]:
         """The arguments of the network as names of a batch's values, and the class that reads files for it, if one can."""
         if self.takes_images:
             return {"inputs": None, "named": [], "reader": None}
-        assert self.batch is not None
         batch = self.data.preprocess(self.batch)
         inputs, named, _, _ = self.call(batch)
         names = {id(value): name for name, value in batch.items()}
@@ -136,7 +133,7 @@ class Exported:
         if content["reader"]:
             try:
                 # `preprocess` may need what only `__init__` sets
-                type(self.data).for_files(task.about).preprocess(dict(self.batch or {}))
+                type(self.data).for_files(task.about).preprocess(dict(self.batch))
                 copy(needed(type(self.data).__module__, OFFERED), part / "source")
                 copy({"lockstep.data.dataset": Path(inspect.getfile(dataset))}, part / "standin")
                 names = ", ".join(name.rpartition(".")[2] for name in sorted(OFFERED))
@@ -158,7 +155,7 @@ class Exported:
         model = exported.load(part)
         runners: dict[str, Any] = {"load.py": model.outputs}
         runners |= parts.write_graphs(model, list(formats), part, self.examples() if formats else [])
-        found = parts.compared(runners, self.original, self.batch) if self.batch else {}
+        found = parts.compared(runners, self.original, self.batch)
         for compiled in list(part.rglob("__pycache__")):  # of what was loaded to compare
             remove(compiled)
         return found
@@ -215,8 +212,7 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     task.bind(about)
     net = network(config["model"], offered, with_weights=False).eval()
     load_into(net.state_dict(), checkpoint.weights, path)
-    required = bool(formats) or not all(about.get(key) for key in NEEDED)
-    data, batch = samples_to_compare(config, about, files, required=required)
+    data, batch = samples_to_compare(config, about, files)
     what = Exported(config, offered, task, net, data, batch)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with replacing(folder) as part:
@@ -226,20 +222,8 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     return folder
 
 
-def together(kind: type, *names: str) -> bool:
-    """Whether one class defines all these attributes which `kind` inherits."""
-    base = next(base for base in kind.__mro__ if vars(base).keys() & set(names))
-    return vars(base).keys() >= set(names)
-
-
-def samples_to_compare(
-    config: Mapping[str, Any], about: Mapping[str, Any], files: str | None, *, required: bool
-) -> tuple[DataSet, Batch | None]:
-    """Samples to compare on, as they are stored, and the data set that prepares them.
-
-    Raises:
-        UserError: they cannot be read, and are `required`.
-    """
+def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], files: str | None) -> tuple[DataSet, Batch]:
+    """Samples to compare on, as they are stored, and the data set that prepares them. Raises UserError: they cannot be read."""
     cfg: Any = OmegaConf.create(dict(config))
     if files is not None:
         kind = reading_class(cfg.data, f"--files {files}", "remove --files: the run's own data is used")
@@ -256,16 +240,10 @@ def samples_to_compare(
         samples = samples_of(data.test)
         return data, fetch(samples, np.arange(min(COMPARED, len(samples))))
     except Exception as e:  # the user's own data sets may raise anything
-        if required:
-            raise UserError(
-                f"the files are compared on samples of the run's own data before they are kept, and it cannot be read: {e} "
-                "Pass --files <folder>."
-            ) from None
-        print(
-            f"WARNING: the folder was not compared with the network: the run's data cannot be read. {e}",
-            file=sys.stderr,
-        )
-        return target_of(cfg.data._target_, "data").for_files(about), None  # type: ignore[attr-defined]
+        raise UserError(
+            f"the files are compared on samples of the run's own data before they are kept, and it cannot be read: {e} "
+            "Pass --files <folder>."
+        ) from None
 
 
 def write_network(
@@ -316,34 +294,30 @@ LIBRARIES = ("timm", "torchvision")  # that networks come from
 def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, float]) -> str:
     """`found`: by file, the largest difference of its outputs from the trained network's."""
     cfg: Any = OmegaConf.create(dict(checkpoint.config))
-    report, task = report_of(path), what.task
+    report = report_of(path)
     model = json.loads((part / "model.json").read_text())
     library = "timm" if model["timm"] else model["target"].partition(".")[0]
-    examples = () if what.takes_images else leaves(what.examples()[0])
-    inputs = [f"{str(x.dtype).partition('.')[2]} of shape {('batch', *x.shape[1:])}" for _, x in examples]
+    examples = [] if what.takes_images else leaves(what.examples()[0])
     values = {
         "model": model_title(cfg),
         "data_name": title(cfg.data),
         "parameters": sum(p.numel() for p in what.net.parameters()),
-        "task": title(cfg.task).replace("_", " "),
-        "about": task.about,
-        "inputs": [text.replace("'", "") for text in inputs],
+        "task_name": title(cfg.task).replace("_", " "),
+        "task": what.task,
+        "inputs": [f"{str(x.dtype)[6:]} of shape (batch{''.join(f', {n}' for n in x.shape[1:])})" for _, x in examples],
         "reader": model["reader"],
-        "output": OUTPUTS[what.activation].format(names=f"{len(task.value_names)} {task.names}"),
+        "output": OUTPUTS[what.activation].format(names=f"{len(what.task.value_names)} {what.task.names}"),
         "file": path.name,
         "run": cfg.run,
         "steps": checkpoint.values["global_step"],
         "data": checkpoint.values[DATA],
-        "kind": task.names,
-        "names": list(map(str, task.value_names)),
+        "unit": what.data.unit,
         "metrics": {name: report[name] for name in tested(report) if name != "test/count"},
         "count": report.get("test/count", 0),
-        "unit": what.data.unit,
         "differences": found,
-        "compared": len(what.batch["index"]) if what.batch else 0,
+        "compared": len(what.batch["index"]),
         "packages": ["torch", "safetensors", "Pillow", *({library} & {*LIBRARIES})],
         "files": [each.name for each in part.iterdir()],
-        "onnx_output": "values" if what.activation == "identity" else "probabilities",
         "settings": as_overrides(cfg),
         "versions": versions(),
     }

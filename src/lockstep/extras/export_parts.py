@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.checkpoints.finding import leaves
+from lockstep.checkpoints.finding import leaves, mapped
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.extras.exported import ACTIVATIONS, Model
@@ -127,7 +127,7 @@ class Whole(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.net, self.call, self.activation = model.net, model.call, ACTIVATIONS[model.activation]
-        self.size = model.reader.image_size if model.inputs is None else None
+        self.size = model.reader.normalise.image_size if model.inputs is None else None
         if self.size:
             self.register_buffer("scale", model.reader.normalise.scale.clone())
             self.register_buffer("shift", model.reader.normalise.shift.clone())
@@ -146,41 +146,35 @@ def missing(formats: list[str]) -> Iterator[str]:
         yield f"--onnx needs {', '.join(absent)}, which {'are' if len(absent) > 1 else 'is'} not installed. Run uv pip install 'lockstep[onnx]', or uv pip install {' '.join(absent)}."
 
 
-def varying(one: Any, other: Any) -> Any:
-    """The dimensions in which two examples of the same arguments differ."""
-    if isinstance(one, Tensor):
-        sizes = zip(one.shape, other.shape, strict=True)
-        return {place: torch.export.Dim.DYNAMIC for place, (a, b) in enumerate(sizes) if a != b}
-    if isinstance(one, dict):
-        return {key: varying(value, other[key]) for key, value in one.items()}
-    return type(one)(varying(a, b) for a, b in zip(one, other, strict=True))
-
-
-def not_exportable(what: str, error: Exception) -> UserError:
-    why = next(iter(str(error).strip().splitlines()), type(error).__name__)
-    return UserError(
-        f"{what}: torch cannot export this network ({why}). Remove {what}, or set callbacks.exportable.formats=[]: load.py needs no graph."
-    )
-
-
 def write_graphs(model: Model, formats: list[str], folder: Path, examples: Sequence[Inputs]) -> dict[str, Run]:
     """Writes model.onnx and model.pt2 as asked for; returns how to run each file."""
     if not formats:
         return {}
-    shapes = {"inputs": varying(*examples)}  # any size of the dimensions in which the examples differ
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # the exporters warn about themselves
-        try:
-            graph = torch.export.export(Whole(model).eval(), examples[0], dynamic_shapes=shapes)
-        except Exception as e:  # of torch's tracing: anything
-            raise not_exportable(" ".join(f"--{name}" for name in formats), e) from e
-        found: dict[str, Run] = {}
-        if "pt2" in formats:
-            torch.export.save(graph, folder / "model.pt2")
-            found["model.pt2"] = torch.export.load(folder / "model.pt2").module()
-        if "onnx" in formats:
-            write_onnx(model, graph, folder / "model.onnx")
-            found["model.onnx"] = onnx_runner(folder / "model.onnx")
+    example, other = examples[0], dict(leaves(examples[1]))
+    dynamic = torch.export.Dim.DYNAMIC  # any size of the dimensions in which the examples differ
+
+    def varying(place: Any, one: Tensor) -> dict[int, Any]:
+        return {dim: dynamic for dim, size in enumerate(one.shape) if size != other[place].shape[dim]}
+
+    shapes = {"inputs": mapped(example, varying)}
+    found: dict[str, Run] = {}
+    what = " ".join(f"--{name}" for name in formats)
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # the exporters warn about themselves
+            graph = torch.export.export(Whole(model).eval(), example, dynamic_shapes=shapes)
+            if "pt2" in formats:
+                torch.export.save(graph, folder / "model.pt2")
+                found["model.pt2"] = torch.export.load(folder / "model.pt2").module()
+            if "onnx" in formats:
+                what = "--onnx"
+                write_onnx(model, graph, folder / "model.onnx")
+                found["model.onnx"] = onnx_runner(folder / "model.onnx")
+    except Exception as e:  # of torch's tracing: anything
+        why = next(iter(str(e).strip().splitlines()), type(e).__name__)
+        raise UserError(
+            f"{what}: torch cannot export this network ({why}). Remove {what}, or set callbacks.exportable.formats=[]: load.py needs no graph."
+        ) from e
     return found
 
 
@@ -188,19 +182,9 @@ def write_onnx(model: Model, graph: Any, path: Path) -> None:
     large = sum(p.numel() * p.element_size() for p in model.net.parameters()) > INTERNAL_BYTES
     names = ["image"] if model.inputs is None else [str(name).replace(".", "_") for _, name in leaves(model.inputs)]
     outputs = {"identity": ["values"], "none": None}.get(model.activation, ["probabilities"])
-    try:
-        torch.onnx.export(
-            graph,
-            (),
-            str(path),
-            dynamo=True,
-            input_names=names if len(set(names)) == len(names) else None,
-            output_names=outputs,
-            external_data=large,
-            verbose=False,
-        )
-    except Exception as e:
-        raise not_exportable("--onnx", e) from e
+    unique = names if len(set(names)) == len(names) else None
+    options: Any = {"input_names": unique, "output_names": outputs, "external_data": large, "verbose": False}
+    torch.onnx.export(graph, (), str(path), dynamo=True, **options)
 
 
 def onnx_runner(path: Path) -> Run:

@@ -19,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,15 +50,17 @@ class Images:
     pixels: ModuleType  # preprocess.py: an opened image to bytes_CHW
     normalise: Any  # uint8 images_BCHW of any size to the input of the network
     channels: int
-    image_size: int
-    endings: tuple[str, ...]
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return self.pixels.ENDINGS
 
     def read(self, path: Path) -> dict[str, Any]:
         from PIL import Image
 
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")  # about odd EXIF data and palettes
-            return {"input": self.pixels.to_array(image, channels=self.channels, size=self.image_size)}
+            return {"input": self.pixels.to_array(image, channels=self.channels, size=self.normalise.image_size)}
 
     def preprocess(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {**batch, "input": self.normalise(batch["input"])}
@@ -114,7 +116,7 @@ class Model:
 
     def samples(self, paths: Iterable[str]) -> Iterator[tuple[dict[str, Any], Any]]:
         """Of each sample in the files, what its row begins with, and its values; None with the `error` of one that cannot be read."""
-        known: dict[str, tuple[int, ...]] = {}  # the shapes of the first sample
+        known: dict[str, Any] = {}  # the shapes of the first sample
         for path in paths:
             try:
                 content = self.reader.read(Path(path))
@@ -130,11 +132,13 @@ class Model:
                 facts = {"path": path} if sample is content else {"path": path, "row": row}
                 shapes = {name: np.shape(value) for name, value in sample.items()}
                 known = known or shapes
-                odd = [name for name in known if shapes.get(name) != known[name]]
-                error = (
-                    odd and f"its {odd[0]} has the shape {shapes.get(odd[0])}, and that of other files {known[odd[0]]}"
+                odd = (
+                    f"its {n} has the shape {shapes.get(n)}, and that of other files {k}"
+                    for n, k in known.items()
+                    if shapes.get(n) != k
                 )
-                yield {**facts, "error": error or ""}, None if odd else sample
+                error = next(odd, "")
+                yield {**facts, "error": error}, None if error else sample
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[dict[str, Any]]:
         """A row for each file, or for each row of a table, in their order; one that cannot be read has only its path and the `error`.
@@ -215,8 +219,8 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     net.load_state_dict(load_file(folder / "model.safetensors"))
     pixels, reader = module(folder / "preprocess.py"), None
     if model["inputs"] is None:
-        sizes = {key: data.pop(key) for key in ("channels",)} | {"image_size": data["image_size"]}
-        reader = Images(pixels, pixels.Preprocess(**data), **sizes, endings=pixels.ENDINGS)
+        channels = data.pop("channels")
+        reader = Images(pixels, pixels.Preprocess(**data), channels)
     elif model["reader"]:
         installed = importlib.util.find_spec("lockstep")
         if installed is None or installed.origin is None:
@@ -244,23 +248,18 @@ def files(given: Iterable[str], endings: tuple[str, ...]) -> Iterator[str]:
 
 def write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> None:
     """Lists as a|b; masks as PNG files in a folder beside the table."""
-    first: list[dict[str, Any]] = []  # up to one that could be read, which has all columns
-    while (not first or first[-1]["error"]) and (row := next(rows, None)):
-        first.append(row)
-    columns = list(first[-1]) if first else ["path"]
+    table, masks = [], path.with_name(f"{path.stem}-mask")
+    for number, row in enumerate(rows):
+        if "mask" in row:
+            masks.mkdir(exist_ok=True)
+            row["mask"].save(masks / f"{number:06}.png")
+            row["mask"] = f"{masks.name}/{number:06}.png"
+        table.append({name: text(value) for name, value in row.items()})
+    columns = max(table, key=len, default={"path": ""})  # the row of a file that cannot be read has fewer
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        for number, row in enumerate(chain(first, rows)):
-            if "mask" in row:
-                row["mask"] = save_mask(row["mask"], path.with_name(f"{path.stem}-mask"), number)
-            writer.writerow([text(row.get(name)) for name in columns])
-
-
-def save_mask(mask: Any, folder: Path, number: int) -> str:
-    folder.mkdir(exist_ok=True)
-    mask.save(folder / f"{number:06}.png")
-    return f"{folder.name}/{number:06}.png"
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(table)
 
 
 def text(value: Any) -> Any:

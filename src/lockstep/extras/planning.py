@@ -2,8 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,6 @@ from lockstep.training.module import TaskModule
 
 # --- What a training step needs, counted on the meta device: no memory, no numbers ---
 
-Context = Callable[[], AbstractContextManager[Any]]
 FEW, MORE = 2, 4  # samples; batch norm needs two
 
 
@@ -41,13 +38,10 @@ class Costs:
     flops: float  # per sample, forward and backward
 
 
-def costs(module: TaskModule, data: DataModule, net: nn.Module, context: Context) -> Costs:
-    """`net` is the network on the meta device; `context` what training computes within.
-
-    Raises whatever the network raises on the meta device.
-    """
-    few, flops = kept(module, data, net, FEW, context)
-    more, _ = kept(module, data, net, MORE, context)
+def costs(module: TaskModule, data: DataModule, net: nn.Module) -> Costs:
+    """`net` is the network on the meta device. Raises whatever it raises there."""
+    few, flops = kept(module, data, net, FEW)
+    more, _ = kept(module, data, net, MORE)
     each = (more - few) / (MORE - FEW)
     blocks = [tensor_bytes(list(block.parameters())) for block in repeated_blocks(net)]
     return Costs(
@@ -83,7 +77,7 @@ def state_bytes(optimizer: Optimizer) -> int:
     return tensor_bytes(list(optimizer.state.values()))
 
 
-def kept(module: TaskModule, data: DataModule, net: nn.Module, samples: int, context: Context) -> tuple[int, int]:
+def kept(module: TaskModule, data: DataModule, net: nn.Module, samples: int) -> tuple[int, int]:
     """The bytes that backward keeps of a forward pass, without parameters, and the operations of both."""
     own = {StorageWeakRef(p.untyped_storage()) for p in net.parameters()}
     seen: dict[StorageWeakRef, Any] = {}  # tensors may share a storage; kept, so that no other gets its place
@@ -97,7 +91,7 @@ def kept(module: TaskModule, data: DataModule, net: nn.Module, samples: int, con
     batch = move_data_to_device(data.example(samples), torch.device("meta"))
     task = copy.deepcopy(module.task).to("meta")
     with FlopCounterMode(display=False) as counter:
-        with context(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             loss = task.loss(task.outputs(net, batch), batch).sum()
         loss.backward()
     net.zero_grad(set_to_none=True)
@@ -164,20 +158,6 @@ class Plan:
     step_s: float
 
 
-def device_bytes(costs: Costs, of: Setting) -> float:
-    """Everything that does not depend on the micro-batch."""
-    own = costs.weight_bytes * (1 + of.copies) + costs.gradient_bytes + costs.optimizer_bytes
-    half = 0.5 if of.half else 1.0
-    if of.shards and of.world > 1:
-        return own / of.world + 2 * half * costs.largest_block_bytes  # the next block is gathered while one computes
-    copied = costs.weight_bytes * half if of.half else 0.0  # autocast keeps a copy of the weights in half precision
-    return own + copied
-
-
-def sample_bytes(costs: Costs, *, half: bool) -> float:
-    return costs.activation_bytes * (0.5 if half else 1.0)
-
-
 def communication(costs: Costs, of: Setting, device: Device, between_nodes: float) -> tuple[float, float]:
     """Bytes that a device sends in a step, and the seconds that takes."""
     if of.world == 1:
@@ -196,12 +176,18 @@ def communication(costs: Costs, of: Setting, device: Device, between_nodes: floa
 
 def plan(costs: Costs, of: Setting, device: Device, *, utilisation: float, between_nodes: float = 45e9) -> Plan:
     """`utilisation`: the share of the device's peak that the network reaches. `between_nodes`: bytes/s per device."""
+    half = 0.5 if of.half else 1.0
+    kept = costs.weight_bytes * (1 + of.copies) + costs.gradient_bytes + costs.optimizer_bytes
+    if of.shards and of.world > 1:  # the next block is gathered while one computes
+        fixed = kept / of.world + 2 * half * costs.largest_block_bytes + costs.fixed_bytes
+    else:  # autocast keeps a copy of the weights in half precision
+        fixed = kept + (costs.weight_bytes * half if of.half else 0.0) + costs.fixed_bytes
+    each = costs.activation_bytes * half
+    room = device.memory_bytes * (1 - RESERVED) - fixed
     rate = utilisation * (device.half_flops if of.half else device.full_flops)
     compute_s = costs.flops * of.micro_batch * of.accumulate / rate
     sent, communication_s = communication(costs, of, device, between_nodes)
-    fixed, each = device_bytes(costs, of) + costs.fixed_bytes, sample_bytes(costs, half=of.half)
-    room = device.memory_bytes * (1 - RESERVED) - fixed
-    hidden = BACKWARD * compute_s / of.accumulate if not of.shards else compute_s
+    hidden = compute_s if of.shards else BACKWARD * compute_s / of.accumulate
     return Plan(
         memory_bytes=fixed + each * of.micro_batch,
         largest_micro_batch=max(0, int(room // each)) if each else 0,

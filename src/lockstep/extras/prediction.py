@@ -44,31 +44,23 @@ from lockstep.training.workload import Workload
 WIDE = "probabilities"  # a column of a number for each class or label, written on request
 
 
-def cells(name: str, value: Sequence[Any] | Tensor, names: Sequence[str], *, wide: bool) -> dict[str, list[Any]]:
-    """The columns that one column of a task's predictions becomes."""
-    if not isinstance(value, Tensor):
-        return {name: list(value)}
-    if value.dim() > 2:
-        raise UserError(
-            f"the predictions have a column `{name}` of shape {tuple(value.shape)}; a row holds numbers, texts, lists of them, or an "
-            "image of whole numbers (HW). Return something smaller."
-        )
-    if value.dim() == 2 and name == WIDE and names:
-        columns = value.unbind(1) if wide else ()
-        return {f"probability/{label}": digits(column.tolist()) for label, column in zip(names, columns, strict=False)}
-    return {name: digits(value.tolist())}
-
-
 def table_rows(
-    columns: Mapping[str, Sequence[Any] | Tensor], names: Sequence[str], *, wide: bool
-) -> list[dict[str, Any]]:
-    """A dict for each sample. Raises UserError if the columns differ in length."""
+    columns: Mapping[str, Sequence[Any] | Tensor], names: Sequence[str], count: int, *, wide: bool
+) -> list[Row]:
+    """A dict for each of `count` samples. Raises UserError: a column does not fit into it."""
     found: dict[str, list[Any]] = {}
     for name, value in columns.items():
-        found |= cells(name, value, names, wide=wide)
-    lengths = {name: len(column) for name, column in found.items()}
-    if len(set(lengths.values())) > 1:
-        raise UserError(f"the columns of the predictions differ in length: {lengths}. Each needs a value per sample.")
+        if len(value) != count or (isinstance(value, Tensor) and value.dim() > 2):
+            size = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} values"
+            raise UserError(
+                f"the predictions have a column `{name}` with {size} for a batch of {count}. Return one value per sample: a number, a text, "
+                "a list of them, or an image of whole numbers (HW)."
+            )
+        if name == WIDE and names and isinstance(value, Tensor) and value.dim() == 2:
+            labels = zip(names, value.unbind(1), strict=False) if wide else ()
+            found |= {f"probability/{label}": digits(column.tolist()) for label, column in labels}
+        else:
+            found[name] = digits(value.tolist()) if isinstance(value, Tensor) else list(value)
     return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
 
 
@@ -243,11 +235,7 @@ class Writer(pl.Callback):
         tensors = {name: each for name, each in found.items() if isinstance(each, Tensor)}
         masks = {n: found.pop(n) for n, each in tensors.items() if each.dim() == 3 and not each.is_floating_point()}
         found |= {name: self.saved(name, mask_BHW, indices, problems) for name, mask_BHW in masks.items()}
-        rows = table_rows(found, self.names, wide=self.asked.probabilities)
-        if len(rows) != len(indices):
-            raise UserError(
-                f"the predictions have {len(rows)} rows for a batch of {len(indices)}. Return one for each."
-            )
+        rows = table_rows(found, self.names, len(indices), wide=self.asked.probabilities)
         rows = [self.first(index) | row for index, row in zip(indices, rows, strict=True)]
         for place, why in enumerate((problems or ())[: len(rows)]):
             rows[place] = {**(self.first(indices[place]) if why else rows[place]), ERROR: why}
@@ -270,9 +258,6 @@ class Writer(pl.Callback):
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.close()
         trainer.strategy.barrier("the parts are written")
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.close()
 
     def close(self) -> None:
         if self.file:
@@ -312,7 +297,8 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
     cfg, world = settings.cfg, settings.world
     asked, output = cfg.predict, Path(cfg.predict.output)
     columns, names = work.columns(asked.top_k)
-    trainer = evaluator(settings, work, Writer(data, asked, columns, names))
+    writer = Writer(data, asked, columns, names)
+    trainer = evaluator(settings, work, writer)
     try:
         with build.oom_advice(settings, trainer, work):
             trainer.predict(work.module, data, return_predictions=False)
@@ -330,5 +316,6 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
             )
         return parts
     finally:
+        writer.close()
         if world.rank == 0:
             remove(folder_of(output))

@@ -48,12 +48,12 @@ class InputFiles:
         # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.name_N, self.target_N = (np.array([os.fsencode(x) for x in xs]) for xs in (inputs.paths, inputs.targets))
         self.reader, self.base = reader, inputs.base
-        self.held: list[tuple[Any, str]] = []
+        self.held: list[tuple[Arrays, str]] = []
         self.several: bool | None = None  # whether files have several samples, by the first one that can be read
         self.bug: Exception | None = None
         problems: list[str] = []
         for file in range(len(self.name_N)):
-            example, problem = self.read(file)
+            first, problem = self.read(file)
             if not problem:
                 break
             problems.append(problem)
@@ -65,14 +65,13 @@ class InputFiles:
             raise UserError(
                 f"none of {len(problems):,} files can be read:{listed(reasons, len(problems))}\nNothing was written."
             )
-        self.file_N, self.row_N = np.arange(len(self.name_N)), None
-        if isinstance(example, Arrays):
-            self.held = [self.read(each) for each in range(len(self.name_N))]
-            counts = [1 if why else len(content) for content, why in self.held]
-            self.file_N = np.repeat(self.file_N, counts)
-            self.row_N = np.concatenate([np.arange(count) for count in counts])
-            example = {name: values[0] for name, values in example[np.array([0])].items()}
-        self.example = {name: np.asarray(value) for name, value in example.items()}
+        self.example = {name: values[0] for name, values in first.arrays.items()}
+        counts = np.ones(len(self.name_N), np.int64)
+        if self.several:
+            self.held = [self.read(file) for file in range(len(self.name_N))]
+            counts = np.array([1 if why else len(content) for content, why in self.held])
+        self.file_N = np.repeat(np.arange(len(self.name_N)), counts)
+        self.row_N = np.arange(len(self.file_N)) - np.repeat(counts.cumsum() - counts, counts)
 
     def __len__(self) -> int:
         return len(self.file_N)
@@ -83,44 +82,42 @@ class InputFiles:
     def path(self, index: int) -> Path:
         return self.base / self.name(self.file_N[index])
 
-    def read(self, file: int) -> tuple[Any, str]:
-        """What a file holds, and why it cannot be read."""
+    def read(self, file: int) -> tuple[Arrays, str]:
+        """The samples of a file, and why it cannot be read."""
+        nothing = Arrays(input=np.empty(0))
         try:
             content: Any = self.reader.read(self.base / self.name(file))
         except Exception as e:  # Pillow raises nearly anything for a broken file
             self.bug = e if isinstance(e, BUGS) and of_users_code(e) else self.bug
-            return None, reason(e)
-        has_rows = isinstance(content, Arrays)
-        if has_rows and not len(content):
-            return None, "it holds no samples"
-        self.several = has_rows if self.several is None else self.several
-        if has_rows and not self.several:
-            return None, f"it holds {len(content)} samples, and the first file a single one"
-        if self.several and not has_rows:
-            content = Arrays(**{name: np.asarray(value)[None] for name, value in content.items()})
-        return content, ""
+            return nothing, reason(e)
+        several = isinstance(content, Arrays)
+        if several and not len(content):
+            return nothing, "it holds no samples"
+        self.several = several if self.several is None else self.several
+        if several and not self.several:
+            return nothing, f"it holds {len(content)} samples, and the first file a single one"
+        return content if several else Arrays(**{name: np.asarray(v)[None] for name, v in content.items()}), ""
 
-    def sample(self, index: int) -> tuple[Any, str]:
+    def sample(self, index: int) -> tuple[Row, str]:
         file = self.file_N[index]
         content, problem = self.held[file] if self.held else self.read(file)
-        if not problem and self.row_N is not None:
-            content = {name: values[0] for name, values in content[self.row_N[[index]]].items()}
-        for name, known in {} if problem else self.example.items():
-            if np.shape(content.get(name)) != known.shape:
-                problem = (
-                    f"its {name} has the shape {np.shape(content.get(name))}, and that of other files {known.shape}"
-                )
-        return (self.example, problem) if problem else (content, "")
+        if problem:
+            return self.example, problem
+        values = {name: column[0] for name, column in content[self.row_N[[index]]].items()}
+        for name, known in self.example.items():
+            if (shape := np.shape(values.get(name, ()))) != known.shape:
+                return self.example, f"its {name} has the shape {shape}, and that of other files {known.shape}"
+        return values, ""
 
     def __getitem__(self, indices: Indices) -> Batch:
         samples, problems = zip(*(self.sample(index) for index in indices), strict=True)
-        columns = {name: np.stack([np.asarray(each[name]) for each in samples]) for name in self.example}
+        columns = {name: np.stack([each[name] for each in samples]) for name in self.example}
         return {n: v.tolist() if v.dtype.kind == "U" else v for n, v in columns.items()} | {"problem": list(problems)}
 
     def facts(self, index: int) -> Row:
         """The first columns of a table: the path of the file, the row in it, and the target, if they are known."""
         file = self.file_N[index]
-        row = {} if self.row_N is None else {"row": int(self.row_N[index])}
+        row = {"row": int(self.row_N[index])} if self.several else {}
         target = {"target": os.fsdecode(self.target_N[file])} if len(self.target_N) else {}
         return {"path": self.name(file), **row, **target}
 
@@ -191,13 +188,13 @@ def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    first = list(itertools.islice(rows, CHUNK))
+    readable = ({name: as_utf8(value) for name, value in row.items()} for row in rows)
+    chunks = iter(lambda: list(itertools.islice(readable, CHUNK)), [])
+    first = next(chunks)
     schema = pa.schema([(name, kind(pa, [row[name] for row in (example, *first)])) for name in example])
     with pq.ParquetWriter(path, schema) as writer:
-        while first:
-            readable = [{name: as_utf8(value) for name, value in row.items()} for row in first]
-            writer.write_table(pa.Table.from_pylist(readable, schema))
-            first = list(itertools.islice(rows, CHUNK))
+        for rows_of_chunk in itertools.chain([first], chunks):
+            writer.write_table(pa.Table.from_pylist(rows_of_chunk, schema))
 
 
 def as_utf8(value: Any) -> Any:
@@ -207,10 +204,8 @@ def as_utf8(value: Any) -> Any:
 
 def kind(pa: Any, values: list[Any]) -> Any:
     """The Arrow type of a column; of empty lists or of nothing, that of texts."""
-    known = [value for value in values if value is not None and value != []]
-    if not known:
-        return pa.list_(pa.string()) if [] in values else pa.string()
-    return pa.infer_type([as_utf8(value) for value in known])
+    known = [as_utf8(value) for value in values if value is not None and value != []]
+    return pa.infer_type(known or [[""] if [] in values else ""])
 
 
 WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {

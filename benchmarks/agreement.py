@@ -1,0 +1,231 @@
+"""How far results differ between strategies and numbers of processes: tables in Markdown.
+
+python benchmarks/agreement.py strategies [key=value ...]           # from one process, in fp32
+python benchmarks/agreement.py drift [--steps 10 40 160]            # of two processes from one, by the number of steps
+python benchmarks/agreement.py bits [--steps 40] [--only ResNet]    # exact.logical_ranks=8, on any number of processes
+
+strategies: recipes are trained for some steps with clipping and augmentation: BasicNet with its dropout at a low learning rate, the
+default recipe (AdamW at 1e-3, dropout), and a ResNet of timm whose batch norm is synchronised. dp is one device where there are no
+GPUs. Differences are relative: of a loss, the difference over the value; of weights, the norm of the difference over the norm, of all
+of them together and of the tensor that differs most. 1e-7 is the rounding of one number in fp32.
+bits: a digest of weights, averages, optimizer and schedule, trained on one process, on several, and with its processes killed and a
+different number of them resuming.
+
+Exit code 1 if a strategy differs by more than its limit, or if a recipe has more than one digest.
+"""
+
+import argparse
+import hashlib
+import math
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import measuring
+import torch
+from measuring import ArgumentParser, last_step, made_by, start_command, table, wait_until
+from torch import Tensor
+
+from lockstep import ROOT
+from lockstep.checkpoints.finding import leaves
+from lockstep.checkpoints.weights import read
+from lockstep.extras import comparison
+
+SHORT = [
+    "data.source=embedded", "data.batch_size=64", "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+    "trainer.enable_progress_bar=false", "trainer.max_epochs=100",
+]  # fmt: skip
+
+
+def on(strategy: str, processes: int = 1) -> list[str]:
+    return [f"strategy={strategy}", *([f"trainer.devices={processes}"] if processes > 1 else [])]
+
+
+# --- relative differences of two runs ---
+
+
+class Difference(NamedTuple):
+    loss: float  # the greatest of any step
+    weights: float  # of all weights and buffers as one vector
+    tensor: float  # the greatest of any; small ones, such as biases that began at zero, differ most
+
+
+def trained(runs_dir: Path, name: str, *overrides: str) -> comparison.Run:
+    measuring.train([f"run={name}", f"runs_dir={runs_dir}", *SHORT, "trainer.precision=32-true", *overrides])
+    return comparison.find(name, runs_dir)
+
+
+def difference(reference: comparison.Run, other: comparison.Run) -> Difference:
+    losses = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (reference, other)]
+    weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").weights for r in (reference, other)]
+    if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
+        raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")
+    floating = [key for key, value in weights[0].items() if value.is_floating_point()]
+    vectors = [torch.cat([each[key].double().flatten() for key in floating]) for each in weights]
+    return Difference(
+        loss=max(comparison.relative(a, b) for a, b in zip(*losses, strict=True)),
+        weights=comparison.tensor_difference(*vectors),
+        tensor=max(comparison.tensor_difference(weights[0][key], weights[1][key]) for key in floating),
+    )
+
+
+# --- strategies ---
+
+LOW_RATE = [
+    "augment=[shift,flip]", "augment.shift.pixels=2", "trainer.gradient_clip_val=0.5", "optim=sgd", "optim.lr=0.003", "schedule=cosine",
+]  # fmt: skip
+# Without momentum and with a smooth activation: kinks multiply any rounding, also that of a different number of threads.
+NORM = [
+    *LOW_RATE, "model=timm", "model.name=test_resnet", "+model.act_layer=silu", "trainer.sync_batchnorm=true", "optim.momentum=0",
+    "optim.nesterov=false",
+]  # fmt: skip
+DEFAULT, BATCH_NORM = "the default: BasicNet, AdamW 1e-3", "ResNet with batch norm, SGD 0.003"
+RECIPES: dict[str, tuple[list[str], int, float]] = {  # overrides, steps, limit of the weights
+    "BasicNet, SGD 0.003": (LOW_RATE, 50, 2e-6),
+    DEFAULT: ([], 40, 5e-4),
+    BATCH_NORM: (NORM, 50, 1e-6),
+}
+SETUPS = [  # strategy, processes, accumulation
+    ("single", 1, 2), ("single", 1, 4), ("dp", 1, 1), ("ddp", 2, 1), ("ddp", 4, 1), ("ddp", 2, 2), ("fsdp", 2, 1), ("fsdp", 4, 1), ("fsdp", 2, 2),
+]  # fmt: skip
+RESUMED = ("ddp, resumed from one process", 2, 1)
+HEAD = ["recipe", "steps", "strategy", "processes", "accumulation", "loss, greatest of all steps", "weights", "weights, greatest of all tensors"]  # fmt: skip
+
+
+def setups(recipe: str) -> list[tuple[str, int, int]]:
+    if recipe == BATCH_NORM:  # accumulated micro-batches have their own batch statistics, and so do the replicas of dp
+        return [(name, world, accumulate) for name, world, accumulate in SETUPS if accumulate == 1 and name != "dp"]
+    # a schedule over all steps would differ in a first part that ends earlier
+    return [*SETUPS, RESUMED] if recipe == DEFAULT else SETUPS
+
+
+def strategies(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
+    """The table, and whether all are within their limits."""
+    rows, good = [], True
+    for number, (recipe, (overrides, steps, limit)) in enumerate(RECIPES.items()):
+        common = ["trainer.log_every_n_steps=1", *overrides, *args.overrides]
+        whole = [*common, f"trainer.max_steps={steps}", "resume=auto"]
+        reference = trained(runs_dir, f"{number}", *whole, *on("single"))
+        for place, (name, world, accumulate) in enumerate(setups(recipe)):
+            run, strategy = f"{number}-{place}", name.partition(",")[0]
+            if name == RESUMED[0]:
+                trained(runs_dir, run, *common, f"trainer.max_steps={steps // 2}", *on("single"))
+            options = [*on(strategy, world), f"trainer.accumulate_grad_batches={accumulate}"]
+            apart = difference(reference, trained(runs_dir, run, *whole, *options))
+            good &= apart.weights <= limit
+            rows.append([recipe, f"{steps}", name, f"{world}", f"{accumulate}", *(f"{value:.1e}" for value in apart)])
+            print(" | ".join(rows[-1]), file=sys.stderr)
+    return table(HEAD, rows), good
+
+
+# --- drift ---
+
+DRY = ["model.dropout_conv=0", "model.dropout_fc=0"]
+ADAMW = ["optim=adamw", "optim.lr=1e-3"]
+PAIRS: dict[str, tuple[list[str], list[str]]] = {  # BasicNet: the recipe, and what its second run adds
+    "SGD 0.01, no dropout": (["optim=sgd", "optim.lr=0.01", *DRY], on("ddp", 2)),
+    "AdamW 1e-5, no dropout": (["optim=adamw", "optim.lr=1e-5", *DRY], on("ddp", 2)),
+    "AdamW 1e-3, no dropout": ([*ADAMW, *DRY], on("ddp", 2)),
+    "AdamW 1e-3, dropout, `exact.logical_ranks=2`": ([*ADAMW, "exact.logical_ranks=2"], on("ddp", 2)),
+    "AdamW 1e-3, dropout, one process, two seeds": (ADAMW, ["seed=1"]),
+}
+
+
+def drift(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
+    """Relative differences of all weights. The last row has two seeds, for comparison."""
+    rows = []
+    for number, (name, (recipe, more)) in enumerate(PAIRS.items()):
+        rows.append([name])
+        for steps in args.steps:
+            common = [f"trainer.max_steps={steps}", "trainer.log_every_n_steps=1", *recipe]
+            one, two = (trained(runs_dir, f"{number}-{steps}-{len(x)}", *common, *x) for x in ([], more))
+            rows[-1].append(f"{difference(one, two).weights:.1g}")
+        print(" | ".join(rows[-1]), file=sys.stderr)
+    return table(["", *(f"{steps} steps" for steps in args.steps)], rows), True
+
+
+# --- bits ---
+
+PARTS = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers")
+TRAIN = str(ROOT / "train.py")
+TIMM = ["model=timm", "data.image_size=32", "trainer.precision=bf16-mixed"]
+RESNET = ["model.name=resnet18", "augment=[standard,mixup]", "callbacks=[default,ema]", "trainer.gradient_clip_val=0.5"]
+EXACT = {
+    "BasicNet, the defaults": ["trainer.precision=bf16-mixed"],
+    "BasicNet, float32": ["trainer.precision=32-true"],
+    "ResNet-18": [*TIMM, *RESNET],
+    "ConvNeXt": [*TIMM, "model.name=test_convnext", "optim.no_decay=true", "task.label_smoothing=0.1"],
+}
+# Each a list of stages; all but the last are killed at a fraction of the steps, and the next one resumes.
+WAYS: dict[str, list[list[str]]] = {
+    "one process": [on("single")],
+    **{f"{strategy}, {n} processes": [on(strategy, n)] for strategy, n in (("ddp", 2), ("ddp", 4), ("ddp", 8), ("fsdp", 2), ("fsdp", 4))},
+    "one process, killed, ddp on 4, killed, fsdp on 2": [on("single"), on("ddp", 4), on("fsdp", 2)],
+    "torchrun on 4, killed, on 2, killed, on 8": [["torchrun", "4"], ["torchrun", "2"], ["torchrun", "8"]],
+}  # fmt: skip
+
+
+def train(stages: list[list[str]], overrides: list[str], run: Path, steps: int) -> None:
+    """Raises RuntimeError if the last stage fails."""
+    given = [*overrides, f"runs_dir={run.parent}", f"run={run.name}", f"trainer.max_steps={steps}", "resume=auto"]
+    log = run.parent / f"{run.name}.log"
+    for number, stage in enumerate(stages, start=1):
+        launch = [TRAIN, *stage]
+        if stage[0] == "torchrun":
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={stage[1]}"]
+            launch = [*torchrun, TRAIN, "strategy=ddp"]
+        process = start_command([sys.executable, *launch, *given], log)
+        if number < len(stages):  # killed once its log shows a step, whose checkpoint may be still to come
+            step = steps * number // len(stages)
+            wait_until(lambda: last_step(run / "metrics.csv") >= step or process.poll() is not None, math.inf, 0.2)  # noqa: B023
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.wait():
+        raise RuntimeError(log.read_text()[-2000:])
+
+
+def digest(run: Path) -> str:
+    """What two versions of Lockstep are compared by."""
+    content = torch.load(run / "checkpoints/last.ckpt", weights_only=True, map_location="cpu")
+    found = hashlib.blake2b(digest_size=6)
+    for keys, leaf in leaves({part: content.get(part) for part in PARTS}):
+        tensor = isinstance(leaf, Tensor)
+        data = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor else repr(leaf).encode()
+        found.update(repr(keys).encode() + data)
+    return found.hexdigest()
+
+
+def bits(args: argparse.Namespace, runs_dir: Path) -> tuple[str, bool]:
+    recipes = {name: overrides for name, overrides in EXACT.items() if args.only in name}
+    common = [*SHORT, "exact.logical_ranks=8", "trainer.log_every_n_steps=10", "checkpoint.every_n_steps=10"]
+    cells: dict[str, list[str]] = {way: [] for way in WAYS}  # by recipe
+    for i, (recipe, overrides) in enumerate(recipes.items()):
+        for j, (way, stages) in enumerate(WAYS.items()):
+            train(stages, [*common, *overrides], runs_dir / f"{i}-{j}", args.steps)
+            cells[way].append(digest(runs_dir / f"{i}-{j}"))
+            print(f"{recipe}, {way}: {cells[way][-1]}", flush=True)
+    same = all(len(set(column)) == 1 for column in zip(*cells.values(), strict=True))
+    return table(["", *recipes], [[way, *row] for way, row in cells.items()]), same
+
+
+def main() -> int:
+    parser = ArgumentParser(description=__doc__)
+    parts = parser.add_subparsers(dest="what", required=True, metavar="strategies|drift|bits")
+    parts.add_parser("strategies").add_argument("overrides", nargs="*", metavar="key=value", help="of every run")
+    parts.add_parser("drift").add_argument("--steps", type=int, nargs="+", default=[10, 40, 160])
+    of_bits = parts.add_parser("bits")
+    of_bits.add_argument("--steps", type=int, default=40)
+    of_bits.add_argument("--only", default="", help="recipes whose name has this in it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        shown, good = {"strategies": strategies, "drift": drift, "bits": bits}[args.what](args, Path(folder))
+    print(made_by())
+    print(shown)
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
