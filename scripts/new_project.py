@@ -59,8 +59,7 @@ BUILDERS = (  # of a wheel, into a folder
 )
 STRIPPED = (
     "benchmarks/", "tests/benchmarks/", "NOTEBOOK.md", "templates/", "scripts/new_project.py", "tests/scripts/test_new_project.py",
-    "tests/test_readme.py", "tests/test_documented_commands.py",
-    "tests/test_waits.py", "tests/extras/test_flat_memory.py", "tests/reporting/test_browser.py", "tests/augment/test_references.py",  # of benchmarks
+    "tests/test_documentation.py", "tests/test_waits.py", "tests/extras/test_flat_memory.py", "tests/reporting/test_browser.py", "tests/augment/test_references.py",  # of benchmarks
 )  # fmt: skip
 
 
