@@ -45,55 +45,36 @@ def local(wheel, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("data", new_project.DATA)
-def test_a_thin_project_has_its_own_name_and_nothing_of_the_templates(data, tmp_path, monkeypatch, capsys, local):
+def test_a_thin_project_is_whole_and_tidy_and_has_its_own_name(data, tmp_path, monkeypatch, capsys, wheel, local):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
     assert "uv run pytest" in capsys.readouterr().out
     found = texts(tmp_path / "a")
-    assert {
-        "train.py",
-        "eval.py",
-        "predict.py",
-        "pyproject.toml",
-        ".gitignore",
-        "configs/project.yaml",
-        "src/flowers/model.py",
-    } <= set(found)
+    scripts = {"train.py", "eval.py", "predict.py"}
+    assert {*scripts, "pyproject.toml", ".gitignore", "configs/project.yaml", "src/flowers/model.py"} <= set(found)
     assert ("src/flowers/data.py" in found) is (data == "arrays")
     assert ("configs/data/flowers.yaml" in found) is (data != "none")
     left = ("my_project", "LOCKSTEP_ADDRESS", *(word for words in new_project.WORDS.values() for word in words))
     assert not [(name, word) for name, text in found.items() for word in left if word in name + text]
+    assert str(ROOT) not in "".join(found.values())
     assert committed(tmp_path / "a") == sorted(found)
     named = {word for word in re.findall(r"[\w/.-]+", found["README.md"]) if word.endswith((".py", ".yaml"))}
     assert {word.rpartition("/")[2] for word in named} - {"new_project.py", ".yaml"} <= {Path(n).name for n in found}
-
-
-@pytest.mark.parametrize("data", new_project.DATA)
-def test_a_thin_project_is_tidy(data, tmp_path, monkeypatch, local):
-    """By the ruff that it pins; and no method calls nothing but the one that it overrides."""
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
-    version = subprocess.run(
-        [sys.executable, "-m", "ruff", "--version"], capture_output=True, text=True
-    ).stdout.split()[1]
-    assert f'"ruff=={version}"' in texts(tmp_path / "a")["pyproject.toml"]
+    # It depends on a wheel inside it and on the tested versions.
+    uv = tomllib.loads(found["pyproject.toml"])["tool"]["uv"]
+    file = f"wheels/lockstep-{lockstep.__version__}-py3-none-any.whl"
+    assert uv["sources"] == {"lockstep": {"path": file}}
+    assert (tmp_path / "a" / file).read_bytes() == wheel[1]
+    pins = uv["constraint-dependencies"]
+    assert {"torch", "lightning", "pytest"} <= {pin.partition("==")[0] for pin in pins}
+    assert "://" not in found["pyproject.toml"]
+    # Tidy, by the ruff that it pins; and no method calls nothing but the one that it overrides.
+    ruff = [sys.executable, "-m", "ruff"]
+    version = subprocess.run([*ruff, "--version"], capture_output=True, text=True).stdout.split()[1]
+    assert f"ruff=={version}" in pins
     for command in (["check"], ["format", "--check"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "."], cwd=tmp_path / "a", capture_output=True, text=True
-        )
+        done = subprocess.run([*ruff, *command, "."], cwd=tmp_path / "a", capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
-    assert "return super()" not in "".join(texts(tmp_path / "a" / "src").values())
-
-
-def test_a_thin_project_depends_on_a_wheel_inside_it_and_on_the_tested_versions(tmp_path, monkeypatch, wheel, local):
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers") == 0
-    text = texts(tmp_path / "a")["pyproject.toml"]
-    uv = tomllib.loads(text)["tool"]["uv"]
-    assert uv["sources"] == {
-        "lockstep": {"path": f"wheels/{lockstep.__version__.join(('lockstep-', '-py3-none-any.whl'))}"}
-    }
-    assert (tmp_path / "a" / uv["sources"]["lockstep"]["path"]).read_bytes() == wheel[1]
-    assert {"torch", "lightning", "ruff", "pytest"} <= {pin.partition("==")[0] for pin in uv["constraint-dependencies"]}
-    assert "://" not in text
-    assert str(ROOT) not in "".join(texts(tmp_path / "a").values())
+    assert "return super()" not in "".join(text for name, text in found.items() if name.startswith("src/"))
 
 
 def test_a_thin_project_is_upgraded_by_one_command(tmp_path, monkeypatch, capsys, local):
@@ -149,17 +130,19 @@ def test_a_checkout_without_a_tool_to_build_it_says_so(tmp_path, monkeypatch, ca
     assert not (tmp_path / "a").exists()
 
 
-def test_a_thin_project_may_depend_on_an_address(tmp_path, monkeypatch):
-    address = "lockstep @ git+https://example.org/lockstep.git"
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", address) == 0
-    text = texts(tmp_path / "a")["pyproject.toml"]
-    assert (f'    "{address}",\n' in text, "tool.uv.sources" in text) == (True, False)
-    assert "(https://example.org/lockstep)" in texts(tmp_path / "a")["README.md"]
-
-
-def test_a_thin_project_may_depend_on_a_release(tmp_path, monkeypatch):
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", "lockstep>=0.2") == 0
-    assert "Trains with Lockstep: " in texts(tmp_path / "a")["README.md"]
+@pytest.mark.parametrize(
+    ("requirement", "named"),
+    [
+        ("lockstep @ git+https://example.org/lockstep.git", "[Lockstep](https://example.org/lockstep)"),
+        ("lockstep>=0.2", "Trains with Lockstep: "),
+    ],
+)
+def test_a_thin_project_may_depend_on_an_address_or_a_release(requirement, named, tmp_path, monkeypatch):
+    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--lockstep", requirement) == 0
+    found = texts(tmp_path / "a")
+    assert f'    "{requirement}",\n' in found["pyproject.toml"]
+    assert "tool.uv.sources" not in found["pyproject.toml"]
+    assert named in found["README.md"]
 
 
 @pytest.mark.parametrize(
@@ -194,9 +177,8 @@ def test_a_clone_elsewhere_trains_and_passes_its_own_workflow(data, source, tmp_
     }
 
     def run(command: str, folder: Path) -> str:
-        done = subprocess.run(
-            command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
-        )
+        options = {"shell": True, "capture_output": True, "text": True, "timeout": 900}
+        done = subprocess.run(command, cwd=folder, env=environment, **options)
         assert done.returncode == 0, command + done.stdout + done.stderr
         return done.stdout
 
@@ -228,14 +210,8 @@ def test_the_tests_of_a_full_project_pass(strip, tmp_path, monkeypatch):
     assert not [name for name, text in found.items() if name.endswith(".py") and "lockstep" in (name + text).lower()]
     done = run_tests(tmp_path / "a", "-n0", "--collect-only", "-m", "")  # every file of tests finds what it imports
     assert done.returncode == 0, done.stdout + done.stderr
-    done = run_tests(
-        tmp_path / "a",
-        "-n0",
-        "tests/test_layers.py",
-        "tests/config",
-        "tests/data/test_folder.py",
-        "tests/test_strategies_agree.py",
-    )
+    some = ("test_layers.py", "config", "data/test_folder.py", "test_strategies_agree.py")
+    done = run_tests(tmp_path / "a", "-n0", *(f"tests/{name}" for name in some))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
