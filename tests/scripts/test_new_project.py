@@ -146,23 +146,19 @@ def test_a_thin_project_may_depend_on_an_address_or_a_release(requirement, named
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("folder", "args", "told"),
     [
-        ([], "--package is missing"),
-        (["--package", "3d"], "is not a valid package name"),
-        (["--package", "lockstep"], "is not a valid package name"),
-        (["--package", "flowers", "--strip"], "--strip has no effect"),
+        ("a", [], "--package is missing"),
+        ("a", ["--package", "3d"], "is not a valid package name"),
+        ("a", ["--package", "lockstep"], "is not a valid package name"),
+        ("a", ["--package", "flowers", "--strip"], "--strip has no effect"),
+        (".", ["--package", "flowers"], "exists and is not empty"),
     ],
 )
-def test_what_cannot_be_begun_is_refused_and_nothing_is_written(args, told, tmp_path, monkeypatch, capsys):
-    assert begin(monkeypatch, tmp_path / "a", *args) == 2
-    assert told in capsys.readouterr().err
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_begun_is_refused_and_nothing_is_written(folder, args, told, tmp_path, monkeypatch, capsys):
     (tmp_path / "notes.txt").write_text("mine")
-    assert begin(monkeypatch, tmp_path, "--package", "flowers") == 2
+    assert begin(monkeypatch, tmp_path / folder, *args) == 2
+    assert told in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
