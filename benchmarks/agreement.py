@@ -33,6 +33,7 @@ from lockstep import ROOT
 from lockstep.checkpoints.finding import leaves
 from lockstep.checkpoints.weights import read
 from lockstep.extras import comparison
+from lockstep.reporting.runs_page import Report
 
 SHORT = [
     "data.source=embedded", "data.batch_size=64", "trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
@@ -53,13 +54,13 @@ class Difference(NamedTuple):
     tensor: float  # the greatest of any; small ones, such as biases that began at zero, differ most
 
 
-def trained(runs_dir: Path, name: str, *overrides: str) -> comparison.Run:
+def trained(runs_dir: Path, name: str, *overrides: str) -> Report:
     measuring.train([f"run={name}", f"runs_dir={runs_dir}", *SHORT, "trainer.precision=32-true", *overrides])
     return comparison.find(name, runs_dir)
 
 
-def difference(reference: comparison.Run, other: comparison.Run) -> Difference:
-    losses = [[row["train/loss"] for row in run.rows if "train/loss" in row] for run in (reference, other)]
+def difference(reference: Report, other: Report) -> Difference:
+    losses = [run.curves["train/loss"].values for run in (reference, other)]
     weights: list[dict[str, Any]] = [read(r.folder / "checkpoints" / "last.ckpt").weights for r in (reference, other)]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
         raise RuntimeError(f"{other.folder} did not do the steps of {reference.folder}")

@@ -44,8 +44,9 @@ sys.path.insert(0, {root!r})
 from lockstep import launch
 import train
 
-def noting(cfg, world):
+def noting(settings):
     from lockstep.data.datamodule import DataModule
+    world = settings.world
     original, port = DataModule.on_after_batch_transfer, os.environ["MASTER_PORT"]
     file = Path({folder!r}, f"{{port}}-{{world.rank}}").open("a")
     def note(self, batch, dataloader_idx):
@@ -53,7 +54,7 @@ def noting(cfg, world):
             print(port, world.size, time.time(), self.trainer.global_step + 1, *batch["index"].tolist(), file=file, flush=True)
         return original(self, batch, dataloader_idx)
     DataModule.on_after_batch_transfer = note
-    train.train(cfg, world)
+    train.train(settings)
 
 launch.main(noting, "train")
 """

@@ -39,6 +39,11 @@ os.environ.pop("UV", None)  # commands are printed as they were typed, which `uv
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        forked_processes.start_server(HOME)
+
+
 def pytest_unconfigure() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         shutil.rmtree(HOME, ignore_errors=True)
@@ -184,20 +189,14 @@ def port() -> Iterator[int]:
         yield port
 
 
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
-    base = tmp_path_factory.getbasetemp()
-    forked_processes.start_server(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
-
-
 @pytest.fixture
-def forked_command(command: Commands, fork_server: None) -> Commands:
+def forked_command(command: Commands) -> Commands:
     """As `command`, forked from a server: for tests about what a command does, not about how Python starts it."""
     return replace(command, popen=forked_processes.Popen)
 
 
 @pytest.fixture(scope="module")
-def forked(fork_server: None) -> Iterator[None]:
+def forked() -> Iterator[None]:
     """Runs that are started from Python fork their processes from a server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "subprocess", forked_processes)

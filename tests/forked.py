@@ -3,15 +3,15 @@
 In all else they are what `python <script>` starts: processes of their own with that environment, working directory, exit
 code and standard streams, which can be signalled and killed. This module stands in for `subprocess` where scripts are
 started. All test workers share the server.
+
+python forked.py <file> <function> [argument ...]     # a function of a test file in a process of its own, see `call`
 """
 
 import atexit
 import contextlib
-import fcntl
 import importlib
 import os
 import runpy
-import selectors
 import signal
 import socket
 import subprocess
@@ -21,36 +21,24 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import reduction
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, TimeoutExpired
 from typing import Any
 
-__all__ = [
-    "DEVNULL",
-    "HOOK",
-    "PIPE",
-    "STDOUT",
-    "Popen",
-    "TimeoutExpired",
-    "call",
-    "start_server",
-    "until",
-    "working_in",
-]
-
 ADDRESS = "TEST_FORK_SERVER"
 HOOK = "TEST_HOOK"  # a file that a process runs before its script: to change what the script is about to use
-START_S = 300.0  # for the imports on a busy machine
 
 
-class Popen:
-    """`python <script> [args]`, forked; what launch/local.py uses of subprocess.Popen."""
+class Popen(subprocess.Popen):
+    """`python <script> [args]`, forked; what launch/local.py uses of subprocess.Popen, whose constructor does not run."""
+
+    _sigint_wait_secs = 0.0  # for the end of a with statement after Ctrl-C
 
     def __init__(self, command: list[str], *, cwd: Any = None, env: dict[str, str] | None = None, stdin: Any = None,
                  stdout: Any = None, stderr: Any = None, start_new_session: bool = False) -> None:  # fmt: skip
         assert command[0] == sys.executable and command[1].endswith(".py"), command
-        self.args, self.returncode, self.stdin, self.stdout = command, None, None, None
+        self.args, self.returncode, self.stdin, self.stdout, self.stderr = command, None, None, None, None
         request = {
             "argv": command[1:],
             "cwd": str(cwd or Path.cwd()),
@@ -64,14 +52,6 @@ class Popen:
             for descriptor in given:
                 reduction.send_handle(self.connection, descriptor, None)
         self.pid: int = self.connection.recv()
-
-    def __enter__(self) -> "Popen":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.stdin:
-            self.stdin.close()
-        self.wait()
 
     def descriptors(self, stdin: Any, stdout: Any, stderr: Any, stack: contextlib.ExitStack) -> list[int]:
         found = []
@@ -105,20 +85,10 @@ class Popen:
         assert code is not None
         return code
 
-    def send_signal(self, what: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, what)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
 
 def call(file: str, function: str, *arguments: str) -> Popen:
     """A function of a test file, with texts as arguments."""
-    return Popen([sys.executable, str(Path(__file__).with_name("called.py")), file, function, *arguments])
+    return Popen([sys.executable, __file__, file, function, *arguments])
 
 
 # --- what tests ask of processes ---
@@ -145,35 +115,20 @@ def working_in(folder: Path) -> list[str]:
 
 
 def start_server(folder: Path) -> None:
-    """Starts it, unless another worker has: it ends with the last worker that has called this."""
-    if ADDRESS in os.environ:  # one that somebody keeps
+    """Starts it, unless somebody keeps one. It ends with this process, whose pipe its standard input is."""
+    if ADDRESS in os.environ:
         return
-    address, log = folder / "fork-server", folder / "fork-server.log"
-    with (folder / "fork-server.lock").open("w") as lock, log.open("ab") as output:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # not `output`, whose lock the server would keep
-        worker = connected(address)
-        if worker is None:
-            command = [sys.executable, "-c", "import sys, forked; forked.serve(sys.argv[1])", str(address)]
-            path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            server = subprocess.Popen(command, env=environment, stdin=DEVNULL, stdout=output, stderr=output,
-                                      start_new_session=True)  # fmt: skip
-            deadline = time.monotonic() + START_S
-            while worker is None:
-                assert server.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-                worker = connected(address)
-            server.returncode = 0  # it is not waited for
-    worker.send(None)
-    os.environ[ADDRESS] = str(address)
-    atexit.register(worker.close)
-
-
-def connected(address: Path) -> Connection | None:
-    try:
-        return Client(str(address))
-    except (FileNotFoundError, ConnectionRefusedError):
-        return None
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with socket.socket(socket.AF_UNIX) as inbox:
+        inbox.bind(str(folder / "fork-server"))
+        inbox.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, "-c", "import sys, forked; forked.serve(int(sys.argv[1]))", str(inbox.fileno())],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            pass_fds=[inbox.fileno()], stdin=PIPE, stdout=DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    os.environ[ADDRESS] = str(folder / "fork-server")
+    atexit.register(server.communicate)
 
 
 def preload() -> None:
@@ -187,61 +142,37 @@ def preload() -> None:
     importlib.import_module("timm")
 
 
-def serve(address: str) -> None:
-    """Forks a process for each request, and tells its exit code to who asked, until no worker is connected."""
-    preload()
-    Path(address).unlink(missing_ok=True)  # of a server that was killed
-    listener = Listener(address, backlog=64)
-    awake, wake = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    inbox: Any = listener._listener._socket  # type: ignore[attr-defined]
-    children: dict[int, Connection] = {}
-    workers: list[Connection] = []
-    with selectors.DefaultSelector() as selector:
-        for readable in (inbox, awake):
-            selector.register(readable, selectors.EVENT_READ)
-        begun = False
-        while workers or not begun:
-            for key, _ in selector.select():
-                if key.fileobj is inbox:
-                    connection = listener.accept()
-                    try:
-                        request = connection.recv()
-                    except EOFError:  # who asked was killed
-                        continue
-                    if request is None:
-                        workers.append(connection)
-                        selector.register(connection, selectors.EVENT_READ)
-                        begun = True
-                    else:
-                        ours = [inbox, awake, wake, selector, *workers, *children.values()]
-                        children[fork(connection, request, ours)] = connection
-                elif key.fileobj is awake:
-                    awake.recv(4096)
-                    reap(children)
-                else:
-                    selector.unregister(key.fileobj)
-                    workers.remove(key.fileobj)
-    listener.close()
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def reap(children: dict[int, Connection]) -> None:
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
+def serve(descriptor: int) -> None:
+    """Forks a process for each request, and sends its exit code to the one that asked, until standard input ends."""
+    inbox = socket.socket(fileno=descriptor)
+    children: dict[int, tuple[int, Connection]] = {}  # by a descriptor that is readable when the process has ended
+    while True:
+        for ready in wait([0, inbox, *children]):
+            if ready == 0:
+                for pid, _ in children.values():
+                    os.kill(pid, signal.SIGKILL)
                 return
-            with contextlib.suppress(OSError):  # who asked may be gone
-                children[pid].send(os.waitstatus_to_exitcode(status))
-            children.pop(pid).close()
+            if ready is inbox:
+                connection = Connection(inbox.accept()[0].detach())
+                with contextlib.suppress(EOFError):  # the one that asked was killed
+                    request = connection.recv()
+                    preload()  # at the first request; what is imported stays
+                    pid = fork(connection, request, inbox, children)
+                    children[os.pidfd_open(pid)] = pid, connection
+            else:
+                pid, connection = children.pop(ready)
+                os.close(ready)
+                _, status = os.waitpid(pid, 0)
+                with contextlib.suppress(OSError), connection:  # the one that asked may be gone
+                    connection.send(os.waitstatus_to_exitcode(status))
 
 
-def fork(connection: Connection, request: dict[str, Any], ours: list[Any]) -> int:
+def fork(
+    connection: Connection,
+    request: dict[str, Any],
+    inbox: socket.socket,
+    children: dict[int, tuple[int, Connection]],
+) -> int:
     streams = [reduction.recv_handle(connection) for _ in range(3)]
     if pid := os.fork():
         for descriptor in streams:
@@ -249,16 +180,17 @@ def fork(connection: Connection, request: dict[str, Any], ours: list[Any]) -> in
         connection.send(pid)
         return pid
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
-        for mine in [*ours, connection]:
-            mine.close()
-        with contextlib.suppress(
-            PermissionError
-        ):  # a group of pytest's session: its Ctrl-C ends pytest, and then these
+            os.close(descriptor)
+        for descriptor, (_, other) in children.items():
+            os.close(descriptor)
+            other.close()
+        connection.close()
+        inbox.close()
+        # A group of pytest's session: its Ctrl-C ends pytest, and then these.
+        with contextlib.suppress(PermissionError):
             os.setpgid(0, request["group"])
         run(request)
     except BaseException:
@@ -309,3 +241,7 @@ def in_this_process() -> None:
     local.subprocess = this
     if os.environ.get(kills.RANK, "") == os.environ.get("RANK"):
         kills.count_events()
+
+
+if __name__ == "__main__":
+    runpy.run_path(sys.argv[1])[sys.argv[2]](*sys.argv[3:])

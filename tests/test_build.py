@@ -20,10 +20,14 @@ from lockstep.training.schedules import scheduler
 pytestmark = pytest.mark.xdist_group("build")
 SMALL = [
     "trainer.accelerator=cpu",
-    "trainer.limit_train_batches=2",
+    "trainer.max_steps=1",
     "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=1",
 ]
+
+
+def files(root: Path, cache: Path) -> list[str]:
+    return [f"data.root={root}", f"data.cache_dir={cache}"]
 
 
 def options(group: str) -> list[str]:
@@ -41,10 +45,9 @@ def cifar10(tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", options("model"))
 @pytest.mark.parametrize("data", ["mnist", "cifar10"])
 def test_models_fit_data(model, data, mnist, cifar10, cache):
-    name = ["model.name=resnet10t"] * (model == "timm")
-    root = mnist if data == "mnist" else cifar10
-    overrides = [f"model={model}", f"data={data}", f"data.root={root}", f"data.cache_dir={cache}", *name]
-    cfg = Settings.of(compose_config("train", overrides)).with_numbers().cfg
+    given = [f"model={model}", f"data={data}", *files(mnist if data == "mnist" else cifar10, cache)]
+    given += ["model.name=resnet10t"] * (model == "timm")
+    cfg = Settings.of(compose_config("train", given)).with_numbers().cfg
     dataset, task = create_data(cfg.data), create(cfg.task, "task")
     task.bind(dataset.about)
     channels, size = dataset.about["channels"], dataset.about["image_size"]
@@ -59,10 +62,7 @@ def test_models_fit_data(model, data, mnist, cifar10, cache):
 def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in options(group):
-        cfg = compose_config(
-            "train",
-            [f"{group}={option}", f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", "run=a"],
-        )
+        cfg = compose_config("train", [f"{group}={option}", *files(mnist, cache), "trainer.accelerator=cpu", "run=a"])
         settings = Settings.of(cfg).decided(create_data(cfg.data)).identified("disk")
         data = build.data(settings)
         work = build.workload(settings, data)
@@ -79,33 +79,6 @@ def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [[], ["strategy=ddp", "trainer.devices=2"]])
-def test_cifar10_trains_and_tests(strategy, cifar10, cache, forked, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    common = [
-        "data=cifar10",
-        f"data.root={cifar10}",
-        f"data.cache_dir={cache}",
-        "data.batch_size=8",
-        "data.eval_batch_size=8",
-    ]
-    model = [
-        "model=timm",
-        "model.name=resnet10t",
-        "data.image_size=64",
-        "trainer.precision=bf16-mixed",
-        "channels_last=true",
-    ]
-    report = lockstep.train([*common, *model, *SMALL, *strategy])
-    assert (report["train/steps"], report["test/count"], report["data/name"], report["data/train"]) == (
-        2,
-        8,
-        "cifar10",
-        180,
-    )
-
-
 SLOW = ("cifar10_resnet50d", "folder_finetune")
 
 
@@ -115,13 +88,15 @@ SLOW = ("cifar10_resnet50d", "folder_finetune")
 def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     root = {"cifar10": cifar10, "mnist": mnist, "folder": tmp_path / "pictures"}[recipe.partition("_")[0]]
-    small = ["data.batch_size=4", "data.eval_batch_size=4", "trainer.max_steps=1", "data.image_size=28", *SMALL]
+    small = ["data.batch_size=4", "data.eval_batch_size=4", "data.image_size=28", *SMALL]
     small += ["trainer.enable_checkpointing=false", "schedule.warmup_steps=0"]  # checkpoints: 300 MB of resnet50d
     if root.name == "pictures":
         write_classes(root, 10)
         small += ["model.pretrained=false"]  # its weights are on a server
-    report = lockstep.train([f"experiment={recipe}", f"data.root={root}", f"data.cache_dir={cache}", *small])
-    assert report["status"] == "done"
+    if recipe == "cifar10_resnet50d":  # whose size is what takes long
+        small.remove("data.image_size=28")
+    report = lockstep.train([f"experiment={recipe}", *files(root, cache), *small])
+    assert (report["status"], report["train/steps"], report["data/name"]) == ("done", 1, recipe.partition("_")[0])
 
 
 @pytest.mark.parametrize(
@@ -173,12 +148,8 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for override, threads in (
-            ("exact.logical_ranks=2", 1),
-            ("exact.logical_ranks=4", 1),
-            ("exact.logical_ranks=null", 3),
-        ):
-            cfg = compose_config("train", [override, "trainer.accelerator=cpu"])
+        for ranks, threads in (("2", 1), ("4", 1), ("null", 3)):
+            cfg = compose_config("train", [f"exact.logical_ranks={ranks}", "trainer.accelerator=cpu"])
             build.process(Settings.of(cfg))
             assert torch.get_num_threads() == threads
     finally:
@@ -192,8 +163,3 @@ def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
         made = build.arithmetic(Settings.of(cfg)).trainer_arguments(cfg.trainer, world)
         assert bool(made["deterministic"]) == expected
         assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)
-
-
-def test_a_profiler_that_is_asked_for_is_used(train):
-    train("run=a", "trainer.max_steps=1", "trainer.profiler=simple")
-    assert "run_training_batch" in Path("runs/a/fit-profile.txt").read_text()

@@ -1,6 +1,7 @@
-"""Poor environments: a run works in them, or says what it lacks."""
+"""Poor environments: a run works in them, or says what it lacks. It imports nothing that it has no use for."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -58,3 +59,20 @@ def test_the_account_of_whoever_tests_decides_nothing(tmp_path):
         [sys.executable, "-c", looked], cwd=ROOT / "tests", env={**alone, **outer}, capture_output=True, text=True
     )
     assert done.stdout.splitlines() == ["None None False False"], done.stderr
+
+
+# Packages that a run with BasicNet, metrics.csv and no sweep has no use for. Not PIL: torchvision has the types of its annotations.
+HEAVY = {
+    "timm", "wandb", "tensorboard", "matplotlib", "transformers", "pandas", "plotly", "optuna", "sklearn", "scipy", "submitit",
+    "mlxtend", "sqlalchemy", "huggingface_hub",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_default_run_imports_nothing_heavy_that_it_does_not_use(tmp_path, mnist, cache):
+    options = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.max_steps=2", "trainer.limit_test_batches=1"]
+    command = [sys.executable, "-X", "importtime", str(ROOT / "train.py"), "run=a", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=300)
+    packages = set(re.findall(r"^import time:.*\| +(\w+)", done.stderr, re.MULTILINE))
+    assert {"torch", "lightning", "hydra", "lockstep"} <= packages
+    assert not packages & HEAVY

@@ -61,7 +61,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]
 
 
 @pytest.fixture(scope="module")
-def place(shared_command, fork_server) -> Path:
+def place(shared_command) -> Path:
     """A folder with the undisturbed run of two processes on this machine, `alone`."""
     done = replace(shared_command, popen=forked.Popen)("train.py", "run=alone", "trainer.devices=2", *OPTIONS)
     assert done.code == 0, done

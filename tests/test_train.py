@@ -104,19 +104,6 @@ def test_the_same_batch_can_be_overfitted(train):
     assert losses[-1] < 0.05 < 2 < losses[0]
 
 
-@pytest.mark.slow
-def test_several_loggers_write_at_once_and_the_id_of_wandb_is_kept(train):
-    train("run=a", "logger=[wandb,tensorboard]", "trainer.log_every_n_steps=4")
-    folder = Path("runs/a")
-    assert b"test/acc" in b"".join(path.read_bytes() for path in folder.glob("tensorboard/events.out.tfevents.*"))
-    assert [row["step"] for row in rows("a")] == ["4", "8", "12", "12", "12"]  # rows, validation, test
-    # offline-run-<time>-<id>, and -1 where two begin in the same second
-    ids = {path.name.split("-")[3] for path in folder.glob("wandb/offline-run-*")}
-    train("run=a", "logger=[wandb,tensorboard]", "resume=auto", "trainer.max_epochs=2")
-    assert {path.name.split("-")[3] for path in folder.glob("wandb/offline-run-*")} == ids
-    assert len(ids) == 1
-
-
 def test_a_run_without_callbacks_and_loggers_has_its_metrics_all_the_same(train):
     found = train("run=a", "callbacks=[]", "logger=[]", "trainer.limit_train_batches=4", "trainer.log_every_n_steps=2")
     assert (found["status"], found["train/steps"], found["train/images_per_s"]) == ("done", 4, None)

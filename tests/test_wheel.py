@@ -66,6 +66,9 @@ def installed(tmp_path_factory, mnist, cache) -> Installed:
 
 
 def test_the_command_trains_and_evaluates_in_an_empty_folder(installed):
+    done = installed.lockstep("train", "run=pair", *TWO, *installed.options)
+    assert done.returncode == 0, done.stderr
+    assert (installed.report("pair")["status"], installed.report("pair")["world_size"]) == ("done", 2)
     done = installed.lockstep("train", "run=one", *installed.options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"evaluate it: {installed.bin / 'lockstep'} eval run=one"  # as typed
@@ -76,17 +79,11 @@ def test_the_command_trains_and_evaluates_in_an_empty_folder(installed):
     figures = json.loads((installed.work / "runs/one/eval.json").read_text())
     assert figures["test/loss"] == pytest.approx(report["test/loss"], rel=1e-5)
     assert "</html>" in (installed.work / "runs/one/report.html").read_text()
-    assert installed.lockstep("runs").stdout.count("done") == 1
+    assert installed.lockstep("runs").stdout.count("done") == 2
     assert installed.lockstep("runs", "html").returncode == 0
     done = installed.lockstep("predict", "run=one", "input=test", *TWO)
     assert done.returncode == 0, done.stderr
     assert len((installed.work / "runs/one/predictions.csv").read_text().splitlines()) == 1 + report["test/count"]
-
-
-def test_the_command_trains_in_two_processes(installed):
-    done = installed.lockstep("train", "run=pair", *TWO, *installed.options)
-    assert done.returncode == 0, done.stderr
-    assert (installed.report("pair")["status"], installed.report("pair")["world_size"]) == ("done", 2)
 
 
 def test_mistakes_and_help_come_without_torch(installed):

@@ -176,9 +176,7 @@ def save_and_end(place: str) -> None:
     ("work", "code", "left"),
     [(save_and_be_killed, -signal.SIGKILL, ["last.ckpt", "best-step-1.ckpt"]), (save_and_end, 0, ["last.ckpt"])],
 )
-def test_a_kill_in_the_background_leaves_what_was_there_and_a_normal_end_loses_nothing(
-    work, code, left, tmp_path, fork_server
-):
+def test_a_kill_in_the_background_leaves_what_was_there_and_a_normal_end_loses_nothing(work, code, left, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     assert forked.call(__file__, work.__name__, str(folder)).wait(LONG_S) == code

@@ -140,7 +140,7 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[int, list[dict[str, dict]]]:
+def together(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, dict]]]:
     folder = tmp_path_factory.mktemp("metrics")
     for world in WORLDS:
         with local.held_port() as port:

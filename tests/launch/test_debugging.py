@@ -80,7 +80,7 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(command, fork_server):
+def terminal(command):
     started: list[Terminal] = []
 
     def start(*args: str, stop: int | None = None) -> Terminal:

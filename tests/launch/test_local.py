@@ -247,7 +247,7 @@ def test_a_process_that_ignores_two_ctrl_c_is_not_waited_for(monkeypatch):
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 1), (signal.SIGINT, 130)])
-def test_none_is_left_when_the_parent_is_ended(worker, how, code, fork_server):
+def test_none_is_left_when_the_parent_is_ended(worker, how, code):
     (worker.parent / "wait").touch()
     (worker.parent / "parent.py").write_text(PARENT)
     command = [sys.executable, str(worker.parent / "parent.py"), str(worker)]

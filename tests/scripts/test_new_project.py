@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 
 import new_project
@@ -46,37 +45,36 @@ def local(wheel, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("data", new_project.DATA)
-def test_a_thin_project_has_its_own_name_and_is_tidy(data, tmp_path, monkeypatch, capsys, local):
-    """Nothing of the templates is left; it is tidy by the ruff that it pins, and no method calls only the one that it overrides."""
+def test_a_thin_project_is_whole_and_tidy_and_has_its_own_name(data, tmp_path, monkeypatch, capsys, wheel, local):
     assert begin(monkeypatch, tmp_path / "a", "--package", "flowers", "--data", data) == 0
     assert "uv run pytest" in capsys.readouterr().out
     found = texts(tmp_path / "a")
-    files = "train.py eval.py predict.py pyproject.toml .gitignore configs/project.yaml src/flowers/model.py"
-    assert set(files.split()) <= set(found)
+    scripts = {"train.py", "eval.py", "predict.py"}
+    assert {*scripts, "pyproject.toml", ".gitignore", "configs/project.yaml", "src/flowers/model.py"} <= set(found)
     assert ("src/flowers/data.py" in found) is (data == "arrays")
     assert ("configs/data/flowers.yaml" in found) is (data != "none")
     left = ("my_project", "LOCKSTEP_ADDRESS", *(word for words in new_project.WORDS.values() for word in words))
     assert not [(name, word) for name, text in found.items() for word in left if word in name + text]
+    assert str(ROOT) not in "".join(found.values())
     assert committed(tmp_path / "a") == sorted(found)
     named = {word for word in re.findall(r"[\w/.-]+", found["README.md"]) if word.endswith((".py", ".yaml"))}
     assert {word.rpartition("/")[2] for word in named} - {"new_project.py", ".yaml"} <= {Path(n).name for n in found}
-    assert f'"ruff=={version("ruff")}"' in found["pyproject.toml"]
+    # It depends on a wheel inside it and on the tested versions.
+    uv = tomllib.loads(found["pyproject.toml"])["tool"]["uv"]
+    file = f"wheels/lockstep-{lockstep.__version__}-py3-none-any.whl"
+    assert uv["sources"] == {"lockstep": {"path": file}}
+    assert (tmp_path / "a" / file).read_bytes() == wheel[1]
+    pins = uv["constraint-dependencies"]
+    assert {"torch", "lightning", "pytest"} <= {pin.partition("==")[0] for pin in pins}
+    assert "://" not in found["pyproject.toml"]
+    # Tidy, by the ruff that it pins; and no method calls nothing but the one that it overrides.
+    ruff = [sys.executable, "-m", "ruff"]
+    version = subprocess.run([*ruff, "--version"], capture_output=True, text=True).stdout.split()[1]
+    assert f"ruff=={version}" in pins
     for command in (["check"], ["format", "--check"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "."]
-        done = subprocess.run(ruff, cwd=tmp_path / "a", capture_output=True, text=True)
+        done = subprocess.run([*ruff, *command, "."], cwd=tmp_path / "a", capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     assert "return super()" not in "".join(text for name, text in found.items() if name.startswith("src/"))
-
-
-def test_a_thin_project_depends_on_a_wheel_inside_it_and_on_the_tested_versions(tmp_path, monkeypatch, wheel, local):
-    assert begin(monkeypatch, tmp_path / "a", "--package", "flowers") == 0
-    text = texts(tmp_path / "a")["pyproject.toml"]
-    uv = tomllib.loads(text)["tool"]["uv"]
-    assert uv["sources"] == {"lockstep": {"path": f"wheels/lockstep-{lockstep.__version__}-py3-none-any.whl"}}
-    assert (tmp_path / "a" / uv["sources"]["lockstep"]["path"]).read_bytes() == wheel[1]
-    assert {"torch", "lightning", "ruff", "pytest"} <= {pin.partition("==")[0] for pin in uv["constraint-dependencies"]}
-    assert "://" not in text
-    assert str(ROOT) not in "".join(texts(tmp_path / "a").values())
 
 
 def test_a_thin_project_is_upgraded_by_one_command(tmp_path, monkeypatch, capsys, local):
@@ -143,22 +141,18 @@ def test_a_thin_project_may_depend_on_an_address_or_a_release(requirement, said,
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("folder", "args", "told"),
     [
-        ([], "--package is missing"),
-        (["--package", "3d"], "is not a valid package name"),
-        (["--package", "lockstep"], "is not a valid package name"),
+        ("a", [], "--package is missing"),
+        ("a", ["--package", "3d"], "is not a valid package name"),
+        ("a", ["--package", "lockstep"], "is not a valid package name"),
+        (".", ["--package", "flowers"], "exists and is not empty"),
     ],
 )
-def test_what_cannot_be_begun_is_refused_and_nothing_is_written(args, told, tmp_path, monkeypatch, capsys):
-    assert begin(monkeypatch, tmp_path / "a", *args) == 2
-    assert told in capsys.readouterr().err
-    assert not (tmp_path / "a").exists()
-
-
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_begun_is_refused_and_nothing_is_written(folder, args, told, tmp_path, monkeypatch, capsys):
     (tmp_path / "notes.txt").write_text("mine")
-    assert begin(monkeypatch, tmp_path, "--package", "flowers") == 2
+    assert begin(monkeypatch, tmp_path / folder, *args) == 2
+    assert told in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 

@@ -50,7 +50,7 @@ def on_a_gpu() -> object:
 
 
 @pytest.fixture(scope="module", params=["cpu", on_a_gpu()])
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> list[dict]:
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("batch_norm")
     with local.held_port() as port:
         arguments = ("2", str(port), str(folder), request.param)

@@ -85,7 +85,7 @@ def process(rank: str, port: str, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", [pytest.param("answers", marks=pytest.mark.slow), "connects"])
-def test_one_that_is_lost_while_all_meet_is_not_waited_for(moment, fork_server, monkeypatch, port):
+def test_one_that_is_lost_while_all_meet_is_not_waited_for(moment, monkeypatch, port):
     """As when the network goes down then. The store's clients themselves would wait for ever."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     stopped, other = (forked.call(__file__, "process", rank, str(port), moment) for rank in "01")

@@ -200,7 +200,7 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 8])
-def test_processes_add_up_to_the_same_bits(world, tmp_path, fork_server):
+def test_processes_add_up_to_the_same_bits(world, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])

@@ -1,18 +1,23 @@
-"""What the documentation says can be typed, followed and found: its commands, links and names of files and tests."""
+"""What the documentation says can be typed, followed and found: its commands, examples, links, and names of files and tests."""
 
 import argparse
+import inspect
 import re
 import runpy
+import shutil
 import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import conftest
 import pytest
 from pages import HEADERS, MARKDOWN, Command, Text
+from PIL import Image
 from your_own import forget
 
+import lockstep
 from lockstep import ROOT
 from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, variants
@@ -20,7 +25,6 @@ from lockstep.launch.cli import refused_options
 from lockstep.machine import world
 
 PAGES = [Text(path) for path in [*MARKDOWN, *HEADERS]]
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @cache
@@ -82,12 +86,7 @@ FIRST = ("README.md", "CONTRIBUTING.md")  # what strangers run; a command takes 
 
 
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.name, marks=() if page.name in FIRST else pytest.mark.slow)
-        for page in PAGES
-        if page.commands
-    ],
+    "page", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name not in FIRST)) for p in PAGES if p.commands]
 )
 def test_every_command_can_be_typed(page, monkeypatch, tmp_path):
     """In a project with the files that the page says to write."""
@@ -109,26 +108,21 @@ def test_the_readme_shows_how_to_train_predict_export_and_begin_a_project():
     assert typed >= {"train.py", "predict.py", "scripts/export.py", "scripts/new_project.py"}
 
 
-anchors = cache(lambda path: Text(path).anchors)
+def test_every_link_leads_somewhere():
+    anchors = {page.path: page.anchors for page in PAGES if page.path.suffix == ".md"}
+    for page in PAGES:
+        for link, anchor in page.links:
+            target = (page.path.parent / link).resolve() if link else page.path
+            assert target.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors.get(target, (anchor,)), f"{page.name}: {link}#{anchor}"
 
 
-@every_page
-def test_every_link_leads_somewhere(page):
-    missing = []
-    for link, anchor in page.links:
-        target = (page.path.parent / link).resolve() if link else page.path
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
-            missing.append(f"{link}#{anchor}")
-    assert missing == []
-
-
-@every_page
-def test_every_file_and_test_that_is_named_exists(page):
-    if page.name == "NOTEBOOK.md":
-        pytest.skip("it is a history: what it names may be gone")
-    for name, test in re.findall(r"`((?:tests|src/lockstep|scripts|benchmarks)/[\w/.-]+)(?:::(\w+))?`", page.prose):
-        assert (ROOT / name).exists(), name
-        assert not test or f"def {test}(" in (ROOT / name).read_text(), f"{name}::{test}"
+def test_every_file_and_test_that_is_named_exists():
+    history = "NOTEBOOK.md"  # what it names may be gone
+    for page in [page for page in PAGES if page.name != history]:
+        for name, test in re.findall(r"`((?:tests|src/lockstep|scripts|benchmarks)/[\w/.-]+)(?:::(\w+))?`", page.prose):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+            assert not test or f"def {test}(" in (ROOT / name).read_text(), f"{page.name}: {name}::{test}"
 
 
 def test_every_file_that_the_map_names_exists():
@@ -167,3 +161,89 @@ def test_every_figure_of_the_readme_stands_on_the_page_that_it_links_to():
     for result, page in rows:
         (path,) = re.findall(r"\]\((.*?)\)", page)
         assert numbers(result) - numbers((ROOT / path.partition("#")[0]).read_text()) == set(), result
+
+
+# --- docs/commands.md and the README run, from top to bottom, in one folder: each with small data and two steps ---
+
+# Another launcher, a network from the Hub, a minute of compiling, or what makes no run: other tests have them.
+ELSEWHERE = ("torchrun", "sbatch", "pretrained=true", "compile=true", "new_project", "--help", "data.root=")
+SMALLER = {
+    "data=cifar10": "data=mnist", "data.image_size=224": "data.image_size=32", "model.name=convnext_tiny": "model.name=test_resnet",
+    "data.batch_size=4096": "data.batch_size=64", "hydra.sweeper.n_trials=30": "hydra.sweeper.n_trials=2",
+    "schedule.warmup_steps=100": "schedule.warmup_steps=1", "trainer.devices=4": "trainer.devices=2",
+    "trainer.max_epochs=10": "trainer.max_epochs=2", "trainer.max_epochs=20": "trainer.max_epochs=3",
+}  # fmt: skip
+SHORT = ["trainer.accelerator=cpu", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
+DIFFERENT = 1  # the exit code of compare_runs.py
+
+
+def typed(command: Command, data: list[str]) -> list[str]:
+    """Its arguments, made small."""
+    assert command.script
+    args = [SMALLER.get(arg, arg) for arg in command.args]
+    name = command.script.name
+    if name == "train.py":
+        going_on = any(arg.startswith("resume=") and arg != "resume=auto" for arg in args)
+        args += SHORT if going_on else [*data, *SHORT, *["trainer.max_epochs=1"] * ("trainer.max_epochs=2" not in args)]
+    elif name in ("eval.py", "predict.py"):
+        args += ["trainer.accelerator=cpu"]
+    elif name in ("show_batch.py", "lr_range.py"):
+        args += [*data, "trainer.accelerator=cpu", *["--steps", "12"] * (name == "lr_range.py")]
+    return args
+
+
+@pytest.mark.full
+def test_the_commands_run_one_after_the_other(forked_command, tmp_path, mnist, cache):
+    folder, data = forked_command.folder, [f"data.root={mnist}", f"data.cache_dir={cache}", "data.limit_train=128"]
+    (folder / "x").mkdir()  # <folder of images>
+    for i in range(3):
+        Image.new("L", (28, 28), 80 * i).save(folder / f"x/{i}.png")
+
+    def run(script: Path, *args: str) -> tuple[int, str]:
+        given = [sys.executable, str(script), *args]
+        with (tmp_path / "out.txt").open("w") as out:
+            code = forked_command.popen(given, cwd=folder, stdout=out, stderr=out, start_new_session=True).wait(600)
+        return code, (tmp_path / "out.txt").read_text()
+
+    assert run(ROOT / "train.py", "run=second", *data, *SHORT)[0] == 0  # which the page compares with the first
+    typed_there = [*Text(ROOT / "docs/commands.md").commands, *Text(ROOT / "README.md").commands]
+    found = [each for each in typed_there if each.script and each.args]
+    commands = {(each.script, *each.args): each for each in found}  # with `python` on one page, `uv run` on the other
+    wanted = [each for each in commands.values() if not any(word in each.text for word in ELSEWHERE)]
+    assert len(wanted) > 25
+    failed = {}
+    for command in wanted:
+        shutil.rmtree(folder / "exports", ignore_errors=True)  # both pages export
+        code, out = run(command.script, *typed(command, data))
+        if code not in ({0, DIFFERENT} if command.script.name == "compare_runs.py" else {0}):
+            failed[command.text] = f"exit code {code}\n{out[-3000:]}"
+    assert not failed, "\n".join(f"{text}: {why}" for text, why in failed.items())
+
+
+# --- docs/python.md ---
+
+PYTHON = (ROOT / "docs/python.md").read_text()
+
+
+def test_every_function_has_its_signature_and_an_example():
+    public = {n for n, v in vars(lockstep).items() if inspect.isfunction(v) and v.__module__ == "lockstep"}
+    assert set(re.findall(r"^## (\w+)\n\n`", PYTHON, re.MULTILINE)) == public
+    for name in public:
+        written = re.search(rf"^`{name}\((.*?)\) -> ", PYTHON, re.MULTILINE)[1]
+        given = [str(p).replace("pathlib.", "") for p in inspect.signature(getattr(lockstep, name)).parameters.values()]
+        assert [re.sub(r"[\w.]*\bPath\b", "Path", p) for p in given] == [written]
+        assert "```python" in PYTHON.split(f"\n## {name}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.slow
+def test_the_examples_run(tmp_path, monkeypatch, cache, forked):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    conftest.write_mnist(tmp_path / "data", 640, 103)
+    known: dict[str, object] = {}
+    for example in re.findall(r"```python\n(.*?)```", PYTHON, re.DOTALL):
+        exec(example, known)
+    assert known["report"]["status"] == "done"
+    assert known["metrics"]["world_size"] == 2
+    assert len(known["jobs"]) == 2
+    assert known["accuracy"][-1] == known["report"]["val/acc"]
