@@ -128,7 +128,7 @@ def received() -> Handover | None:
 # Seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s.
 FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
-EXIT_S = 60.0  # for exit handlers, when all is done
+EXIT_S = 60.0  # for the last steps of the others and for exit handlers, when a process is done
 GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until the parent ends a process
 
 
@@ -236,8 +236,8 @@ def wait(
 ) -> int:
     """0 when all processes succeed, else the first other exit code, after FAILING_S for the others to fail too.
 
-    A process that has reported that memory ran out waits to be ended, and counts as failed with exit code 1. When all have reported
-    that they are done, they have EXIT_S for what Python does at exit. Signals that warn this process are passed on: the processes
+    A process that has reported that memory ran out waits to be ended, and counts as failed with exit code 1. When one has reported
+    that it is done, the others have EXIT_S: no process can need them any more, and one may hang. Signals that warn this process are passed on: the processes
     save what they have and end. After a second Ctrl-C they have GRACE_S.
     """
     first, deadline, passed_on = 0, float("inf"), 0
@@ -256,7 +256,7 @@ def wait(
             saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
             first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
-        elif deadline == float("inf") and told.count("") == len(processes):
+        elif deadline == float("inf") and "" in told and process.debug_rank is None:
             deadline = time.monotonic() + EXIT_S
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first
