@@ -73,11 +73,8 @@ class AtomicCheckpointIO(CheckpointIO):
             self.drain()
             try:
                 checkpoint = self.stager.stage(checkpoint)
-            except (
-                RuntimeError,
-                AssertionError,
-                MemoryError,
-            ) as e:  # without memory torch's CPU allocator raises RuntimeError
+            # without memory torch's CPU allocator raises RuntimeError
+            except (RuntimeError, AssertionError, MemoryError) as e:
                 raise NotSaved(
                     f"the checkpoint {path} could not be copied, to be written in the background: {e}. "
                     "Pass checkpoint.background=false resume=auto: training then waits for the disk instead."
@@ -242,9 +239,8 @@ class Position(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["config"] = self.config
         checkpoint["global_step"] = steps_done(trainer)  # Lightning's counts every optimizer's; it loads `loops`
-        checkpoint["accumulate_grad_batches"] = (
-            trainer.accumulate_grad_batches
-        )  # exact.logical_ranks changes the config's
+        # exact.logical_ranks changes the config's
+        checkpoint["accumulate_grad_batches"] = trainer.accumulate_grad_batches
         loop = checkpoint["loops"]["fit_loop"]
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         done, begun = batches["current"]["processed"], epochs["current"]["ready"]

@@ -114,9 +114,8 @@ def whole(metric: Metric, name: str, values: list[Any], filled: Sequence[Mapping
         return in_order(values, [{batch: ends[name] for batch, ends in each[ENDS].items()} for each in filled])
     if len(values) == 1:
         return values[0]
-    reduction = metric._reductions.get(
-        name, filled[0]["reductions"].get(name)
-    )  # MeanIoU adds its states in its first update
+    # MeanIoU adds its states in its first update
+    reduction = metric._reductions.get(name, filled[0]["reductions"].get(name))
     if reduction is dim_zero_cat:
         return dim_zero_cat(values)
     return reduction(torch.stack(values)) if reduction else torch.stack(values)
