@@ -358,7 +358,7 @@ def test_the_report_draws_and_plays_sounds(place):
 @pytest.mark.filterwarnings("ignore")  # of selenium
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gallery_fits_its_window_and_its_sounds_can_be_played(place, tmp_path, kind):
-    browser = pytest.importorskip("browser")  # of benchmarks, which a stripped copy has not
+    browser = pytest.importorskip("browser")  # of benchmarks, which a copy may leave out
     if why := browser.missing():
         pytest.skip(why)
     predicted(f"run={kind}", f"input=new/{kind}", "gallery=true", output=tmp_path / "table.jsonl")

@@ -297,14 +297,17 @@ def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: 
     report = report_of(path)
     model = json.loads((part / "model.json").read_text())
     library = "timm" if model["timm"] else model["target"].partition(".")[0]
-    examples = [] if what.takes_images else leaves(what.examples()[0])
+    inputs = []
+    for _, x in () if what.takes_images else leaves(what.examples()[0]):
+        shape = ", ".join(["batch", *map(str, x.shape[1:])])
+        inputs.append(f"{x.dtype} of shape ({shape})".removeprefix("torch."))
     values = {
         "model": model_title(cfg),
         "data_name": title(cfg.data),
         "parameters": sum(p.numel() for p in what.net.parameters()),
         "task_name": title(cfg.task).replace("_", " "),
         "task": what.task,
-        "inputs": [f"{str(x.dtype)[6:]} of shape (batch{''.join(f', {n}' for n in x.shape[1:])})" for _, x in examples],
+        "inputs": inputs,
         "reader": model["reader"],
         "output": OUTPUTS[what.activation].format(names=f"{len(what.task.value_names)} {what.task.names}"),
         "file": path.name,
