@@ -146,6 +146,10 @@ def test_the_perplexity_of_an_improbable_token_is_finite():
     assert float(metric.compute()) == pytest.approx(np.exp(20))
 
 
+def test_the_network_of_a_language_model_may_ask_for_the_sizes():
+    assert language_model().network_arguments() == {"vocabulary_size": 5, "sequence_length": 6}
+
+
 def test_predictions_are_columns_by_name():
     logits_BTV = torch.zeros(2, 6, 5)
     logits_BTV[0, -1, 3], logits_BTV[1, -1, 0], logits_BTV[:, :-1, 1] = 9, 9, 9

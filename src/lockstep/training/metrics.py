@@ -3,7 +3,6 @@
 # B batch, fillers included
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ Change = Callable[[Any, str], Any]  # of a value, and the name of its place
 def by_sample(tree: Tree, size: int, samples: Change, other: Change, name: str) -> Tree:
     """`tree` with `samples` of each value that has a batch of `size`, and `other` of what is no container.
 
-    Such a value is a tensor whose first dimension is B, or a list or tuple of B items, whatever these are. Dicts, dataclasses, and
+    Such a value is a tensor whose first dimension is B, or a list or tuple of B items, whatever these are. Dicts and
     other lists and tuples, such as (logits_BK, embedding_BE), are changed by value. A tuple of B tensors that all have B rows holds
     several outputs.
     """
@@ -51,11 +50,6 @@ def by_sample(tree: Tree, size: int, samples: Change, other: Change, name: str) 
         new: Any = copy.copy(tree)
         for key, value in tree.items():
             new[key] = changed(value, f"[{key!r}]")
-        return new
-    if dataclasses.is_dataclass(tree):
-        new = copy.copy(tree)
-        for field in dataclasses.fields(tree):
-            object.__setattr__(new, field.name, changed(getattr(tree, field.name), f".{field.name}"))
         return new
     return other(tree, name)
 
