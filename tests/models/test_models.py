@@ -219,3 +219,12 @@ def test_a_file_of_weights_cannot_run_code(trained, tmp_path):
     assert not marker.exists()
     torch.load(path, weights_only=False)
     assert marker.exists()  # it would have run
+
+
+def test_basic_net_computes_what_the_tutorial_does_up_to_its_softmax():
+    net, image_BCHW = BasicNet().eval(), torch.randn(4, 1, 28, 28)
+    first, second, *_ = (module for module in net.features if isinstance(module, nn.Conv2d))
+    hidden, last = (module for module in net.classifier if isinstance(module, nn.Linear))
+    x = torch.relu(second(torch.relu(first(image_BCHW))))
+    x = nn.functional.max_pool2d(x, 2).flatten(1)
+    torch.testing.assert_close(net(image_BCHW), last(torch.relu(hidden(x))))
