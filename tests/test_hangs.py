@@ -61,7 +61,7 @@ def test_a_process_that_hangs_is_named_and_all_end(rank, body, words, forked_com
     env = hook(tmp_path, {rank: body})
     done = forked_command("train.py", "run=a", *TWO, "strategy.timeout_s=20", env=env, timeout_s=120)
     assert done.code == 1, done
-    assert time.monotonic() - began_s < 40
+    assert time.monotonic() - began_s < 60  # of which a busy machine takes 20 to begin
     said = [line for line in done.err.splitlines() if line.startswith("error:")]
     assert re.match(words, said[0]), done
     assert not [line for line in said[1:] if "the connection to another process is lost" not in line], done

@@ -15,6 +15,7 @@ import thin_project
 from in_process import SMALL
 
 from lockstep.errors import UserError
+from lockstep.launch import local
 from lockstep.machine import process
 
 TASK = """import os, sys
@@ -167,6 +168,22 @@ def test_a_rank_that_does_not_exist_and_a_name_that_hydra_cannot_read_are_reject
     with pytest.raises(UserError, match=said):
         train(*options)
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("value", ["garbage", "", "3", "{}", '{"config": "a: [", "world": null}'])
+def test_a_stale_variable_is_rejected(value, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_JOB", value)
+    with pytest.raises(UserError, match="Run unset LOCKSTEP_JOB") as error:
+        local.received()
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.slow  # Python starts anew
+def test_a_locale_without_utf8_changes_nothing(command):
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = command("train.py", "run=a", "debug=one_batch", *SMALL, env=ascii_only)
+    assert done.code == 0, done
+    assert "\u00b7" in done.out
 
 
 def test_what_was_printed_before_a_run_had_its_folder_is_in_its_log_once(tmp_path):

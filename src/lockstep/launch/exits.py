@@ -63,7 +63,6 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     """Runs `call`; returns 0, or the exit code of its exception, which is reported on standard error."""
     try:
         call()
-        return 0
     except SystemExit as e:
         if isinstance(e.__context__, KeyboardInterrupt):  # Lightning's answer to Ctrl-C
             return INTERRUPTED
@@ -73,3 +72,4 @@ def exit_code(call: Callable[[], Any], rank: int = 0) -> int:
     except BaseException as e:
         print(readable("".join(f"{line}\n" for line in report(e, rank))), end="", file=sys.stderr)
         return outcome_of(e).exit_code
+    return 0

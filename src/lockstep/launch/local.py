@@ -110,13 +110,20 @@ def spawn(script: Path, env: Mapping[str, str], handover: Handover, **options: A
 
 
 def received() -> Handover | None:
-    """What the parent handed over; None in a process that a user started."""
+    """What the parent handed over; None in a process that a user started. Raises UserError: it is something else."""
     text = os.environ.pop(VARIABLE, None)
     if text is None:
         return None
-    given = json.loads(text)
-    world = World(**given["world"]) if given["world"] else None
-    handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
+    try:
+        given = json.loads(text)
+        if not isinstance(given["config"], dict):
+            raise TypeError
+        world = World(**given["world"]) if given["world"] else None
+        handover = Handover(**{**given, "config": OmegaConf.create(given["config"]), "world": world})
+    except (ValueError, TypeError, KeyError):
+        raise UserError(
+            f"{VARIABLE}={text[:40]} in the environment is none of Lockstep's. Run unset {VARIABLE}."
+        ) from None
     process.supervised, process.debug_rank = world is not None, handover.debug_rank
     process.from_notebook = handover.from_notebook
     process.end_with_parent(has_pipe=world is None or world.rank != handover.debug_rank)

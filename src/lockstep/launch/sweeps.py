@@ -66,11 +66,11 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if row["status"] == "done":
-            own = shlex.join(o for o in overrides_of(row) if not o.startswith(REPEATS))
-            groups.setdefault(own, []).append(row)
+            kept = [o for o in shlex.split(str(row.get("overrides", ""))) if not o.startswith(REPEATS)]
+            groups.setdefault(shlex.join(kept), []).append(row)
     summaries = []
     for own, jobs in groups.items():
-        metrics: dict[str, Any] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
+        metrics: dict[str, list[Any]] = {key: [row.get(key) for row in jobs] for key in columns(jobs)}
         numbers = {key: v for key, v in metrics.items() if all(type(each) in (int, float) for each in v)}
         for name, of in (("mean", statistics.fmean), ("deviation", statistics.stdev)) if len(jobs) > 1 else ():
             values = {key: of(each) for key, each in numbers.items()}
@@ -78,14 +78,11 @@ def spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return summaries
 
 
-def overrides_of(row: dict[str, Any]) -> list[str]:
-    return shlex.split(str(row.get("overrides", "")))
-
-
 def differences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """For each job, the overrides that not all jobs share, as one string."""
-    shared = set[str].intersection(*(set(overrides_of(row)) for row in rows))
-    return [shlex.join(o for o in overrides_of(row) if o not in shared) for row in rows]
+    each = [shlex.split(str(row.get("overrides", ""))) for row in rows]
+    shared = set[str].intersection(*map(set, each))
+    return [shlex.join(o for o in own if o not in shared) for own in each]
 
 
 def print_table(rows: Sequence[dict[str, Any]], repeated: Sequence[dict[str, Any]], path: Path) -> None:

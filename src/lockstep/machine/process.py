@@ -1,8 +1,10 @@
 """A process of a run: its tuning, its signals, its standard output and error. Free of torch."""
 
+import codecs
 import contextlib
 import inspect
 import io
+import locale
 import logging
 import multiprocessing
 import os
@@ -195,6 +197,9 @@ def discard(descriptor: int) -> None:
 
 def secure() -> None:
     """For a process that runs a command, not for one that calls `lockstep.train`."""
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # LC_ALL=C; the files of a run are UTF-8
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None:  # closed: a file that is opened later would take its number, and its output
