@@ -68,7 +68,7 @@ def value_of(run: Report, key: str) -> Any:
 def saved_config(run: Report) -> DictConfig | None:
     """As OmegaConf has it; None if the file is missing or damaged."""
     with suppress(UserError):
-        return run.run.config()
+        return run.run_folder.config()
     return None
 
 
@@ -196,7 +196,7 @@ def has_failed(run: Report, stale_min: float) -> bool:
 
 def again(run: Report, runs_dir: Path) -> str:
     """The command that runs it again; see the rules at the top."""
-    name, begun, given = run["run"], run.run.has_config(), run.get("overrides")
+    name, begun, given = run["run"], run.run_folder.has_config(), run.get("overrides")
     config = saved_config(run) if begun else None
     if (begun and config is None) or (not begun and given is None):
         return f"# {name}: its files do not say how to run it again"

@@ -134,7 +134,8 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
 def first_different_digest(a: Report, b: Report) -> str | None:
     """Step, logical rank and tensor; None if all are equal, or a run has no digests (`exact.digests`)."""
     ours, theirs = (
-        {(row["step"], row["what"], row["name"]): row["digest"] for row in run.run.digests_log.rows()} for run in (a, b)
+        {(row["step"], row["what"], row["name"]): row["digest"] for row in run.run_folder.digests_log.rows()}
+        for run in (a, b)
     )
     different = [key for key, digest in ours.items() if theirs.get(key, digest) != digest]
     if not different:
@@ -147,7 +148,7 @@ def first_different_digest(a: Report, b: Report) -> str | None:
 
 def checkpoints(run: Report) -> dict[str, Path]:
     """last.ckpt, and the checkpoint that was tested."""
-    found = {"last": run.run.checkpoints / "last.ckpt"}
+    found = {"last": run.run_folder.checkpoints / "last.ckpt"}
     if run.get("checkpoint"):
         found["tested"] = run.folder / run["checkpoint"]
     return {name: path for name, path in found.items() if path.exists()}

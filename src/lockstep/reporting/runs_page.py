@@ -44,7 +44,7 @@ class Report(dict[str, Any]):
 
     def __init__(self, run: RunFolder, content: Mapping[str, Any] | None = None) -> None:
         super().__init__(run.report() if content is None else content)
-        self.run, self.folder = run, run.path
+        self.run_folder, self.folder = run, run.path
 
     @classmethod
     def listed(cls, run: RunFolder, runs_dir: Path) -> Self:
@@ -58,14 +58,14 @@ class Report(dict[str, Any]):
     def settings(self) -> dict[str, Any]:
         """The config by dotted keys, empty if it is missing or damaged. OmegaConf takes 20 ms for a config where libyaml takes 2."""
         with suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.load(self.run.config_file.read_text(), LOADER)
+            config = yaml.load(self.run_folder.config_file.read_text(), LOADER)
             return dotted(config) if isinstance(config, dict) else {}
         return {}
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """The columns of metrics.csv by name."""
-        columns = metric_series(self.run.metrics())
+        columns = metric_series(self.run_folder.metrics())
         return {name: Curve(*map(list, zip(*points, strict=True))) for name, points in columns.items()}
 
     @cached_property
@@ -73,7 +73,7 @@ class Report(dict[str, Any]):
         """What the page shows of the test set, by title: `report.panels["Largest losses"].samples`."""
         from lockstep.reporting.panels import read_panels
 
-        return {panel.title: panel for panel in read_panels(self.run.panels_file)}
+        return {panel.title: panel for panel in read_panels(self.run_folder.panels_file)}
 
     def frame(self) -> "pd.DataFrame":
         """The rows of metrics.csv as a DataFrame. Raises UserError: pandas is not installed."""
@@ -81,14 +81,14 @@ class Report(dict[str, Any]):
             import pandas as pd
         except ImportError:
             raise UserError("frame() needs pandas: pip install pandas. `curves` has the same as lists.") from None
-        return pd.DataFrame(self.run.metrics())
+        return pd.DataFrame(self.run_folder.metrics())
 
     def _repr_html_(self) -> str:
         """A table of the main metrics, which viewers without frames show as well; then the page."""
         names = ("run", "status", "error", *tested(self), str(self.get("monitor")), "train/steps", "wall_s")
         rows = {name: metric(name, self[name]) for name in names if self.get(name) is not None}
         cells = "".join(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
-        page = self.run.page_file
+        page = self.run_folder.page_file
         return f"<table>{cells}</table>" + (FRAME.format(escape(page.read_text("utf-8"))) if page.is_file() else "")
 
 
@@ -152,7 +152,7 @@ def best_of(runs: Sequence[Report], monitor: str) -> Report | None:
 def confusion(run: Report) -> Values | None:
     """Of panels.json as it is: reporting/panels.py, which decodes it, imports torch."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        panels = json.loads(run.run.panels_file.read_text("utf-8"))
+        panels = json.loads(run.run_folder.panels_file.read_text("utf-8"))
         matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
         return matrix and {key: matrix[key] for key in ("names", "values")}
     return None
@@ -192,7 +192,7 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     ]
     columns = [Column(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
     columns += [Column(head, key, shown, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
-    pages = [run.run.page_file for run in runs]
+    pages = [run.run_folder.page_file for run in runs]
     links = [os.path.relpath(page, out.parent).replace(os.sep, "/") if page.is_file() else "" for page in pages]
     colours = {run["run"]: f"c{place % COLOURS}" for place, run in enumerate(runs)}
     best = best_of(runs, monitors[0]) if monitors else None
