@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.callbacks.summary import FirstBatch
 from lockstep.config.compose import compose_config
+from lockstep.config.settings import Settings
 from lockstep.machine.world import World
 from lockstep.tasks import Classification, LanguageModel, Multilabel, Regression, Task
 from lockstep.training.module import TaskModule
@@ -67,7 +68,7 @@ def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> l
     shape += ["data.num_workers=0", "trainer.max_epochs=1", f"runs_dir={folder}", "run=a", "data.image_size=32"]
     cfg = compose_config("train", [*given, *shape])
     with fake_gpu(monkeypatch) as waits:
-        work, trainer = ready(cfg, World("cpu", 1, 1, "single"))
+        work, trainer = ready(Settings(cfg, World("cpu", 1, 1, "single")))
         # The batch in the report is copied once a run.
         trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, FirstBatch)]
         trainer.callbacks += [*more, watch := Watch(waits)]

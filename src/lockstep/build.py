@@ -75,7 +75,7 @@ def seed(settings: Settings) -> None:
 
 
 def recorder(settings: Settings) -> Recorder:
-    return Recorder(settings.folder, settings.cfg, settings.first_report(), settings.world.rank)
+    return Recorder(settings)
 
 
 def data(settings: Settings) -> pl.LightningDataModule:

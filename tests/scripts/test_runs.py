@@ -28,6 +28,7 @@ from lockstep.config.schema import GROUPS
 from lockstep.errors import UserError
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
+from lockstep.run.folder import RunFolder
 
 ledger = importlib.import_module("runs")  # an import statement is sorted by whether there is a folder runs/
 DAY_S = 86400
@@ -309,7 +310,7 @@ def test_a_run_that_wrote_nothing_for_long_has_failed(runs, call):
 
 def test_a_job_of_a_sweep_gets_its_overrides(runs, call):
     typed = ["model=timm", "model.name='a b'", "data.mean=[0.1, 0.2]", "+model.x={a: 1}", "~callbacks.throughput"]
-    sweeps.record(runs / "sweep" / "2", ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
+    sweeps.record(RunFolder(runs / "sweep" / "2"), ["run=sweep", "resume=auto", "runs_dir=x", *typed], failed=True)
     write(runs / "sweep" / "3", report("failed", 0, overrides="optim.lr=0.1 seed=3"), "optim.lr=0.1", "seed=3")
     found = commands(call)
     assert found["sweep/2"] == ["run=sweep/2", *typed]  # it never began

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lockstep import ROOT, WHEEL
-from lockstep.config import project
 from lockstep.config.instantiate import is_a, operations, to_plain
 from lockstep.config.schema import is_shipped
 from lockstep.config.targets import locate
@@ -42,7 +40,6 @@ from lockstep.machine.world import (
     spec_of,
 )
 from lockstep.run.folder import RunFolder
-from lockstep.run.report import provenance
 
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet
@@ -386,29 +383,6 @@ class Settings:
         for key in wanted:
             cfg.data[key] = list(numbers[key])
         return self.but(cfg)
-
-    def first_report(self) -> dict[str, Any]:
-        """What report.json says from a run's first second."""
-        cfg, world = self.cfg, self.world
-        return {
-            "run": cfg.run,
-            "task": self.title("task"),
-            "model": self.model_title,
-            "strategy": cfg.strategy.name,
-            "world_size": world.size,
-            "accelerator": world.accelerator,
-            "devices": world.devices,
-            "nodes": world.nodes,
-            "precision": str(cfg.trainer.precision),
-            **self.batches,
-            "seed": cfg.seed,
-            "monitor": cfg.checkpoint.monitor,
-            "monitor_mode": cfg.checkpoint.mode,
-            "data/name": self.title("data"),
-            "resumed_from": cfg.resume,
-            "restarts": 0,
-            **provenance(project.current().root or (None if WHEEL else ROOT)),
-        }
 
 
 def folder_of(cfg: DictConfig) -> RunFolder:

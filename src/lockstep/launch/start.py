@@ -116,8 +116,7 @@ def start_training(job: Job, cfg: DictConfig, overrides: list[str]) -> "Report":
         if project.of_users_code(e):
             from lockstep.reporting.recorder import Recorder
 
-            settings = settings.identified(None)
-            recorder = Recorder(settings.folder, settings.cfg, settings.first_report(), world.rank)
+            recorder = Recorder(settings.identified(None))
             if not recorder.folder.has_config():  # a run that has begun keeps its report
                 recorder.__exit__(type(e), e, e.__traceback__)
         raise

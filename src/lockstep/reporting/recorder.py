@@ -10,16 +10,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
+from lockstep import ROOT, WHEEL
 from lockstep.checkpoints.finding import found_in, step_of
+from lockstep.config import project
+from lockstep.config.settings import Settings
 from lockstep.config.words import warn
 from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import logged
-from lockstep.run.folder import RunFolder
-from lockstep.run.report import SEPARATOR, best_row, tested
+from lockstep.run.report import SEPARATOR, best_row, provenance, tested
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,6 +37,31 @@ def from_callbacks(trainer: "pl.Trainer | None", method: str) -> list[Any]:
     return [getattr(callback, method)() for callback in callbacks if hasattr(callback, method)]
 
 
+def first_report(settings: Settings) -> dict[str, Any]:
+    """What report.json says from a run's first second."""
+    cfg, world = settings.cfg, settings.world
+    return {
+        "status": "running",
+        "run": cfg.run,
+        "task": settings.title("task"),
+        "model": settings.model_title,
+        "strategy": cfg.strategy.name,
+        "world_size": world.size,
+        "accelerator": world.accelerator,
+        "devices": world.devices,
+        "nodes": world.nodes,
+        "precision": str(cfg.trainer.precision),
+        **settings.batches,
+        "seed": cfg.seed,
+        "monitor": cfg.checkpoint.monitor,
+        "monitor_mode": cfg.checkpoint.mode,
+        "data/name": settings.title("data"),
+        "resumed_from": cfg.resume,
+        "restarts": 0,
+        **provenance(project.current().root or (None if WHEEL else ROOT)),
+    }
+
+
 class Recorder:
     """Keeps the status in the run's report up to date: running, then how it ended.
 
@@ -45,9 +72,9 @@ class Recorder:
         UserError: the folder belongs to a different run.
     """
 
-    def __init__(self, folder: RunFolder, config: DictConfig, report: dict[str, Any], rank: int) -> None:
-        self.folder, self.config, self.rank = folder, config, rank
-        self.report = {"status": "running", **report}
+    def __init__(self, settings: Settings) -> None:
+        self.folder, self.config, self.rank = settings.folder, settings.cfg, settings.world.rank
+        self.report = first_report(settings)
         self.began_s = time.perf_counter()
         self.trained_s: float | None = None  # perf_counter when training ended
         self.log = ExitStack()
