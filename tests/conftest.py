@@ -114,7 +114,7 @@ class Done:
 class Started:
     """A command that runs, in a process group of its own."""
 
-    process: subprocess.Popen | forked_processes.Popen
+    process: subprocess.Popen
     out: IO[str]
     err: IO[str]
     folder: Path
