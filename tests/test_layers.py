@@ -218,15 +218,15 @@ def test_files_are_short_enough_to_be_read():
 
 # Ceilings of the house, lowered whenever something is deleted: see tests/house.py for what is counted, and for the table.
 CEILINGS = House(
-    engine_lines=12_335,
-    engine_modules=107,
-    extras_lines=2_218,
-    extras_modules=16,
-    one_statement_functions=457,
-    functions_with_cfg=74,
-    files_with_cfg=14,
-    switches=26,
-    branches_on_logical_ranks=6,
+    engine_lines=12_072,
+    engine_modules=105,
+    extras_lines=2_136,
+    extras_modules=15,
+    one_statement_functions=443,
+    functions_with_cfg=22,
+    files_with_cfg=8,
+    switches=17,
+    branches_on_logical_ranks=5,
 )
 
 
