@@ -9,6 +9,7 @@ forward, repeated with the same seeds, must give the same.
 
 import inspect
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,7 +175,10 @@ def named(source: nn.Module | Task) -> str:
         file, line = Path(str(inspect.getsourcefile(code))), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return kind.__name__
-    place = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else kind.__module__
+    is_own = file.is_relative_to(Path.cwd()) and not file.is_relative_to(
+        sys.prefix
+    )  # an environment may be in the project
+    place = file.relative_to(Path.cwd()) if is_own else kind.__module__
     return f"{kind.__name__} ({place}:{line})"
 
 
