@@ -40,7 +40,8 @@ def costs_of(settings: Settings) -> tuple[Any, int]:
     from lockstep.extras.planning import costs
 
     settings = settings.with_numbers()
-    cfg = settings.cfg
+    cfg = settings.cfg.copy()
+    settings = settings.but(cfg)
     for key in ("pretrained", "checkpoint_path"):
         if cfg.model.get(key):
             cfg.model[key] = None if key == "checkpoint_path" else False

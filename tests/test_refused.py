@@ -306,3 +306,17 @@ def test_a_mistake_found_after_a_checkpoint_was_saved_costs_no_file(train, monke
     assert contents("a") == before
     at.append(-1)
     assert train("run=a", "resume=auto")["status"] == "done"
+
+
+def test_a_folder_in_the_place_of_the_log_is_refused(train):
+    Path("runs/a/metrics.csv").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is no regular file"):
+        train("run=a", "debug=one_batch")
+    assert [path.name for path in Path("runs/a").iterdir()] == ["metrics.csv"]
+
+
+def test_a_wrong_value_of_a_run_that_may_be_continued_is_told_by_its_key(train):
+    with pytest.raises(UserError, match=r"^trainer\.devices=abc is invalid"):
+        train("run=a", "resume=auto", "trainer.devices=abc")
+    with pytest.raises(UserError, match=r"^resume=auto continues .*Pass run=<name> as well"):
+        train("resume=auto", "trainer.devices=abc")  # before its processes are known

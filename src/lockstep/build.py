@@ -191,8 +191,14 @@ def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
     """Tries a step of a task without computing it. Raises UserError if the parts do not fit together."""
     if not isinstance(work, TaskWorkload):
         return
-    if debugging.debug_rank is not None:  # a breakpoint would stop here first, in a step without numbers
-        return
+    logged = [each for name in work.module.metrics for each in (name, f"{name}/*")]
+    if debugging.debug_rank is None:  # a breakpoint would stop here first, in a step without numbers
+        logged = tried(settings, trainer, work) or logged
+    raise_problems(monitor_problems(settings, logged))
+
+
+def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[str] | None:
+    """What an evaluation of the dry run logged besides loss and count, if there was one."""
     cfg, samples = settings.cfg, settings.batches["micro_batch"]
     samples *= settings.world.size if cfg.trainer.sync_batchnorm else 1  # whose statistics are of all processes
     nodes = [cfg[group] for group in ("model", "data", "task", "optim", "schedule")]
@@ -214,8 +220,7 @@ def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
         trial(trainer.callbacks)  # type: ignore[attr-defined]
     finally:
         debugging.notice = None
-    if trial.logged is not None:
-        raise_problems(monitor_problems(settings, trial.logged))
+    return trial.logged
 
 
 def oom_advice(settings: Settings, trainer: pl.Trainer, work: Workload) -> AbstractContextManager[None]:

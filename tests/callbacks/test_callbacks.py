@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 
 from lockstep.callbacks import EMA, Throughput, stopping, summary
 from lockstep.callbacks.step_seed import StepSeed, seed_generators, seed_host, step_seed
-from lockstep.callbacks.stopping import CollectivesGuard, RankAgreement, Timer
+from lockstep.callbacks.stopping import CollectivesGuard, EarlyStopping, RankAgreement, Timer
 from lockstep.data.sampler import Split, TrainBatches
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
@@ -152,7 +152,7 @@ def test_the_first_line_of_a_run(source, origin, monkeypatch):
     )
 
 
-# --- A task is watched for one micro-batch; tests/test_between_samples.py has what is rejected ---
+# --- A task is watched for one micro-batch; tests/test_losses.py has what is rejected ---
 
 
 class WithLossModule(Classification):
@@ -216,3 +216,12 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
             trainer.accumulate_grad_batches, trainer.datamodule = accumulate, SimpleNamespace(batch_size=batch)
             rows = callback.rows(trainer, batch_idx).rows["cpu"]
             assert whole[step][rows.start : rows.stop].tolist() == samples.tolist()
+
+
+def test_early_stopping_on_a_metric_that_nothing_logs_ends_without_a_traceback():
+    trainer = SimpleNamespace(
+        callback_metrics={"val/ac": 1.0}, fast_dev_run=False, sanity_checking=False, state=SimpleNamespace(fn="fit")
+    )
+    callback = EarlyStopping(monitor="val/acc", check_on_train_epoch_end=False)
+    with pytest.raises(TrainingFailed, match=r"callbacks\.early_stopping\.monitor=val/acc: .*`val/ac`"):
+        callback.on_validation_end(trainer, None)

@@ -1,8 +1,10 @@
 """Batches on their way to the network: the same from memory and from workers, in any form of samples, with what is no tensor."""
 
+import errno
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 from types import SimpleNamespace
 
@@ -19,7 +21,7 @@ from lockstep.data.datamodule import DataModule
 from lockstep.data.dataset import Arrays, DataSet, samples_of
 from lockstep.data.loaders import FromWorkers, Indexed, InMemory, fetch
 from lockstep.data.sampler import EvalSampler, Split, TrainBatches
-from lockstep.errors import LostProcess, UserError
+from lockstep.errors import LostProcess, TrainingFailed, UserError
 
 SPLIT = Split(103, 10, 90)
 DEVICES = [None, torch.device("cpu"), *[torch.device("cuda")] * torch.cuda.is_available()]
@@ -238,3 +240,24 @@ def test_batches_come_through_pipes_where_shared_memory_is_full(monkeypatch, cap
     # the last room is left to semaphores, without which no worker starts
     monkeypatch.setattr(loaders.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**16))
     assert not Indexed(Boxed()).shares
+
+
+def test_spawned_workers_map_the_file_again(arrays, tmp_path):
+    for name, array in arrays.arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    mapped = {name: np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in arrays.arrays}
+    content = pickle.dumps(Arrays(**mapped))
+    assert len(content) < 1000 < arrays.nbytes
+    for name, found in pickle.loads(content)[np.arange(103)].items():
+        assert np.array_equal(found, arrays.arrays[name])
+    part = pickle.loads(pickle.dumps(Arrays(input=mapped["input"][7:])))
+    assert np.array_equal(part.arrays["input"], arrays.arrays["input"][7:])
+
+
+def test_workers_that_cannot_be_started_say_why(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", full)
+    with pytest.raises(TrainingFailed, match=r"2 processes that load data .* Too many open files.* data.num_workers=0"):
+        list(FromWorkers({}, [], num_workers=2).batches())

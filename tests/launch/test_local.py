@@ -213,18 +213,19 @@ def test_one_that_fails_ends_all_and_is_reported_once(files, expected, words, wo
 @pytest.mark.parametrize(
     ("code", "done", "files", "waits"),
     [
-        (3, 0, ["last.ckpt.part"], True),  # a checkpoint is being written
-        (3, 0, ["last.ckpt"], False),
-        (0, 0, [], True),
-        (0, 1, [], False),  # the other hangs after the last collective
+        (3, [], ["last.ckpt.part"], True),  # a checkpoint is being written
+        (3, [], ["last.ckpt"], False),
+        (0, [], [], True),
+        (0, ["1"], [], True),  # the first one may be uploading a checkpoint
+        (0, ["0"], [], False),  # the other hangs after the last collective
     ],
 )
 def test_the_last_process_has_time_for_what_it_does(code, done, files, waits, tmp_path, monkeypatch):
     monkeypatch.setattr(local, "FAILING_S", 0.0)
     monkeypatch.setattr(local, "EXIT_S", 0.0)
     end_files = [tmp_path / "0", tmp_path / "1"]
-    for path in [*end_files[:done], *(tmp_path / name for name in files)]:
-        path.touch()
+    for name in [*done, *files]:
+        (tmp_path / name).touch()
     ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     assert ended.wait(60) == code
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as last:

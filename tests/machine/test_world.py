@@ -8,7 +8,7 @@ import torch
 import lockstep
 from lockstep.config.checks import check
 from lockstep.config.compose import compose_config
-from lockstep.config.settings import Settings, stamp
+from lockstep.config.settings import Settings, name_of_job, stamp
 from lockstep.errors import UserError
 from lockstep.machine import world
 from lockstep.machine.world import external_launcher, launcher_problems, rank_of
@@ -56,6 +56,8 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
     ({"RANK": ""}, ["RANK=", "not a whole number"]),
     ({"RANK": "-1"}, ["RANK=-1", "not a whole number"]),
     ({"NODE_RANK": "x"}, ["NODE_RANK=x", "not a whole number"]),
+    ({"SLURM_RESTART_COUNT": "x"}, ["SLURM_RESTART_COUNT=x", "unset SLURM_RESTART_COUNT"]),
+    ({**SLURM, "SLURM_NNODES": "x"}, ["SLURM_NNODES=x", "not a whole number"]),
     ({"SLURM_PROCID": "1", "SLURM_JOB_ID": "9"}, ["SLURM_PROCID=1", "unset SLURM_JOB_ID SLURM_PROCID"]),
     (without(TORCHRUN, "TORCHELASTIC_RUN_ID"), ["RANK=3", "neither torchrun", "MASTER_ADDR"]),
     (without(TORCHRUN, "RANK", "MASTER_PORT"), ["RANK, MASTER_PORT", "missing", "TORCHELASTIC_RUN_ID"]),
@@ -135,9 +137,9 @@ def test_runs_of_one_second_have_different_names():
 
 def test_all_ranks_of_a_cluster_job_find_the_same_name():
     ranks = [{**TORCHRUN, "RANK": str(rank)} for rank in range(6)]
-    assert {Settings.of(config()).name_of_job(env) for env in ranks} == {"basic_net-mnist-job7"}
+    assert {name_of_job(config(), env) for env in ranks} == {"basic_net-mnist-job7"}
     tasks = [{**SLURM, "SLURM_PROCID": str(rank)} for rank in range(4)]
-    assert {Settings.of(config()).name_of_job(env) for env in tasks} == {"basic_net-mnist-99.0"}
+    assert {name_of_job(config(), env) for env in tasks} == {"basic_net-mnist-99.0"}
 
 
 # --- What is read from torch's files is what torch itself says ---

@@ -605,3 +605,18 @@ def test_an_address_that_is_no_server_of_mlflow_is_refused(train, no_server, tmp
     server.shutdown()
     server.server_close()
     assert not Path("runs/a").exists()
+
+
+def test_calls_beyond_the_limit_are_dropped(monkeypatch, caplog):
+    monkeypatch.setattr(loggers, "PENDING", 2)
+    monkeypatch.setattr(loggers, "LATE_S", 0.05)
+    gate, seen, logger = threading.Event(), [], ToServer()
+    logger.log_metrics = lambda _, step: (gate.wait(10), seen.append(step))
+    worker = Background(logger, "mine")
+    with caplog.at_level(logging.WARNING):
+        for step in range(20):
+            logger.log_metrics({}, step)
+    assert [record.getMessage().split(".")[1] for record in caplog.records] == ["mine does not keep up"]
+    gate.set()
+    worker.finish(10)
+    assert seen[0] == 0 and len(seen) < 5

@@ -6,8 +6,8 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,10 @@ class Timer(callbacks.Timer):
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Lightning's does not save that it stopped, only its counters, and restores the patience of the checkpoint over the config's."""
+    """Lightning's does not save that it stopped, only its counters, and restores the patience of the checkpoint over the config's.
+
+    Its error for a metric that nothing logs has no traceback here.
+    """
 
     stopped = False
 
@@ -144,6 +147,24 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.stopped or self.wait_count >= self.patience
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with self.explained(trainer):
+            super().on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        with self.explained(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    @contextmanager
+    def explained(self, trainer: Trainer) -> Iterator[None]:
+        """Lightning's error for a metric that nothing logs; others, such as a lost process, stay as they are."""
+        try:
+            yield
+        except RuntimeError as e:
+            if self.monitor in trainer.callback_metrics:
+                raise
+            raise TrainingFailed(f"callbacks.early_stopping.monitor={self.monitor}: {e}") from None
 
 
 # --- A loss that is no number ---

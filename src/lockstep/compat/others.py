@@ -1,7 +1,7 @@
 """torchmetrics without scipy and matplotlib. Import this before Lightning, which imports torchmetrics.
 
 torchmetrics 1.9.0 imports both where they are installed: scipy to put back one function that SRMRpy needs, and matplotlib for
-`Metric.plot`. Without them `import lightning.pytorch`, after torch and torchvision, takes 0.4 s of CPU time instead of 1.6 (both twice,
+`Metric.plot`. Without them `import lightning.pytorch`, after torch and torchvision, takes 0.4 s of CPU time instead of 1.6 (two runs each,
 on two busy cores), and each process has 87 MiB less. Only torchmetrics' own question whether they are installed is answered "no", and only while it is imported. The first
 `Metric.plot` loads matplotlib. Remove this file when torchmetrics imports neither by itself:
 tests/compat/test_others.py::test_torchmetrics_still_imports_both fails then.

@@ -77,6 +77,22 @@ def model_title(cfg: DictConfig) -> str:
     return title(cfg.model if cfg.model else cfg.task)
 
 
+def model_and_data(cfg: DictConfig) -> str:
+    """What the name of a run begins with."""
+    return f"{model_title(cfg).replace('/', '-')}-{title(cfg.data)}"
+
+
+def name_of_job(cfg: DictConfig, env: Mapping[str, str] = os.environ) -> str | None:
+    """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
+    if "TORCHELASTIC_RUN_ID" in env:
+        if env["TORCHELASTIC_RUN_ID"] == "none":
+            raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Set run=<name>.")
+        return f"{model_and_data(cfg)}-{env['TORCHELASTIC_RUN_ID']}"
+    if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
+        return f"{model_and_data(cfg)}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    return None
+
+
 # --- How a global batch is divided into micro-batches, and the length of a run ---
 
 
@@ -162,7 +178,7 @@ def log_interval(steps: float) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """The config of a run, its processes, and what follows from both. Its methods return changed copies."""
+    """The config of a run, its processes, and what follows from both. Nobody changes `cfg`: a changed copy goes into `but`."""
 
     cfg: DictConfig
     world: World
@@ -196,21 +212,6 @@ class Settings:
     @property
     def model_title(self) -> str:
         return model_title(self.cfg)
-
-    @property
-    def name(self) -> str:
-        """Of model and data: what the name of a run begins with."""
-        return f"{self.model_title.replace('/', '-')}-{self.title('data')}"
-
-    def name_of_job(self, env: Mapping[str, str] = os.environ) -> str | None:
-        """Under torchrun and SLURM, a name with the job's id, so all ranks and restarts agree without communicating."""
-        if "TORCHELASTIC_RUN_ID" in env:
-            if env["TORCHELASTIC_RUN_ID"] == "none":
-                raise UserError("torchrun without --rdzv-id or --standalone has no id to name the run. Set run=<name>.")
-            return f"{self.name}-{env['TORCHELASTIC_RUN_ID']}"
-        if "SLURM_PROCID" in env and "SLURM_JOB_ID" in env:
-            return f"{self.name}-{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
-        return None
 
     @property
     def folder(self) -> RunFolder:
@@ -354,7 +355,7 @@ class Settings:
         """With a name, a seed, the source of the data, and the loggers' ids; the experiment among their tags."""
         cfg = self.cfg.copy()
         OmegaConf.set_struct(cfg, False)
-        cfg.run = f"{self.name}-{stamp()}" if cfg.run is None else cfg.run
+        cfg.run = f"{model_and_data(cfg)}-{stamp()}" if cfg.run is None else cfg.run
         if data_source and cfg.data.get("source") == "auto":
             cfg.data.source = data_source
         if cfg.seed is None:

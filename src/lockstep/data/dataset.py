@@ -4,6 +4,7 @@ checkpoints. Free of torch and Lightning.
 
 import contextlib
 import hashlib
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,6 +51,20 @@ class Arrays:
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned workers: sends the path of a mapped file, where pickle would copy its bytes."""
+        return {name: map_of(array) or array for name, array in self.arrays.items()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.arrays = {name: np.memmap(**a) if isinstance(a, dict) else a for name, a in state.items()}
+
+
+def map_of(array: NDArray[Any]) -> dict[str, Any] | None:
+    """The arguments of np.memmap for the same array, if it is a whole mapped file: a slice does not know its offset in the file."""
+    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
+        return None
+    return {"filename": array.filename, "dtype": array.dtype, "mode": "r", "offset": array.offset, "shape": array.shape}
 
 
 class Items:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lockstep.data.dataset import Arrays, Batch, Indices, Samples, flat
 from lockstep.data.sampler import FILLER, Sampler
-from lockstep.errors import UserError, chain
+from lockstep.errors import TrainingFailed, UserError, chain
 
 log = logging.getLogger("lockstep")
 
@@ -144,7 +144,14 @@ class FromWorkers:
         self.loader = DataLoader(Indexed(samples), sampler=sampler, batch_size=None, **options)
 
     def batches(self) -> Iterator[Batch]:
-        for batch in self.loader:
+        try:
+            batches = iter(self.loader)
+        except OSError as e:
+            raise TrainingFailed(
+                f"{self.loader.num_workers} processes that load data could not be started: {e.strerror}. They need room in /dev/shm and open "
+                "files (ulimit -n). Raise these limits, or set fewer data.num_workers, or data.num_workers=0."
+            ) from None
+        for batch in batches:
             if isinstance(batch, bytes) and not self.warned:
                 self.warned = True
                 log.warning(

@@ -20,9 +20,9 @@ from lockstep.run.report import LOADER
 
 SET_BY_CHOICE = ("_target_", "strategy.name", "traits", "needs_end")  # keys that an option sets and nobody else should
 EVALUATION = (  # keys of a run that an evaluation may change
-    "strategy, trainer.accelerator, trainer.devices, trainer.num_nodes, trainer.precision, data.root, "
-    "data.eval_batch_size, data.num_workers"
-)
+    "strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.precision", "data.root",
+    "data.eval_batch_size", "data.num_workers",
+)  # fmt: skip
 INDENT = 34  # columns of a key and its default
 COMMENTED = re.compile(r"( *)([\w/ ]+):(?: .*?)??(?: +# *(.*))?")  # a line of a config: indentation, key, comment
 
@@ -62,7 +62,7 @@ class Shown:
 
     def key(self, key: str) -> Iterator[str]:
         """A key with its default, its comment, the values it takes and an example."""
-        value = self.values.get(key)
+        value = self.values.get(key, "???")  # a key of the run
         default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
         kind = {**KEYS, **PREDICT}.get(key)
         takes = ""
@@ -102,8 +102,9 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
         yield "Keys. Set with <key>=<value>:"
         for key in ("run", "checkpoint", *(PREDICT if job.name == "predict" else ()), "runs_dir", "debug_rank"):
             yield from config.key(key)
-        yield "\nKeys of the run that may be changed; `--help data strategy trainer` describes them:"
-        yield from hanging("", EVALUATION, 2)
+        yield "\nKeys of the run that may be changed; `--help data strategy trainer` shows more:"
+        for key in EVALUATION:
+            yield from config.key(key)
     else:
         yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
         for group in filter(configs.options, GROUPS):

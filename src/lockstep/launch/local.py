@@ -135,7 +135,7 @@ def received() -> Handover | None:
 # Seconds for the others to end after one failed: rank 0 may be writing the report, and its loggers have 5 s.
 FAILING_S = 6.0
 SAVING_S = 60.0  # the same after a warning or while saving: rank 0 may be finishing W&B's run
-EXIT_S = 60.0  # for the last steps of the others and for exit handlers, when a process is done
+EXIT_S = 60.0  # for the other processes and for exit handlers, when the first process is done
 GRACE_S = 10.0  # from a second Ctrl-C, or the report that memory ran out, until the parent ends a process
 
 
@@ -176,7 +176,7 @@ def in_run(run: Run, settings: Settings, end_file: Path | None = None) -> Any:
 
 
 def report_end(run: Run, handover: Handover) -> None:
-    """`in_run`, telling the parent that this process's part is done, or that memory ran out; then waits until the parent ends all.
+    """`in_run`, telling the parent that this process's part is done, or that memory ran out; then waits for the other ranks.
 
     If this process ended first, each of the others would fail with a traceback about a lost connection.
     """
@@ -243,8 +243,8 @@ def wait(
 ) -> int:
     """0 when all processes succeed, else the first other exit code, after FAILING_S for the others to fail too.
 
-    A process that has reported that memory ran out waits to be ended, and counts as failed with exit code 1. When one has reported
-    that it is done, the others have EXIT_S: no process can need them any more, and one may hang. Signals that warn this process are passed on: the processes
+    A process that has reported that memory ran out waits to be ended, and counts as failed with exit code 1. When the first process,
+    which writes the report, is done, the others have EXIT_S: nobody needs them any more, and one may hang. Signals that warn this process are passed on: the processes
     save what they have and end. After a second Ctrl-C they have GRACE_S.
     """
     first, deadline, passed_on = 0, float("inf"), 0
@@ -256,14 +256,14 @@ def wait(
         if process.received.count(signal.SIGINT) > 1:
             deadline = min(deadline, time.monotonic() + GRACE_S)
         codes = [child.poll() for child in processes]
-        told = [path.read_text() for path in end_files if path.exists()]
-        waiting = len([error for error in told if error])
+        told = [path.read_text() if path.exists() else None for path in end_files]
+        waiting = len(list(filter(None, told)))
         failed = [code for code in codes if code] or [1] * bool(waiting)
         if failed and not first:
             saving = passed_on or (checkpoints and any(checkpoints.glob("*.part")))
             first = next((code for code in failed if code < 0), failed[0])  # the others failed because of a killed one
             deadline = time.monotonic() + (SAVING_S if saving else FAILING_S)
-        elif deadline == float("inf") and "" in told and process.debug_rank is None:
+        elif deadline == float("inf") and told[:1] == [""] and process.debug_rank is None:
             deadline = time.monotonic() + EXIT_S
         if codes.count(None) == waiting or time.monotonic() > deadline:
             return first

@@ -12,7 +12,7 @@ from lockstep.config.compose import compose_config, dotted, is_group, key_of
 from lockstep.config.project import command
 from lockstep.config.rules import without_effect
 from lockstep.config.schema import CLOSED, KEYS, PREDICT, RECIPES
-from lockstep.config.settings import Settings, folder_of, restarted
+from lockstep.config.settings import Settings, folder_of, name_of_job, restarted
 from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
 from lockstep.run.folder import RunFolder, find_run
@@ -98,7 +98,7 @@ def for_training(composed: DictConfig, overrides: list[str]) -> DictConfig:
     cfg = composed.copy()
     raise_problems(contradictions(cfg))
     if cfg.run is None and cfg.resume in (None, "auto"):
-        cfg.run = Settings.of(cfg).name_of_job()
+        cfg.run = name_of_job(cfg)
         if has_begun(cfg) and not cfg.resume and not restarted() and Settings.of(cfg).world.external is None:
             cfg.run = None  # a second command in the same SLURM job
     if restarted() and cfg.run is not None and not cfg.resume and cfg.trainer.enable_checkpointing:

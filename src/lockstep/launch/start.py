@@ -169,7 +169,9 @@ def execute(job: Job, settings: Settings) -> None:
     if world.accelerator == "cpu" and cfg.trainer.accelerator == "auto" and world.rank == 0 and (why := why_no_gpu()):
         warn(f"running on the CPU: {why}.")
     if process.debug_rank is not None and "num_workers" in cfg.data:
+        cfg = cfg.copy()
         cfg.data.num_workers = 0  # workers have no terminal
+        settings = settings.but(cfg)
     if process.debug_rank is not None and world.size > 1:
         logs = folder.path / "logs"
         print(f"rank {process.debug_rank} has the terminal; each rank also prints to {logs}", file=sys.stderr)

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,9 @@ log = logging.getLogger("lockstep")
 
 # --- A thread for each logger: its server must neither stop nor slow a run ---
 
+BUGS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)  # no connection and no disk
 METHODS = ("log_metrics", "log_hyperparams", "save", "after_save_checkpoint", "on_run_end", "finalize")
+PENDING = 10_000  # calls that wait; later ones are dropped
 LATE_S = 60.0  # how long a call may take before it is reported, and how long a run waits for it at its end
 SHORT_S = 5.0  # how long a run that failed waits: other processes may wait for it
 
@@ -46,7 +49,7 @@ class Background:
 
     def __init__(self, logger: Logger, name: str) -> None:
         self.logger, self.name, self.warned = logger, name, False
-        self.calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.calls: queue.Queue[Callable[[], Any] | None] = queue.Queue(PENDING)
         self.began_s = math.inf  # of the call that is running
         self.bug: Exception | None = None
         self.thread = threading.Thread(target=self.work, name=f"logger.{name}", daemon=True)
@@ -61,7 +64,10 @@ class Background:
             raise error
         if time.monotonic() - self.began_s > LATE_S:
             self.warn("does not answer")
-        self.calls.put(partial(call, *args, **kwargs))
+        try:
+            self.calls.put_nowait(partial(call, *args, **kwargs))
+        except queue.Full:
+            self.warn("does not keep up")
 
     def work(self) -> None:
         while (call := self.calls.get()) is not None:
@@ -69,8 +75,7 @@ class Background:
             try:
                 call()
             except Exception as e:
-                is_lost = any(isinstance(each, OSError | http.client.HTTPException) for each in chain(e))
-                if of_users_code(e) and not is_lost:  # the connection, or the disk
+                if of_users_code(e) and not of_network(e):
                     self.bug = e
                 else:
                     self.warn(f"fails with {type(e).__name__}: {e}")
@@ -83,12 +88,21 @@ class Background:
 
     def finish(self, wait_s: float) -> None:
         """Waits for the calls so far, until the running one has taken `wait_s`, and ends the thread."""
-        self.calls.put(None)
-        self.thread.join(max(0.0, min(time.monotonic(), self.began_s) + wait_s - time.monotonic()))
+        end_s = min(time.monotonic(), self.began_s) + wait_s
+        with suppress(queue.Full):
+            self.calls.put(None, timeout=max(0.0, end_s - time.monotonic()))
+        self.thread.join(max(0.0, end_s - time.monotonic()))
         if self.thread.is_alive():
             self.warn("does not answer")
         if self.bug is not None:
             log.warning("logger.%s failed", self.name, exc_info=self.bug)
+
+
+def of_network(error: BaseException) -> bool:
+    """Whether a connection failed, or a file could not be written."""
+    return any(
+        isinstance(each, OSError | http.client.HTTPException) and not isinstance(each, BUGS) for each in chain(error)
+    )
 
 
 # --- What every logger gets ---
