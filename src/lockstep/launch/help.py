@@ -60,9 +60,9 @@ class Shown:
             for option in sorted(configs.options(group), key=lambda name: name == self.choices.get(group)):
                 self.comments |= comments_of(f"{group}/{option}")
 
-    def key(self, key: str) -> Iterator[str]:
-        """A key with its default, its comment, the values it takes and an example."""
-        value = self.values.get(key, "???")  # a key of the run
+    def key(self, key: str, value: Any = None) -> Iterator[str]:
+        """A key with its default, or with `value`, its comment, the values it takes and an example."""
+        value = value or self.values.get(key)
         default = "<value>" if value == "???" else shown(value) if isinstance(value, str) else configs.typed(value)
         kind = {**KEYS, **PREDICT}.get(key)
         takes = ""
@@ -104,7 +104,7 @@ def overview(job: Job, config: Shown) -> Iterator[str]:
             yield from config.key(key)
         yield "\nKeys of the run that may be changed; `--help data strategy trainer` shows more:"
         for key in EVALUATION:
-            yield from config.key(key)
+            yield from config.key(key, "???")  # the run has its own
     else:
         yield "Groups. Choose with <group>=<option>, or [<option>,...]; `--help <group>` describes the options:"
         for group in filter(configs.options, GROUPS):
