@@ -244,12 +244,14 @@ def markdown(panel: Table | Matrix) -> str:
 
 
 class TensorBoard(TensorBoardLogger):
-    """The run is a row in the tab HParams, with the config beside all metrics."""
+    """The config is a text, and the run a row in the tab HParams, beside all metrics."""
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
         super().log_hyperparams(params)  # adds them to `hparams`, for hparams.yaml
-        self.add_row(1, flat(dict(self.hparams)))
+        values = flat(dict(self.hparams))  # a module's own come later, when the row has begun
+        self.experiment.add_text("config", markdown(Table("Config", ["key", "value"], list(values.items()))), 0)
+        self.add_row(1, values)
 
     def add_row(self, part: int, params: dict[str, Any]) -> None:
         """Part 1 begins the row in HParams, part 2 ends it. Part 0 would be a list of metrics: without it, all are shown."""
