@@ -25,7 +25,6 @@ resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 module: Any = start
 recorder: Any = Recorder
-check, check_imported = module.check, noting("classes", module.check)
-module.check = lambda cfg, **options: (check_imported if options.get("imported") else check)(cfg, **options)
-module.identify = noting("torch", module.identify)
+module.check_classes = noting("classes", module.check_classes)
+module.Settings.identified = noting("torch", module.Settings.identified)
 recorder.open = noting("run", recorder.open)
