@@ -20,7 +20,7 @@ from lockstep.config.settings import Settings
 from lockstep.extras import comparison
 from lockstep.machine import process
 from lockstep.machine.world import cores
-from lockstep.run.report import versions
+from lockstep.run import versions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

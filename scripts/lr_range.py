@@ -17,7 +17,7 @@ from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.machine.world import rank_of
 from lockstep.reporting.render import chart, render
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 SMOOTHING = 0.9  # of the loss, an exponential moving average
 EDGE = 0.1  # the first steps, whose average has few losses, and the last are no suggestion

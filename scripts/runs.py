@@ -47,7 +47,7 @@ from lockstep.launch.exits import exit_code
 from lockstep.machine.files import write_text
 from lockstep.reporting.console import print_wide
 from lockstep.reporting.runs_page import Report, runs_page
-from lockstep.run.folder import run_folders
+from lockstep.run import run_folders
 
 COLUMNS = {
     "run": "run", "status": "status", "model": "model", "data/name": "data", "strategy": "strategy", "train/steps": "steps",

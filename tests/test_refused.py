@@ -15,7 +15,7 @@ from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import DATA, LOOP, outline, step_of
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.launch.exits import exit_code
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 pytestmark = pytest.mark.xdist_group("refused")
 

@@ -19,7 +19,7 @@ from lockstep.launch import resuming
 from lockstep.launch.exits import exit_code
 from lockstep.machine import process as machine_signals
 from lockstep.reporting.loggers import MetricsCsv
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 from lockstep.training.module import TaskModule
 
 pytestmark = pytest.mark.xdist_group("resume")

@@ -91,6 +91,6 @@ def load_report(run: str | Path) -> "Report":
         UserError: there is no such run, or a file of it is damaged.
     """
     from lockstep.reporting.runs_page import Report
-    from lockstep.run.folder import find_run
+    from lockstep.run import find_run
 
     return Report(find_run(run, "runs", needs="report.json"))

@@ -17,7 +17,7 @@ from lockstep.config.settings import Settings
 from lockstep.machine import process
 from lockstep.machine.world import World
 from lockstep.reporting.recorder import Recorder
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 
 def sign(*place: int, waits: bool = False, quiet_s: float = 100.0) -> Heartbeat:

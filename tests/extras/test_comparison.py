@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.extras.comparison import compare, grown_rounding
 from lockstep.reporting.runs_page import Report
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 
 @pytest.fixture

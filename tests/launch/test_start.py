@@ -12,7 +12,7 @@ from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.launch import local, start
 from lockstep.machine.world import World
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 
 @pytest.mark.parametrize(

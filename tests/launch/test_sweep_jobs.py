@@ -10,7 +10,7 @@ from lockstep.config.compose import compose_config
 from lockstep.errors import UserError
 from lockstep.launch import sweeps
 from lockstep.machine import world
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 
 def record(folder: Path, *overrides: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from your_own import Page, forget
 
 import lockstep
 from lockstep.reporting import page as pages
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 from lockstep.training.workload import Workload
 
 why = browser.missing()

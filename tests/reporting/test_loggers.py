@@ -41,7 +41,7 @@ from lockstep.extras import mlflow_logger
 from lockstep.launch import resuming
 from lockstep.reporting import loggers
 from lockstep.reporting.loggers import Background, MetricsCsv, RunEnd, wandb_sync_line
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 SEEN = "train/images_seen"
 NAMES = st.sampled_from(["train/loss", "val/acc", "val/loss", "lr", "a,b", 'c"d'])

@@ -19,7 +19,7 @@ from lockstep.callbacks.summary import Clock, samples_of
 from lockstep.config.settings import Settings
 from lockstep.reporting import page as pages
 from lockstep.reporting.panels import classes_of, is_right
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 from lockstep.tasks import Classification
 from lockstep.tasks.panel import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.training.workload import TaskWorkload, Workload

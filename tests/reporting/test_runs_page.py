@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from lockstep.errors import UserError
 from lockstep.reporting import runs_page
 from lockstep.reporting.runs_page import Report
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 ledger = importlib.import_module("runs")
 CONFIG = {

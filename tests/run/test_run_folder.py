@@ -13,12 +13,11 @@ import filelock
 import pytest
 
 from lockstep.errors import FolderRemoved, RunFailed, UserError
-from lockstep.run.folder import CsvLog, RunFolder, find_run, run_folders
-from lockstep.run.report import best_row
+from lockstep.run import CsvLog, RunFolder, best_row, find_run, run_folders
 
 HOLDER = """
 import os, sys
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 with RunFolder(sys.argv[1]).locked():
     if os.fork() == 0:
         print("held", flush=True)  # by the fork, which has given up its copy by now

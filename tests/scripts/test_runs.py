@@ -28,7 +28,7 @@ from lockstep.config.schema import GROUPS
 from lockstep.errors import UserError
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 ledger = importlib.import_module("runs")  # an import statement is sorted by whether there is a folder runs/
 DAY_S = 86400

@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 from lockstep.config.words import readable
 from lockstep.errors import TrainingFailed
 from lockstep.machine import process
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 QUIET, PATIENCE = 0.75, 0.1  # fractions of strategy.timeout_s: without a batch, and without an answer; together below 1
 LOOK_S = 2.0  # seconds between two looks, at most

@@ -21,7 +21,7 @@ from lockstep.data.dataset import picture
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import Line, clock, say
 from lockstep.reporting.panels import restored
-from lockstep.run.report import versions
+from lockstep.run import versions
 from lockstep.strategies import DataParallel
 from lockstep.strategies.batch_norm import SYNCHRONISED
 from lockstep.tasks.panel import Content, Gallery, Sample

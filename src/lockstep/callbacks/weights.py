@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 from lockstep.training.arithmetic import completes_step, steps_done
 from lockstep.training.optim import head_of
 

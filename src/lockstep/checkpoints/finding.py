@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.errors import UserError
 from lockstep.machine.world import rank_of
-from lockstep.run.folder import RunFolder, find_run
+from lockstep.run import RunFolder, find_run
 
 BEST = re.compile(r"best-step-(\d+)\.ckpt")
 SHARD = re.compile(r"shard-\d+-of-\d+\.pt")

@@ -24,7 +24,7 @@ from lockstep.config.schema import GROUPS, KEYS, OPTIONAL, SEVERAL
 from lockstep.config.settings import sweep_name
 from lockstep.config.words import plain, shown
 from lockstep.errors import UserError, did_you_mean
-from lockstep.run.report import LOADER
+from lockstep.run import LOADER
 
 # --- Dotted keys of a config ---
 

@@ -39,7 +39,7 @@ from lockstep.machine.world import (
     rank_of,
     spec_of,
 )
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 if TYPE_CHECKING:
     from lockstep.data.dataset import DataSet

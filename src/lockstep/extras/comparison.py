@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.checkpoints.finding import leaves
 from lockstep.reporting.runs_page import Curve, Report
-from lockstep.run.folder import find_run
+from lockstep.run import find_run
 
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
 OWN = ("run", "runs_dir", "resume")  # keys of a config that only say where the run is

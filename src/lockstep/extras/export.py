@@ -36,8 +36,7 @@ from lockstep.extras.export_parts import ALLOWED, OFFERED, Inputs, copy, needed
 from lockstep.extras.tables import InputFiles, reading_class
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import ENVIRONMENT
-from lockstep.run.folder import RunFolder
-from lockstep.run.report import tested, versions
+from lockstep.run import RunFolder, tested, versions
 from lockstep.tasks import Task
 from lockstep.training.invariance import same_random_numbers
 from lockstep.training.metrics import samples_at

@@ -35,7 +35,7 @@ from lockstep.config.words import shown
 from lockstep.errors import RunFailed, UserError, raise_problems
 from lockstep.extras.pruning import STORAGE, trial_id
 from lockstep.machine.files import write_csv
-from lockstep.run.folder import RunFolder
+from lockstep.run import RunFolder
 
 COSTS = ("peak_memory_bytes", "parameters", "wall_s")
 SAMPLERS = ["optuna.samplers.*", "optuna.pruners.*", "hydra_plugins.hydra_optuna_sweeper.*"]

@@ -96,7 +96,7 @@ def command(job: Job, argv: list[str]) -> None:
     outcome: list[int] = []
     task: Any = partial(one_job, job, outcome)
     task.__module__, task.__name__ = __name__, job.name  # Hydra reads both
-    task.script = job.script  # hydra_plugins/lockstep_plugins/slots.py
+    task.script = job.script  # hydra_plugins/lockstep_plugins.py
     whitelist = [*TRUSTED, *(f"{package}.*" for package in project.current().packages)]
     try:
         hydra.main(config_path=str(CONFIGS), config_name=job.name, execution_whitelist=whitelist)(task)()

@@ -16,7 +16,7 @@ from lockstep.config.schema import GROUPS, KEYS, PREDICT, SEVERAL
 from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
 from lockstep.launch.local import Job
-from lockstep.run.report import LOADER
+from lockstep.run import LOADER
 
 SET_BY_CHOICE = ("_target_", "strategy.name", "traits", "needs_end")  # keys that an option sets and nobody else should
 EVALUATION = (  # keys of a run that an evaluation may change

@@ -15,7 +15,7 @@ from lockstep.config.schema import CLOSED, KEYS, PREDICT, RECIPES
 from lockstep.config.settings import Settings, folder_of, name_of_job, restarted
 from lockstep.config.words import counted, plain, shown, warn
 from lockstep.errors import UserError, raise_problems
-from lockstep.run.folder import RunFolder, find_run
+from lockstep.run import RunFolder, find_run
 
 # --- The keys that cannot change when a run is resumed ---
 

@@ -20,8 +20,7 @@ from lockstep.machine import process
 from lockstep.machine.files import write_csv
 from lockstep.machine.world import cores, visible_gpus
 from lockstep.reporting import console
-from lockstep.run.folder import RunFolder
-from lockstep.run.report import tested
+from lockstep.run import RunFolder, tested
 
 # --- A multirun's table of results, read from the reports of its jobs ---
 

@@ -19,8 +19,7 @@ from lockstep.machine.files import write_json, write_text
 from lockstep.reporting.console import metrics_table, say, time_left, warnings_in
 from lockstep.reporting.panels import classes_of, is_right, write_panels
 from lockstep.reporting.render import chart, coloured, render
-from lockstep.run.folder import RunFolder
-from lockstep.run.report import metric_series
+from lockstep.run import RunFolder, metric_series
 from lockstep.tasks.panel import Content, Gallery
 from lockstep.training.arithmetic import completes_step, steps_done, total_steps
 from lockstep.training.workload import headline

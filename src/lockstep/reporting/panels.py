@@ -21,7 +21,7 @@ from lockstep.config.words import metric
 from lockstep.data.dataset import Sound
 from lockstep.machine.files import write_text
 from lockstep.reporting.render import ENVIRONMENT, chart, coloured
-from lockstep.run.folder import told_if_damaged
+from lockstep.run import told_if_damaged
 from lockstep.tasks.panel import Bars, Content, Gallery, Lines, Mask, Matrix, Points, Sample, Share, Tokens
 
 # --- Small images for a page, as data URIs ---

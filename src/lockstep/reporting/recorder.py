@@ -21,7 +21,7 @@ from lockstep.errors import UserError, outcome_of
 from lockstep.machine import process
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import logged
-from lockstep.run.report import SEPARATOR, best_row, provenance, tested
+from lockstep.run import SEPARATOR, best_row, provenance, tested
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -17,8 +17,7 @@ from lockstep.config.compose import PLACE, dotted
 from lockstep.config.words import is_fraction, metric, number, seconds, shown
 from lockstep.errors import UserError
 from lockstep.reporting.render import COLOURS, chart, render
-from lockstep.run.folder import RunFolder
-from lockstep.run.report import LOADER, metric_series, tested
+from lockstep.run import LOADER, RunFolder, metric_series, tested
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.config.words import metric
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError
-from lockstep.run.report import tested
+from lockstep.run import tested
 from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
 from lockstep.training.arithmetic import StepArithmetic

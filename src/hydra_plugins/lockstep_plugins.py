@@ -1,0 +1,131 @@
+"""Lockstep's plugins for Hydra, which imports this module at every start, so heavy imports come late."""
+
+import queue
+import subprocess
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lockstep import CONFIGS
+from lockstep.config.project import config_folders
+
+
+class ProjectSearchPath(SearchPathPlugin):
+    """Makes Hydra look for configs in the project before Lockstep.
+
+    Does nothing in programs that use Hydra without Lockstep: their `main` folder is a different one.
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if any(element.provider == "main" and element.path == str(CONFIGS) for element in search_path.get_path()):
+            for folder in config_folders()[:-1]:
+                search_path.prepend("project", f"file://{folder}", SearchPathQuery(provider="main", path=None))
+
+
+class SlotsLauncher(Launcher):
+    """Runs several jobs of a multirun at once on this machine, each on its own GPUs: `jobs`, or with `auto` as many as there are GPUs, or
+    cores, for all their processes.
+
+    joblib's launcher ignores GPUs and ends all jobs when one process is killed. submitit's local executor starts all jobs at once.
+    """
+
+    def __init__(self, jobs: int | str) -> None:
+        self.jobs = jobs
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self.script: Path = getattr(task_function, "script")  # noqa: B009  # launch/cli.py has put it there
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system or Ctrl-C ends the launcher."""
+        from lockstep.launch import sweeps
+        from lockstep.machine import process
+
+        free: queue.Queue[dict[str, str]] = queue.Queue()
+        for slot in sweeps.environments(self.config, self.jobs):
+            free.put(slot)
+
+        def run(job: tuple[DictConfig, list[str]]) -> JobReturn:
+            slot = free.get()
+            try:
+                return sweeps.run_job(self.script, *job, slot)
+            finally:
+                free.put(slot)
+
+        Path(str(self.config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        jobs: list[tuple[DictConfig, list[str]]] = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+            with open_dict(config):
+                config.hydra.job.num = number
+            task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+            jobs.append((sweeps.named(task_config, config.hydra), list(filter_overrides(overrides))))
+        # Warnings and each Ctrl-C are passed on to the running jobs, which save and end, or end at once.
+        with process.noted(interrupt=process.on_interrupt), ThreadPoolExecutor(free.qsize()) as pool:
+            returns = list(pool.map(run, jobs))
+            if process.received:
+                process.requeue(0)
+                raise KeyboardInterrupt
+        return returns
+
+
+class SlurmSweepLauncher(SlurmLauncher):
+    """Submits one job of SLURM for each job of a multirun and waits for all of them.
+
+    submitit's launcher with independent jobs: a lost job does not end the others, and Ctrl-C cancels all.
+    """
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        returns: dict[int, JobReturn] = {}
+
+        def submit(number: int, overrides: Sequence[str]) -> None:
+            try:
+                (returns[number],) = super(SlurmSweepLauncher, self).launch([overrides], number)
+            except Exception as e:  # it was killed, or could not be submitted
+                returns[number] = JobReturn(overrides=overrides, status=JobStatus.FAILED)
+                returns[number].return_value = e
+
+        numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
+        waiting = [
+            threading.Thread(target=submit, args=job, daemon=True) for job in zip(numbers, job_overrides, strict=True)
+        ]
+        for thread in waiting:
+            thread.start()
+        try:
+            for thread in waiting:
+                thread.join()
+        except BaseException:
+            jobs = [path.name for path in Path(self.params["submitit_folder"]).parent.iterdir() if path.name.isdigit()]
+            subprocess.run(["scancel", *jobs], check=False)  # scancel skips jobs that have ended
+            raise
+        return [returns[number] for number in numbers]
+
+
+class ContinuedOptunaSweeper(Sweeper):
+    """Continues a study, records failures, prunes trials, and writes plots; see lockstep/extras/study.py.
+
+    Takes the options of configs/hydra/sweeper/optuna.yaml.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from lockstep.extras.study import StudySweeper
+
+        self.sweeper = StudySweeper(**self.options)
+        self.sweeper.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def sweep(self, arguments: list[str]) -> None:
+        self.sweeper.sweep(arguments)

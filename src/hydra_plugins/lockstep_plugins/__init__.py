@@ -1,1 +1,0 @@
-"""Lockstep's plugins for Hydra, which imports all modules of this package at every start, so heavy imports come late."""
