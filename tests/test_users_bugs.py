@@ -127,5 +127,7 @@ def test_a_limit_that_the_run_does_not_reach_is_one_line_and_leaves_nothing(trai
     done = train("nothing", "trainer.val_check_interval=1000", *TWO)
     assert done.code == 2, done
     (line,) = done.err.splitlines()
-    assert line.startswith("error: trainer.val_check_interval=1000 is more than the 9 batches of an epoch")
+    assert line.startswith(
+        "error: `val_check_interval` (1000) must be less than or equal to the number of the training batches (9)"
+    )
     assert not Path(train.folder, "runs/a").exists()

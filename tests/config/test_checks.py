@@ -142,7 +142,6 @@ BAD = {
     "seed=true": ["seed=true"],
     "run=../x": ["run=../x", "letters"],
     "model=timm": ["model.name is missing", "model.name=<name>"],
-    "model=resnet50d model.checkpoint_path=/none.pth": ["model.checkpoint_path=/none.pth does not exist"],
     "data.mean=[0.1,0.2,0.3]": ["data.mean", "1 channels"],
     "data.std=[0]": ["data.std", "from 0.0001 to 1000"],
     "task.mode=most": ["task.mode=most", "max, min"],

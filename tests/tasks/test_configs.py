@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep import CONFIGS, build, tasks
-from lockstep.config.checks import about_problems, check
+from lockstep.config.checks import monitor_problems
 from lockstep.config.compose import compose_config
 from lockstep.config.instantiate import create
 from lockstep.config.settings import Settings
@@ -50,39 +50,21 @@ def test_every_task_has_a_config():
     assert targets == {f"lockstep.tasks.{name}" for name in tasks.__all__ if name != "Task"}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_traits_of_a_config_are_those_of_its_class(name):
-    cfg = compose_config("train", [f"task={name}"])
-    task: Task = create(cfg.task, "task")
-    task.bind(ABOUT)
-    assert list(cfg.task.traits.needs) == list(task.needs)
-    assert list(cfg.task.traits.metrics) == list(task.metrics())
-    for argument, of in cfg.task.traits.one_each.items():
-        cfg.task[argument] = [1.0, 2.0, 3.0]
-        told = f"task.{argument} has 3 numbers; the data has 2 {of}"
-        with pytest.raises(UserError, match=told):
-            create(cfg.task, "task").bind(ABOUT)
-        assert any(told in problem for problem in about_problems(Settings.of(cfg), ABOUT))
-    assert any(f"needs {', '.join(task.needs)}" in problem for problem in about_problems(Settings.of(cfg), {}))
-
-
 @pytest.mark.parametrize("wrong", [
     "checkpoint.monitor=val/nothing", "task.monitor=val/nothing", "task.monitor=val/ac",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=val/nothing",
     "callbacks=[default,early_stopping] callbacks.early_stopping.monitor=nosuch",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=train/acc",
     "callbacks=[default,lr_monitor,early_stopping] callbacks.early_stopping.monitor=val/nosuch",
-    "schedule=cosine trainer.max_epochs=-1", "schedule=linear trainer.max_epochs=-1 trainer.max_time={hours:1}",
 ])  # fmt: skip
-def test_what_no_run_can_do_is_told_without_torch(wrong):
-    typed = wrong.split()
-    key = "trainer.max_epochs=-1" if "schedule" in wrong else typed[-1]
-    problems = check(compose_config("train", ["trainer.accelerator=cpu", *typed]))
-    assert len(problems) == 1
-    assert key in problems[0]
+def test_a_monitor_that_nothing_logs_is_told_by_its_key(wrong):
+    settings = Settings.of(compose_config("train", ["trainer.accelerator=cpu", *wrong.split()]))
+    (problem,) = monitor_problems(settings, ["acc"])
+    assert wrong.split()[-1] in problem
 
 
 @pytest.mark.parametrize("monitor", ["train/loss", "train/lr", "val/loss", "train/images_per_s"])
 def test_a_callback_may_watch_what_a_run_logs(monitor):
     typed = ["callbacks=[default,early_stopping]", f"callbacks.early_stopping.monitor={monitor}"]
-    assert check(compose_config("train", ["trainer.accelerator=cpu", *typed])) == []
+    settings = Settings.of(compose_config("train", ["trainer.accelerator=cpu", *typed]))
+    assert list(monitor_problems(settings, ["acc"])) == []

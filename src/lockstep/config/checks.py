@@ -1,6 +1,6 @@
 """Every check of a config without torch, whose problems are reported together, and those that need the classes of the user."""
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,8 +10,8 @@ from lockstep.config import rules
 from lockstep.config.instantiate import ENGINE_DATA, data_set_problems, problems, to_plain
 from lockstep.config.schema import CLOSED, GROUPS, KEYS, NEEDED, OPTIONAL, RECIPES, SEVERAL, is_shipped, wrong_values
 from lockstep.config.settings import Settings
-from lockstep.config.targets import foreign_names, target_of, unnamed
-from lockstep.config.words import plain, shown
+from lockstep.config.targets import foreign_names, unnamed
+from lockstep.config.words import shown
 from lockstep.errors import UserError, did_you_mean
 
 # --- Whether a config has the groups, classes and keys that the engine reads, and no others ---
@@ -142,12 +142,6 @@ def task(settings: Settings) -> Iterator[str]:
     for group in ("model", "optim", "schedule"):
         if not cfg[group]:
             yield f"{group}=none is for a LightningModule with its own {group}; task={settings.title('task')} needs one. Choose it with {group}=<name>."
-    if not is_shipped(cfg.task):
-        if getattr(target_of(cfg.task._target_, "task"), "between_samples", False):
-            yield from whole_batch_problems(settings)
-    elif cfg.task.get("traits"):
-        metrics = [*cfg.task.traits.metrics, *(f"{name}{rest}" for name in added for rest in ("", "/*"))]
-        yield from monitor_problems(settings, metrics)
 
 
 def module(settings: Settings) -> Iterator[str]:
@@ -206,43 +200,19 @@ def monitor_problems(settings: Settings, metrics: list[str]) -> Iterator[str]:
 # --- What is known only once the data is prepared ---
 
 
-def about_problems(settings: Settings, about: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the data has what a shipped task needs, by the task's traits."""
-    cfg = settings.cfg
-    traits = cfg.task.get("traits") if is_shipped(cfg.task) else None
-    if traits is None:
-        return
-    there = [k for k, v in about.items() if v is not None and not (isinstance(v, Sized) and len(v) == 0)]
-    if missing := [name for name in traits.needs if name not in there]:
-        yield (
-            f"task={settings.title('task')} needs {', '.join(missing)} in the `about` of the data; data={settings.title('data')} has "
-            f"{', '.join(there) or 'nothing'}. Choose another task or data, or add it to the `about` of your data set."
-        )
-    for name, of in traits.one_each.items():
-        given, count = plain(cfg.task.get(name)), len(about[of]) if of in there else 0
-        if isinstance(given, list) and len(given) != count:
-            yield f"task.{name} has {len(given)} numbers; the data has {count} {of}. Give one for each."
-
-
 def step_problems(settings: Settings, samples: int) -> Iterator[str]:
     """Limits that a run of so many training samples per epoch does not reach."""
-    cfg, trainer, plan = settings.cfg, settings.cfg.trainer, settings.steps
-    every = trainer.val_check_interval
+    trainer, plan = settings.cfg.trainer, settings.steps
     batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
         return  # Lightning says that nothing is trained
-    warmup = cfg.schedule.get("warmup_steps")
+    warmup = settings.cfg.schedule.get("warmup_steps")
     if isinstance(warmup, int) and warmup >= total:
         yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Set a smaller number."
     if trainer.min_epochs and trainer.min_epochs * (batches // plan.accumulate) > total:
         yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {total:g} steps allow. Set a smaller number."
     if trainer.min_steps and trainer.min_steps > total:
         yield f"trainer.min_steps={trainer.min_steps} is more than the run's {total:g} steps. Set a smaller number, or trainer.max_epochs=<more>."
-    if isinstance(every, int) and every > batches and trainer.check_val_every_n_epoch is not None:
-        yield (
-            f"trainer.val_check_interval={every} is more than the {batches} batches of an epoch. Set a smaller number, "
-            "or trainer.check_val_every_n_epoch=null to count over epochs."
-        )
 
 
 # --- All of them ---
@@ -258,7 +228,6 @@ TRAINING = (
     rules.optimizer,
     rules.checkpoints,
     rules.length,
-    rules.loggers,
 )
 
 

@@ -151,10 +151,8 @@ def without_replaced_defaults(cfg: DictConfig, overrides: Sequence[str]) -> Dict
     """Without the project's default network, optimizer and schedule, if the task has its own. What a command or a recipe chooses stays,
     and is rejected later."""
     task = cfg.get("task")
-    traits = task.get("traits") if isinstance(task, DictConfig) else None
-    replaced = [
-        group for group in (traits or {}).get("replaces", ()) if isinstance(cfg.get(group), DictConfig) and cfg[group]
-    ]
+    named = task.get("replaces", ()) if isinstance(task, DictConfig) else ()
+    replaced = [group for group in named if isinstance(cfg.get(group), DictConfig) and cfg[group]]
     if not replaced:
         return cfg
     own: Any = OmegaConf.to_container(cfg)
@@ -174,7 +172,7 @@ def key_of(override: str) -> str:
 def fixed_keys(overrides: Sequence[str]) -> Iterator[str]:
     """Keys on the command line that only an option as a whole sets."""
     for override in overrides:
-        if (key := key_of(override)) == "strategy.name" or key.startswith("task.traits"):
+        if (key := key_of(override)) == "strategy.name" or key == "task.replaces":
             group = key.partition(".")[0]
             yield f"{override}: {key} cannot be set, because it says what the {group} is. Choose one with {group}=<name>."
 

@@ -32,11 +32,10 @@ if TYPE_CHECKING:
 SPECIAL = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")  # Hydra's
 # Keys of a node that the engine reads itself. They are passed on only if the signature names them.
 ENGINE = {
-    "task": ("name", "monitor", "mode", "metrics", "traits"),
+    "task": ("name", "monitor", "mode", "metrics", "replaces"),
     "model": ("name",),
     "data": ("name",),
     "strategy": ("name",),
-    "schedule": ("needs_end",),
     "optim": ("no_decay", "layer_decay", "head_lr"),
 }
 PARTIAL = ("optim", "schedule")  # the engine adds parameters or the optimizer, and makes the object

@@ -1,15 +1,11 @@
 """Rules between the keys of a config: devices, strategy, batches, length, task, and what `exact.logical_ranks` excludes. Free of torch."""
 
-import importlib.util
-import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from lockstep.config.schema import is_devices, is_shipped
 from lockstep.config.settings import Settings
 from lockstep.config.words import plain, shown
-from lockstep.errors import did_you_mean
 from lockstep.machine.world import available, number, why_no_gpu
 
 # What `exact.logical_ranks` excludes: a key, its usual value, and why it cannot have another one. In training and in evaluation:
@@ -36,10 +32,6 @@ EXACT_TRAINING = {
     "strategy.find_unused_parameters": (False, ADDED),
 }
 COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
-TIMM = "lockstep.models.from_timm"
-WANDB = "lockstep.reporting.loggers.wandb"
-WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
-MLFLOW = "lockstep.extras.mlflow_logger.mlflow"
 
 
 # --- The machine, its launcher and the strategy ---
@@ -99,8 +91,6 @@ def strategy(settings: Settings) -> Iterator[str]:
         yield f"trainer.precision={precision} is not supported on a CPU. Set trainer.precision=bf16-mixed."
     if possible and precision not in ("auto", "32", *possible):
         yield f"strategy={settings.world.strategy} does not support trainer.precision={precision}; it takes one of {', '.join(possible)}. Set trainer.precision=bf16-mixed."
-    if accelerator == "mps" and precision in ("64-true", "64"):
-        yield "trainer.precision=64-true is not supported on mps. Set trainer.precision=32-true."
     yield from without_effect(settings).values()
 
 
@@ -238,16 +228,11 @@ def accumulation(settings: Settings) -> Iterator[str]:
 
 
 def length(settings: Settings) -> Iterator[str]:
-    cfg, trainer, epochs = settings.cfg, settings.cfg.trainer, settings.steps.epochs
+    trainer, epochs = settings.cfg.trainer, settings.steps.epochs
     if trainer.min_epochs and trainer.min_epochs > epochs:
         yield f"trainer.min_epochs={trainer.min_epochs} is more than the run's {epochs} epochs. Set trainer.max_epochs={trainer.min_epochs}."
     if trainer.min_steps and -1 < trainer.max_steps < trainer.min_steps:
         yield f"trainer.min_steps={trainer.min_steps} is more than trainer.max_steps={trainer.max_steps}. Remove one of them."
-    if cfg.schedule.get("needs_end") is True and epochs == math.inf and trainer.max_steps == -1:
-        yield (
-            f"schedule={settings.title('schedule')} needs the run's number of steps, and trainer.max_epochs={trainer.max_epochs} has no end. "
-            "Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
-        )
     if trainer.check_val_every_n_epoch is None and not isinstance(trainer.val_check_interval, int):
         yield "trainer.check_val_every_n_epoch=null counts batches over epochs. Set trainer.val_check_interval=<number of batches> as well."
     if trainer.limit_train_batches == 0:
@@ -258,8 +243,6 @@ def optimizer(settings: Settings) -> Iterator[str]:
     optim, trainer = settings.cfg.optim, settings.cfg.trainer
     if optim.get("fused") is True and (why := settings.why_not_fused):
         yield f"optim.fused=true {why}. Remove optim.fused."
-    if optim.get("nesterov") is True and "momentum" in optim and not optim.momentum:
-        yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
     if optim.get("no_decay") is True and "weight_decay" in optim and not optim.weight_decay:
         yield "optim.no_decay=true has no effect with optim.weight_decay=0. Remove it, or set optim.weight_decay=0.05."
     if trainer.gradient_clip_algorithm and trainer.gradient_clip_val is None:
@@ -290,18 +273,3 @@ def checkpoints(settings: Settings) -> Iterator[str]:
     pretrained, path = cfg.model.get("pretrained"), cfg.model.get("checkpoint_path")
     if cfg.init_from and (pretrained or path):
         yield "init_from and model.pretrained or model.checkpoint_path both name weights to start from. Remove one of them."
-    if cfg.model.get("_target_") == TIMM and path and not Path(path).expanduser().is_file():
-        yield f"model.checkpoint_path={path} does not exist. Name a file of weights (.safetensors or .pth)."
-
-
-def loggers(settings: Settings) -> Iterator[str]:
-    """Packages, and variables whose values a library would refuse late."""
-    mode = os.environ.get("WANDB_MODE", "offline")
-    for name, node in settings.cfg.logger.items():
-        if node.get("_target_") == WANDB and node.get("mode") == "auto" and mode not in WANDB_MODES:
-            yield (
-                f"WANDB_MODE={mode} in the environment is invalid; expected one of {', '.join(WANDB_MODES)}{did_you_mean(mode, WANDB_MODES)}. "
-                "Set logger.wandb.mode=offline, or unset WANDB_MODE."
-            )
-        if node.get("_target_") == MLFLOW and importlib.util.find_spec("mlflow") is None:
-            yield f"logger={name} needs the package mlflow-skinny, which is not installed. Run uv sync --extra mlflow, or pip install mlflow-skinny."

@@ -244,7 +244,7 @@ class Settings:
     @cached_property
     def custom_module(self) -> bool:
         """Whether the task is the user's LightningModule: task=lightning_module says so; of another task, its class."""
-        if "replaces" in (self.cfg.task.get("traits") or {}):
+        if "replaces" in self.cfg.task:
             return True
         return self.imported and is_a(self.cfg.task, "task", "lightning.pytorch.core.module.LightningModule")
 

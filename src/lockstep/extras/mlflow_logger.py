@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lockstep.errors import UserError
 from lockstep.reporting.loggers import RunEnd, flat, unreachable
 
 log = logging.getLogger("lockstep")
@@ -97,7 +99,12 @@ def mlflow(
     id: str | None,
     log_model: bool = False,
 ) -> MLFlowLogger:
-    """MLflow at `tracking_uri`, else at MLFLOW_TRACKING_URI, else, or if that server is away, in <runs_dir>/mlflow.db."""
+    """MLflow at `tracking_uri`, else at MLFLOW_TRACKING_URI, else, or if that server is away, in <runs_dir>/mlflow.db.
+
+    Raises UserError: the package is not installed.
+    """
+    if find_spec("mlflow") is None:
+        raise UserError("logger=mlflow needs mlflow-skinny. Run uv sync --extra mlflow, or pip install mlflow-skinny.")
     for name, value in PATIENCE.items():
         os.environ.setdefault(name, value)
     uri, place = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None

@@ -18,7 +18,7 @@ from lockstep.errors import UserError, did_you_mean
 from lockstep.launch.local import Job
 from lockstep.run import LOADER
 
-SET_BY_CHOICE = ("_target_", "strategy.name", "traits", "needs_end")  # keys that an option sets and nobody else should
+SET_BY_CHOICE = ("_target_", "strategy.name", "replaces")  # keys that an option sets and nobody else should
 EVALUATION = (  # keys of a run that an evaluation may change
     "strategy", "trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.precision", "data.root",
     "data.eval_batch_size", "data.num_workers",
