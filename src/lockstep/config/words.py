@@ -1,9 +1,7 @@
 """How messages show values and names."""
 
 import re
-import shutil
 import sys
-import textwrap
 import unicodedata
 from typing import Any
 
@@ -59,19 +57,9 @@ def readable(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else ascii(c)[1:-1] for c in text)
 
 
-def broken(text: str) -> str:
-    """`text` in lines that the terminal can show; a list's parts, between dots, stay whole."""
-    parts = text.split(" · ")
-    glued = "\xa0· ".join(part.replace(" ", "\xa0") for part in parts) if len(parts) > 1 else text
-    width = shutil.get_terminal_size().columns
-    lines = textwrap.wrap(glued, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines).replace("\xa0", " ")
-
-
 def warn(text: str) -> None:
     """On standard error, for what comes before a run has its log."""
-    text = readable(f"WARNING: {text}")
-    print(broken(text) if sys.stderr.isatty() else text, file=sys.stderr)
+    print(readable(f"WARNING: {text}"), file=sys.stderr)
 
 
 def size(n_bytes: float | None) -> str:

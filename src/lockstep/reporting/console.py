@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.style import Style
 from rich.table import Table
 
-from lockstep.config.words import broken, readable
+from lockstep.config.words import readable
 from lockstep.machine import process
 from lockstep.machine.process import in_notebook
 
@@ -145,7 +145,7 @@ def say(text: str, *, copied: bool = False, link: Path | None = None) -> None:
     if getattr(rank_zero_only, "rank", 0) == 0:
         text = readable(text)
         style = Style(link=link.resolve().as_uri()) if link else None
-        out.print(broken(text) if out.file.isatty() and not copied else text, style=style, soft_wrap=True)
+        out.print(text, style=style, soft_wrap=copied or not out.file.isatty())
         log.info(text)
 
 
