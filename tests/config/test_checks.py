@@ -145,7 +145,6 @@ BAD = {
     "data.mean=[0.1,0.2,0.3]": ["data.mean", "1 channels"],
     "data.std=[0]": ["data.std", "from 0.0001 to 1000"],
     "task.mode=most": ["task.mode=most", "max, min"],
-    "task.monitor=test/acc": ["monitor=test/acc", "val/loss, val/acc"],
     "task.metric={}": ["task.metric is not a key", "did you mean task.metrics?"],
     "data=cifar10 data.source=embedded": ["no package contains cifar10", "data.root=", "data.source=download"],
     "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],

@@ -51,7 +51,7 @@ def test_every_task_has_a_config():
 
 
 @pytest.mark.parametrize("wrong", [
-    "checkpoint.monitor=val/nothing", "task.monitor=val/nothing", "task.monitor=val/ac",
+    "checkpoint.monitor=val/nothing", "task.monitor=test/acc", "task.monitor=val/nothing", "task.monitor=val/ac",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=val/nothing",
     "callbacks=[default,early_stopping] callbacks.early_stopping.monitor=nosuch",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=train/acc",
