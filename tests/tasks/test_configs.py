@@ -40,7 +40,7 @@ def test_a_config_builds_its_task_and_names_a_figure_of_it(name):
     task.bind(ABOUT)
     assert task.headline({**REPORT, "monitor": cfg.task.monitor}) == HEADLINES[name]
     assert set(build.metrics(task, cfg.task.metrics)) == {*task.metrics(), "more"}
-    shown = {column for _, _, columns in task.panels() for column in columns}
+    shown = {column for _, _, columns in task.curves() for column in columns}
     assert shown == {"train/loss", "val/loss", *(f"val/{figure}" for figure in task.metrics())}
     assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == (cfg.task.monitor, cfg.task.mode)
 

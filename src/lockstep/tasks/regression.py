@@ -50,7 +50,7 @@ class Regression(Task):
         columns = zip(self.value_names, columns_of(batch["target"].float()).unbind(1), strict=True)
         return {f"target/{name}": column for name, column in columns}
 
-    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
+    def curves(self) -> list[tuple[str, str, tuple[str, ...]]]:
         return [
             ("Loss", "loss", ("train/loss", "val/loss")),
             ("Error", "in units of the targets", ("val/rmse", "val/mae")),

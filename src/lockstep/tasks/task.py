@@ -105,7 +105,7 @@ class Task(nn.Module):
         """The 95% interval of that metric, if there is a simple one."""
         return None
 
-    def panels(self) -> list[tuple[str, str, tuple[str, ...]]]:
+    def curves(self) -> list[tuple[str, str, tuple[str, ...]]]:
         """The report's curves: title, unit, columns of metrics.csv."""
         columns: dict[str, tuple[str, ...]] = {"loss": ("train/loss", "val/loss")}
         columns |= {name: (f"val/{name}",) for name in self.metrics()}

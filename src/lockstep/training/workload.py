@@ -157,7 +157,7 @@ class TaskWorkload(Workload):
         return *self.task.headline(report), self.task.interval(report)
 
     def curves(self, logged: Iterable[str]) -> list[Curve]:
-        return self.task.panels()
+        return self.task.curves()
 
     def highest(self, name: str) -> float:
         """As torchmetrics declares it: 1 for fractions."""
