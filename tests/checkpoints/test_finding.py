@@ -3,13 +3,14 @@
 import os
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoints import weights
+from lockstep.checkpoints import finding, weights
 from lockstep.checkpoints.finding import checkpoints, is_checkpoint, step_of
 from lockstep.checkpoints.weights import open_file, row_range, rows_between
 from lockstep.errors import UserError
@@ -98,7 +99,7 @@ def test_shards_are_whole_when_all_of_them_are(world, tmp_path):
     assert is_checkpoint(folder)
 
 
-def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, capsys):
+def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, capsys, monkeypatch):
     for name, step in (("last.ckpt", 500), ("best-step-40.ckpt", 40), ("best-step-700.ckpt", 700), ("mine.ckpt", 9000)):
         weights.write(CONTENT | {"global_step": step}, run / "checkpoints" / name)
     os.utime(run / "checkpoints" / "best-step-700.ckpt", (1, 1))  # times of files say nothing
@@ -110,6 +111,10 @@ def test_the_one_with_most_steps_is_taken_and_damaged_ones_are_told(run, file, c
     path.write_bytes(path.read_bytes()[:500])
     assert [path.name for path in checkpoints(run)] == names[1:]
     assert capsys.readouterr().err == f"WARNING: {path} is incomplete and is skipped.\n"
+    read = Mock(wraps=is_checkpoint)
+    monkeypatch.setattr(finding, "is_checkpoint", read)
+    assert next(checkpoints(run)).name == "last.ckpt"
+    assert read.call_count == 1  # checksums of gigabytes: not of those that nobody asks for
 
 
 @pytest.mark.parametrize("form", ["file", "shards"])

@@ -219,15 +219,16 @@ def found_in(run_dir: Path) -> list[Path]:
 
 
 def checkpoints(run_dir: Path) -> Iterator[Path]:
-    """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning.
+    """The complete checkpoints of a run, newest first; incomplete ones are skipped with a warning. Older ones are read only on demand.
 
     The newest is the one with the most steps: file times change when a folder is copied.
     """
-    complete = {path: is_checkpoint(path) for path in sorted(found_in(run_dir))}
-    for path in complete if rank_of() == 0 else ():
-        if not complete[path]:
+    steps = {path: step_of(path) for path in found_in(run_dir)}
+    for path in sorted(steps, key=lambda path: (steps[path] < 0, steps[path], path.name), reverse=True):
+        if steps[path] >= 0 and is_checkpoint(path):
+            yield path
+        elif rank_of() == 0:
             print(f"WARNING: {path} is incomplete and is skipped.", file=sys.stderr)
-    yield from sorted(filter(complete.get, complete), key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 # --- Finding what a key names ---
