@@ -74,6 +74,9 @@ def test_what_a_run_does_not_reach_is_told_before_it_begins():
     told = list(step_problems(Settings.of(cfg), 640))
     assert ["warmup_steps=10 must be below the run's 10 steps" in told[0], "min_steps=50" in told[1]] == [True, True]
     assert list(step_problems(Settings.of(cfg), 64 * 51)) == []
+    cfg.trainer.limit_train_batches = 0.01
+    (problem,) = step_problems(Settings.of(cfg), 64 * 51)
+    assert problem.startswith("trainer.limit_train_batches=0.01 leaves nothing of an epoch")
 
 
 def test_the_facts_about_a_strategy_are_not_set():

@@ -205,7 +205,8 @@ def step_problems(settings: Settings, samples: int) -> Iterator[str]:
     trainer, plan = settings.cfg.trainer, settings.steps
     batches, total = plan.epoch(samples), plan.steps(samples)
     if not batches:
-        return  # Lightning says that nothing is trained
+        yield f"trainer.limit_train_batches={trainer.limit_train_batches} leaves nothing of an epoch to train. Set a larger number."
+        return
     warmup = settings.cfg.schedule.get("warmup_steps")
     if isinstance(warmup, int) and warmup >= total:
         yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Set a smaller number."
