@@ -24,7 +24,7 @@ from lockstep.data.dataset import Batch
 from lockstep.data.loaders import fetch
 from lockstep.data.sampler import TrainBatches
 from lockstep.errors import RunFailed, UserError
-from lockstep.training.metrics import whole_batch
+from lockstep.training.losses import whole_batch
 
 pytestmark = pytest.mark.xdist_group("losses")
 

@@ -38,7 +38,7 @@ from lockstep.tasks import Task
 from lockstep.training import oom, optim
 from lockstep.training.arithmetic import LogicalRanks, StepArithmetic
 from lockstep.training.dry_run import DryRun
-from lockstep.training.metrics import undivided_evaluation
+from lockstep.training.losses import undivided_evaluation
 from lockstep.training.module import TaskModule
 from lockstep.training.workload import TaskWorkload, Workload
 

@@ -10,7 +10,7 @@ from lockstep.augment import Augmentation, Cutmix, Flip, Mixup, MixupOrCutmix, R
 from lockstep.data import Images
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation
-from lockstep.training.metrics import of_partners, weighted_loss
+from lockstep.training.losses import of_partners, weighted_loss
 
 MIXES = {"mixup": Mixup(alpha=0.8), "cutmix": Cutmix(), "mixup_cutmix": MixupOrCutmix()}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import UserError
-from lockstep.training.metrics import first_rows, samples_at
+from lockstep.training.losses import first_rows, samples_at
 
 B = 4
 Two = namedtuple("Two", "logits embedding")

@@ -2,7 +2,7 @@
 
 The order of an epoch is random, so partners are. Both are in the same micro-batch of the same process, if it has an even number of
 samples, which config/settings.py asks for. Losses are mixed where they are computed, by `share` and `partner` of the batch
-(training/metrics.py), so every task whose loss is per sample can train on mixed samples.
+(training/losses.py), so every task whose loss is per sample can train on mixed samples.
 """
 
 # B batch · C channel · H W pixel

@@ -39,7 +39,7 @@ from lockstep.reporting.render import ENVIRONMENT
 from lockstep.run import RunFolder, tested, versions
 from lockstep.tasks import Task
 from lockstep.training.invariance import same_random_numbers
-from lockstep.training.metrics import samples_at
+from lockstep.training.losses import samples_at
 
 # B batch · C channel · H W pixel
 

@@ -18,7 +18,7 @@ from lockstep.checkpoints.finding import leaves, mapped
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.extras.exported import ACTIVATIONS, Model
-from lockstep.training.metrics import samples_at
+from lockstep.training.losses import samples_at
 
 # --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---
 

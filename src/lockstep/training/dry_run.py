@@ -24,7 +24,8 @@ from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 from lockstep.training import invariance
-from lockstep.training.metrics import first_rows, float32, named, one_per_sample
+from lockstep.training.losses import first_rows, float32, one_per_sample
+from lockstep.training.metrics import named
 from lockstep.training.oom import ran_out
 from lockstep.training.schedules import scheduler
 from lockstep.training.workload import TaskWorkload

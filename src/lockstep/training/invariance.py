@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.data.dataset import Batch
 from lockstep.tasks import Task
 from lockstep.training import dropout
-from lockstep.training.metrics import samples_at
+from lockstep.training.losses import samples_at
 
 COUNT = 4  # samples
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

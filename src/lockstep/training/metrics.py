@@ -1,226 +1,31 @@
-"""Samples: of a batch and of a network's output; their losses, mixed or compared with each other; and evaluation metrics as sums over them."""
+"""The metrics of an evaluation, and what the report shows of the test set."""
 
-# B batch, fillers included
+# B batch
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import numpy as np
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torchmetrics import Metric
 
-from lockstep.data.datamodule import DataModule
+from lockstep.compat.metric_states import of_all_processes, update
 from lockstep.data.dataset import Batch
-from lockstep.data.sampler import FILLER
 from lockstep.errors import UserError
 from lockstep.machine.world import objects_of_all
 from lockstep.tasks import Task
-from lockstep.tasks.panel import EXACT
+from lockstep.tasks.panel import EXACT, Content, Gallery, Kept, Panel, Sample
 from lockstep.training.arithmetic import tree_sum
+from lockstep.training.losses import samples_at, without_fillers
 
-Tree = Any
-Change = Callable[[Any, str], Any]  # of a value, and the name of its place
+if TYPE_CHECKING:
+    from lockstep.training.module import TaskModule
 
-# --- The samples of a batch or of an output: a tensor, or dicts, lists and tuples of tensors ---
-
-
-def by_sample(tree: Tree, size: int, samples: Change, other: Change, name: str) -> Tree:
-    """`tree` with `samples` of each value that has a batch of `size`, and `other` of what is no container.
-
-    Such a value is a tensor whose first dimension is B, or a list or tuple of B items, whatever these are. Dicts and
-    other lists and tuples, such as (logits_BK, embedding_BE), are changed by value. A tuple of B tensors that all have B rows holds
-    several outputs.
-    """
-
-    def changed(value: Any, place: str) -> Any:
-        return by_sample(value, size, samples, other, f"{name}{place}")
-
-    if has_rows(tree, size):
-        return samples(tree, name)
-    if isinstance(tree, list | tuple):
-        if len(tree) == size and not (isinstance(tree, tuple) and all(has_rows(value, size) for value in tree)):
-            return samples(tree, name)
-        values = [changed(value, f"[{place}]") for place, value in enumerate(tree)]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a named tuple
-    if isinstance(tree, Mapping):
-        new: Any = copy.copy(tree)
-        for key, value in tree.items():
-            new[key] = changed(value, f"[{key!r}]")
-        return new
-    return other(tree, name)
-
-
-def has_rows(value: Any, size: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == size
-
-
-def first_rows(output: Tree, count: int, size: int) -> Tree:
-    """The first `count` samples of a network's output for a batch of `size`.
-
-    Raises:
-        UserError: a tensor without B rows, a value that is neither a tensor nor None, or a list that may hold samples or outputs.
-    """
-
-    def cut(value: Any, name: str) -> Any:
-        # a tensor for each sample, or B outputs, such as levels of features
-        if 0 < count < size and isinstance(value, list) and all(has_rows(item, size) for item in value):
-            raise UserError(
-                f"the network returns {name}, a list of {size} tensors with {size} rows each, for a batch of {size}: it holds a tensor for each "
-                f"sample, or {size} outputs. Return a tuple of several outputs, or a dict for each sample."
-            )
-        return value[:count]
-
-    def refused(value: Any, name: str) -> None:
-        if value is not None:
-            given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
-            raise UserError(
-                f"the network returns {name} of {given} for a batch of {size}. The first dimension of every tensor must be the sample, {size} here, "
-                "and a list must have an item per sample, so fillers can be removed. Return something else, or choose what to return in the "
-                "task's `outputs`."
-            )
-
-    return by_sample(output, size, cut, refused, "output")
-
-
-def samples_at(batch: Mapping[str, Any], places: slice | list[int] | Tensor, size: int) -> dict[str, Any]:
-    """The samples at `places` of a batch of `size`. Values without an entry per sample stay as they are."""
-
-    def taken(value: Any, _: str) -> Any:
-        if isinstance(value, Tensor) or isinstance(places, slice):
-            return value[places]
-        return type(value)([value[place] for place in (places.tolist() if isinstance(places, Tensor) else places)])
-
-    taken_batch: dict[str, Any] = by_sample(batch, size, taken, lambda value, _: value, "batch")
-    return taken_batch
-
-
-def without_fillers(output: Tree, batch: Mapping[str, Any]) -> tuple[Tree, dict[str, Any]]:
-    """A network's output in float32 and its batch, of the samples that count."""
-    count, size = batch["count"], len(batch["index"])
-    return float32(first_rows(output, count, size)), samples_at(batch, slice(count), size)
-
-
-def float32(tree: Any) -> Any:
-    """Half precision converted to float32, so metrics are exact whatever precision the network used."""
-
-    def full(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
-
-    return apply_to_collection(tree, Tensor, full)
-
-
-# --- The loss of samples that augmentation has mixed with their partners (augment/mixing.py) ---
-
-
-def of_partners(batch: Batch) -> Batch:
-    """The batch with everything but `input` taken from each sample's partner."""
-    rest = {name: value for name, value in batch.items() if name != "input"}
-    return {**batch, **samples_at(rest, batch["partner"], len(batch["partner"]))}
-
-
-def one_per_sample(loss_B: Any, task: Task, batch: Batch) -> Tensor:
-    """Raises UserError if a task's loss is not one number per sample."""
-    count = len(batch["index"])
-    if isinstance(loss_B, Tensor) and loss_B.shape == (count,):
-        return loss_B
-    given = f"shape {tuple(loss_B.shape)}" if isinstance(loss_B, Tensor) else f"type {type(loss_B).__name__}"
-    raise UserError(
-        f"task={type(task).__name__}: `loss` returns {given} for {count} samples; expected one number per sample, shape ({count},). "
-        "Compute it with reduction='none', then average each sample's own elements: loss.flatten(1).mean(1)."
-    )
-
-
-def weighted_loss(task: Task, output: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """loss_B times weight_B, and weight_B. A mixed sample has both targets, each with its share.
-
-    Exact for losses that are linear in the target, such as cross-entropy with label smoothing; the definition of mixup for others.
-    """
-    loss_B, weight_B = one_per_sample(task.loss(output, batch), task, batch), task.weight(batch)
-    loss_B = loss_B if weight_B is None else loss_B * weight_B
-    if "share" not in batch:
-        return loss_B, weight_B
-    share_B, partners = batch["share"], of_partners(batch)
-    other_B, of_other_B = one_per_sample(task.loss(output, partners), task, batch), task.weight(partners)
-    if weight_B is None or of_other_B is None:
-        return share_B * loss_B + (1 - share_B) * other_B, None
-    loss_B = share_B * loss_B + (1 - share_B) * other_B * of_other_B
-    return loss_B, share_B * weight_B + (1 - share_B) * of_other_B
-
-
-# --- Losses between samples (`Task.between_samples`): every process computes the loss of the whole global batch ---
-#
-# Outputs and batches are gathered in the order of the global batch. Each process then has the whole loss, so its gradient with
-# respect to its own outputs is complete: backward communicates nothing more.
-
-
-def undivided_evaluation(data: DataModule, title: str, world: int) -> Iterator[str]:
-    """What would cut an evaluation's batch, so that samples of it do not meet; `title` is that of the task."""
-    batch, largest = data.eval_batch_size, max(data.val_split.count, data.test_split.count)
-    if batch % world and batch < largest:
-        yield (
-            f"data.eval_batch_size={batch} cannot be divided among {world} processes, and task={title} compares the samples of a "
-            "batch (between_samples): batches that differ from those of one process would change the metrics. "
-            f"Set data.eval_batch_size={batch // world * world or world}."
-        )
-
-
-def whole_batch(task: Task, output: Any, batch: Batch, trainer: pl.Trainer) -> tuple[Any, Batch]:
-    """For a task with `between_samples`, the outputs, with gradients, and the batch of all processes; for others its arguments."""
-    if not task.between_samples or trainer.world_size == 1:
-        return output, batch
-    rank, world, size_B = trainer.global_rank, trainer.world_size, len(batch["index"])
-
-    def gather(tensor: Tensor) -> Tensor:
-        sent = tensor.detach().contiguous()
-        parts_N = [torch.empty_like(sent) for _ in range(world)]
-        torch.distributed.all_gather(parts_N, sent)
-        if tensor.requires_grad:
-            parts_N[rank] = own = tensor.view_as(tensor)
-            own.register_hook(lambda gradient: gradient * world)  # the strategy averages gradients over processes
-        return torch.cat(parts_N)
-
-    def of_output(value: Any, name: str) -> Any:
-        return gather(value) if isinstance(value, Tensor) else refused(value, name)
-
-    def of_batch(value: Any, _: str) -> Any:
-        if isinstance(value, Tensor):
-            return gather(value)
-        every = objects_of_all(move_data_to_device(value, "cpu"))  # a tensor would arrive on the sender's GPU
-        return move_data_to_device([item for part in every for item in part], batch["index"].device)
-
-    def refused(value: Any, name: str) -> Any:
-        if not isinstance(value, Tensor | list | tuple):
-            return value
-        form = f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{len(value)} items"
-        raise UserError(
-            f"{type(task).__name__}.between_samples gathers tensors with a row per sample, but {name} has {form} in a batch "
-            f"of {size_B}. Return tensors of {size_B} rows from `outputs`, several in a tuple; expand what all samples share."
-        )
-
-    batch = dict(batch)
-    if "partner" in batch:  # a place in the micro-batch
-        batch["partner"] = batch["partner"] + rank * size_B
-    gathered: Batch = by_sample(batch, size_B, of_batch, refused, "batch")
-    return by_sample(output, size_B, of_output, refused, "output"), {**gathered, "count": size_B * world}
-
-
-def evaluation_loss(task: Task, output: Any, batch: Batch, module: pl.LightningModule) -> Tensor | None:
-    """loss_B of this process's real samples, among those of all processes; None if the task compares no samples, or one process has
-    them all. Every process must call it, also one without samples."""
-    if not task.between_samples or module.trainer.world_size == 1:
-        return None
-    output, gathered = whole_batch(task, float32(output), batch, module.trainer)
-    places = (gathered["index"] != FILLER).nonzero()[:, 0].tolist()
-    first = module.trainer.global_rank * len(batch["index"])
-    before = sum(place < first for place in places)
-    output = apply_to_collection(output, Tensor, lambda tensor: tensor[places])
-    named = {**samples_at(gathered, places, gathered["count"]), "count": len(places)}
-    return one_per_sample(task.loss(output, named), task, named)[before : before + batch["count"]]
-
+log = logging.getLogger("lockstep")
 
 # --- Evaluation metrics from sums over samples, never from means of means, so they do not depend on the world size ---
 
@@ -271,3 +76,90 @@ def named(name: str, value: Any, names: Sequence[Any]) -> dict[str, Tensor]:
         return {name: values[0]}
     labels = names if len(names) == len(values) else range(len(values))
     return {f"{name}/{label}": value for label, value in zip(labels, values, strict=True)}
+
+
+# --- The task's panels during the test, and the samples with the largest losses ---
+#
+# A panel that fails is left out with a warning, on every process: an error in a decoration must not cost the test's metrics.
+
+
+class TestPanels:
+    """Panels of one test: `begin`, `update` with each batch, `finish`. `contents` has what the report shows, on rank 0."""
+
+    __test__ = False  # for pytest
+
+    def __init__(self, task: Task, contents: list[Content], *, compiled: bool) -> None:
+        self.task, self.worst, self.random, self.compiled = task, Kept(24, by_loss=True), Kept(16), compiled
+        self.panels: dict[str, Panel] = {}
+        self.failed: set[str] = set()
+        self.contents = contents
+
+    def begin(self, device: torch.device) -> None:
+        with self.attempt("test_panels"):
+            self.panels = {name: panel.to(device) for name, panel in self.task.test_panels().items()}
+        self.worst.to(device)
+        self.random.to(device)
+
+    @contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            self.failed.add(name)
+            log.warning("the report lacks the panel %s, which failed: %s: %s", name, type(e).__name__, e, exc_info=e)
+
+    def update(self, output: Any, batch: Batch, loss_B: Tensor, batch_idx: int) -> None:
+        self.worst.update(output, batch, loss_B)
+        self.random.update(output, batch, loss_B)
+        for name, panel in self.panels.items():
+            if name not in self.failed:
+                with self.attempt(name):
+                    update(panel, batch_idx, output, batch, loss_B)
+
+    def finish(self, module: "TaskModule") -> None:
+        """Called on every rank."""
+        failed = set[str]().union(*objects_of_all(self.failed))
+        for name, panel in self.panels.items():
+            if not failed & {name, "test_panels"}:
+                with of_all_processes([panel]), self.attempt(name):
+                    self.contents += panel.contents()
+        with of_all_processes([self.worst, self.random]):
+            worst, random = ({index: loss.item() for index, loss in kept.found()} for kept in (self.worst, self.random))
+        if random.keys() <= worst.keys():  # a small test set is there whole
+            random = {}
+        samples = self.samples(module, worst | random)
+        for title, kept, note in (
+            ("Largest losses", worst, "Of the test set, the largest first."),
+            ("Random samples", random, "The same samples of the test set in every run."),
+        ):
+            if shown := [samples[index] for index in kept if index in samples]:
+                self.contents.append(Gallery(title, shown, note))
+
+    def samples(self, module: "TaskModule", losses: Mapping[int, float]) -> dict[int, Sample]:
+        """The samples of the test set with these indices, computed once more.
+
+        A compiled network would be compiled anew for another number of samples than the test's. Every rank computes all of them,
+        because strategies that shard communicate in forward.
+        """
+        found, indices = dict[int, Sample](), list(losses)
+        trainer, data = module.trainer, module.trainer.datamodule  # type: ignore[attr-defined]
+        raw = data.raw("test", np.asarray(indices))
+        share = -(-min(data.eval_batch_size, data.test_split.count) // trainer.world_size)
+        size = share if self.compiled else min(share, len(indices))
+        for first in range(0, len(indices), size):
+            places = (np.arange(first, first + size) % len(indices)).tolist()
+            moved = move_data_to_device(samples_at(raw, places, len(indices)), module.device)
+            batch = trainer.precision_plugin.convert_input(data.finished(moved, training=False))
+            batch["count"] = min(size, len(indices) - first)
+            with torch.no_grad(), trainer.precision_plugin.forward_context():
+                output = module(batch)
+            with self.attempt("worst"):
+                facts = self.task.describe(*without_fillers(output, batch))
+                for place, more in zip(places[: batch["count"]], facts, strict=True):
+                    own = {"loss": losses[indices[place]], **more}
+                    shown = data.dataset.show({name: value[place] for name, value in raw.items() if name != "count"})
+                    image = shown.pop("image", None)
+                    # a column of the data may have the same name
+                    inputs = {f"input {name}" if name in own else name: value for name, value in shown.items()}
+                    found[indices[place]] = Sample(indices[place], own | inputs, image)
+        return found

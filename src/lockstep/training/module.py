@@ -28,16 +28,14 @@ from lockstep.training.arithmetic import (
     scale_gradients,
     total_steps,
 )
-from lockstep.training.metrics import (
-    MeanLoss,
+from lockstep.training.losses import (
     evaluation_loss,
-    named,
     one_per_sample,
     weighted_loss,
     whole_batch,
     without_fillers,
 )
-from lockstep.training.panels import TestPanels
+from lockstep.training.metrics import MeanLoss, TestPanels, named
 from lockstep.training.schedules import scheduler
 
 

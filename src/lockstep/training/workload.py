@@ -18,8 +18,8 @@ from lockstep.tasks import Task
 from lockstep.tasks.panel import Content
 from lockstep.training.arithmetic import StepArithmetic
 from lockstep.training.invariance import DIFFERS, NORMS, UNKNOWN
+from lockstep.training.metrics import TestPanels
 from lockstep.training.module import TaskModule
-from lockstep.training.panels import TestPanels
 
 Columns = dict[str, Any]
 Headline = tuple[str, str, tuple[float, float] | None]  # name, value, 95% interval if there is a simple one
