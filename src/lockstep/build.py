@@ -30,7 +30,7 @@ from lockstep.config.targets import TRUSTED, accepted
 from lockstep.config.words import shown
 from lockstep.data.datamodule import DataModule
 from lockstep.errors import UserError, raise_problems
-from lockstep.machine import process as debugging
+from lockstep.machine import process as this_process
 from lockstep.machine.world import gpu_count, keep_freed_memory, threads
 from lockstep.reporting import console
 from lockstep.reporting.recorder import Recorder
@@ -192,7 +192,7 @@ def dry_run(settings: Settings, trainer: pl.Trainer, work: Workload) -> None:
     if not isinstance(work, TaskWorkload):
         return
     logged = [each for name in work.module.metrics for each in (name, f"{name}/*")]
-    if debugging.debug_rank is None:  # a breakpoint would stop here first, in a step without numbers
+    if this_process.debug_rank is None:  # a breakpoint would stop here first, in a step without numbers
         logged = tried(settings, trainer, work) or logged
     raise_problems(monitor_problems(settings, logged))
 
@@ -215,11 +215,11 @@ def tried(settings: Settings, trainer: pl.Trainer, work: TaskWorkload) -> list[s
         shipped=all(str(node.get("_target_")).startswith(TRUSTED) for node in nodes),
         is_user_error=of_users_code,
     )
-    debugging.notice = IN_DRY_RUN
+    this_process.notice = IN_DRY_RUN
     try:
         trial(trainer.callbacks)  # type: ignore[attr-defined]
     finally:
-        debugging.notice = None
+        this_process.notice = None
     return trial.logged
 
 
