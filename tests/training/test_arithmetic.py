@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -80,23 +80,7 @@ def test_the_exact_norm_has_the_same_bits_in_any_order():
 
 # --- What the logical ranks of a step leave in a network, against the same written out ---
 
-SHARDS = 4
-TRAINER: Any = SimpleNamespace(
-    accumulate_grad_batches=SHARDS, global_rank=0, world_size=1, strategy=SimpleNamespace(contiguous_micro_batches=True)
-)
-
-
-def make_net() -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 2))
-    net.register_buffer("large", torch.full((3,), torch.finfo(torch.float32).max))
-    net.register_parameter("unused", nn.Parameter(torch.ones(2)))
-    return net
-
-
-def micro_batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(6, 3, 6, 6, generator=generator) * (1 + i) + i for i in range(SHARDS)]
+PARTS = 4
 
 
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
@@ -104,14 +88,19 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_step_leaves_the_mean_of_gradients_and_statistics():
-    net, ranks = make_net(), LogicalRanks(SHARDS)
-    module = SimpleNamespace(net=net, trainer=TRAINER)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 2))
+    net.register_buffer("large", torch.full((3,), torch.finfo(torch.float32).max))
+    net.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    trainer = Mock(accumulate_grad_batches=PARTS, global_rank=0, world_size=1)
+    ranks, module = LogicalRanks(PARTS), SimpleNamespace(net=net, trainer=trainer)
     for _ in range(2):  # the second step begins with what the first one left
-        written = [copy.deepcopy(net) for _ in range(SHARDS)]
-        for i, (x, alone) in enumerate(zip(micro_batches(), written, strict=True)):
+        written = [copy.deepcopy(net) for _ in range(PARTS)]
+        for i, alone in enumerate(written):
+            x = torch.randn(6, 3, 6, 6) * (1 + i) + i
             ranks.before_forward(module, i)
             loss = ranks.to_backward(module, loss_of(net, x))
-            (loss / SHARDS).backward()  # as Lightning divides it
+            (loss / PARTS).backward()  # as Lightning divides it
             ranks.after_backward(module)
             loss_of(alone, x).backward()
         for name, p in net.named_parameters():
@@ -122,7 +111,7 @@ def test_a_step_leaves_the_mean_of_gradients_and_statistics():
             others = torch.stack([alone.get_buffer(name) for alone in written])
             mean = others[0] if name == "large" else others.double().mean(0).to(buffer.dtype)
             torch.testing.assert_close(buffer, mean)
-        assert ranks.losses.keys() == set(range(SHARDS))
+        assert ranks.losses.keys() == set(range(PARTS))
         with torch.no_grad():
             for p in net.parameters():
                 p -= 0.1 * p.grad
