@@ -53,11 +53,11 @@ def test_the_account_of_whoever_tests_decides_nothing(tmp_path):
         "WANDB_BASE_URL": "http://127.0.0.1:9",
     }
     looked = "import conftest, os; from requests.utils import get_netrc_auth; from wandb import Settings; "
-    looked += "print(os.environ.get('WANDB_API_KEY'), get_netrc_auth('https://api.wandb.ai'), Settings().base_url); conftest.pytest_unconfigure()"
+    looked += "print(os.environ.get('WANDB_API_KEY'), get_netrc_auth('https://api.wandb.ai'), '127.0.0.1' in Settings().base_url); conftest.pytest_unconfigure()"
     alone = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     command, tests = [sys.executable, "-c", looked], ROOT / "tests"
     done = subprocess.run(command, cwd=tests, env={**alone, **account}, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["None None https://api.wandb.ai"], done.stderr
+    assert done.stdout.splitlines() == ["None None False"], done.stderr
 
 
 # Packages that a run with BasicNet, metrics.csv and no sweep has no use for. Not PIL: torchvision has the types of its annotations.
