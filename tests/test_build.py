@@ -11,23 +11,23 @@ from pictures import write_classes
 import lockstep
 from lockstep import CONFIGS, build
 from lockstep.config.compose import compose_config
-from lockstep.config.instantiate import create, create_data, network, to_plain
+from lockstep.config.instantiate import create_data
 from lockstep.config.settings import Settings
 from lockstep.data import Cifar10
 from lockstep.machine.world import World
 from lockstep.training.schedules import scheduler
 
 pytestmark = pytest.mark.xdist_group("build")
-SMALL = [
-    "trainer.accelerator=cpu",
-    "trainer.max_steps=1",
-    "trainer.limit_val_batches=1",
-    "trainer.limit_test_batches=1",
-]
+CPU = "trainer.accelerator=cpu"
+SMALL = [CPU, "trainer.max_steps=1", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1"]
 
 
 def files(root: Path, cache: Path) -> list[str]:
     return [f"data.root={root}", f"data.cache_dir={cache}"]
+
+
+def settings_of(*overrides: str) -> Settings:
+    return Settings.of(compose_config("train", list(overrides)))
 
 
 def options(group: str) -> list[str]:
@@ -42,28 +42,12 @@ def cifar10(tmp_path, monkeypatch):
     return tmp_path / "cifar"
 
 
-@pytest.mark.parametrize("model", options("model"))
-@pytest.mark.parametrize("data", ["mnist", "cifar10"])
-def test_models_fit_data(model, data, mnist, cifar10, cache):
-    given = [f"model={model}", f"data={data}", *files(mnist if data == "mnist" else cifar10, cache)]
-    given += ["model.name=resnet10t"] * (model == "timm")
-    cfg = Settings.of(compose_config("train", given)).with_numbers().cfg
-    dataset, task = create_data(cfg.data), create(cfg.task, "task")
-    task.bind(dataset.about)
-    channels, size = dataset.about["channels"], dataset.about["image_size"]
-    assert (channels, size) == ((1, 28) if data == "mnist" else (3, 336))
-    with torch.device("meta"):
-        net = network(to_plain(cfg.model), dataset.network_arguments() | task.network_arguments())
-        logits = net.eval()(torch.zeros(2, channels, size, size))
-    assert logits.shape == (2, 10)
-
-
 @pytest.mark.parametrize("group", ["optim", "schedule", "callbacks", "logger", "strategy"])
 def test_options_are_built(group, mnist, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for option in options(group):
-        cfg = compose_config("train", [f"{group}={option}", *files(mnist, cache), "trainer.accelerator=cpu", "run=a"])
-        settings = Settings.of(cfg).decided(create_data(cfg.data)).identified("disk")
+        composed = settings_of(f"{group}={option}", *files(mnist, cache), CPU, "run=a")
+        cfg, settings = composed.cfg, composed.decided(create_data(composed.cfg.data)).identified("disk")
         data = build.data(settings)
         work = build.workload(settings, data)
         trainer, module = build.trainer(settings, work), work.module
@@ -99,49 +83,37 @@ def test_recipes_take_a_step(recipe, mnist, cifar10, cache, tmp_path, monkeypatc
     assert (report["status"], report["train/steps"], report["data/name"]) == ("done", 1, recipe.partition("_")[0])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], True),
-        (["optim=sgd"], True),
-        (["optim=sgd", "strategy=fsdp"], False),
-        (["strategy=fsdp"], True),
-        (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], True),
-        (["optim.fused=false"], False),
-        (["exact.logical_ranks=8", "optim=sgd", "strategy=fsdp"], True),
-        (["exact.logical_ranks=8", "trainer.accelerator=cuda"], False),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    ([], True),
+    (["optim=sgd"], True),
+    (["optim=sgd", "strategy=fsdp"], False),
+    (["strategy=fsdp"], True),
+    (["trainer.precision=16-mixed", "trainer.gradient_clip_val=1.0"], True),
+    (["optim.fused=false"], False),
+    (["exact.logical_ranks=8", "optim=sgd", "strategy=fsdp"], True),
+    (["exact.logical_ranks=8", "trainer.accelerator=cuda"], False),
+])  # fmt: skip
 def test_optimizers_are_fused_where_they_can_be(overrides, expected):
-    optimizer = build.optimizer(Settings.of(compose_config("train", ["trainer.accelerator=cpu", *overrides])))[
-        "optimizer"
-    ]
+    optimizer = build.optimizer(settings_of(CPU, *overrides))["optimizer"]
     assert optimizer([torch.nn.Parameter(torch.zeros(3))]).defaults["fused"] is expected
 
 
-@pytest.mark.parametrize("tf32", [True, False])
-def test_a_process_multiplies_as_tf32_says(tf32, monkeypatch):
-    monkeypatch.setattr(build, "keep_freed_memory", lambda: None)
-    build.process(Settings(compose_config("train", [f"tf32={str(tf32).lower()}"]), World("cpu", 1, 1, "single")))
-    assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
-
-
-@pytest.mark.parametrize(("strategy", "kept"), [("single", 1), ("ddp", 1), ("fsdp", 0)])
-def test_freed_memory_is_kept_but_where_sharding_is_to_save_memory(strategy, kept, monkeypatch):
+@pytest.mark.parametrize(("strategy", "tf32", "kept"), [("single", True, 1), ("ddp", False, 1), ("fsdp", True, 0)])
+def test_a_process_multiplies_as_tf32_says_and_keeps_freed_memory_unless_it_shards(strategy, tf32, kept, monkeypatch):
     calls = []
     monkeypatch.setattr(build, "keep_freed_memory", lambda: calls.append(1))
     monkeypatch.setattr(build, "threads", lambda _: None)
-    build.process(Settings(compose_config("train", [f"strategy={strategy}"]), World("cpu", 2, 1, strategy)))
+    cfg = compose_config("train", [f"strategy={strategy}", f"tf32={str(tf32).lower()}"])
+    build.process(Settings(cfg, World("cpu", 2, 1, strategy)))
+    assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
     assert len(calls) == kept
 
 
-def test_a_rate_of_0_for_the_head_is_a_rate(mnist, cache):
-    cfg = compose_config("train", ["optim.head_lr=0", "trainer.accelerator=cpu"])
-    groups = build.optimizer(Settings.of(cfg))["parameters"](
-        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    )
+def test_a_rate_of_0_for_the_head_is_a_rate():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    groups = build.optimizer(settings_of("optim.head_lr=0", CPU))["parameters"](net)
     assert [group["lr"] for group in groups] == [1e-3, 0]
-    assert "parameters" not in build.optimizer(Settings.of(compose_config("train", ["trainer.accelerator=cpu"])))
+    assert "parameters" not in build.optimizer(settings_of(CPU))
 
 
 def test_exact_threads_are_of_one_job_of_a_sweep():
@@ -149,17 +121,16 @@ def test_exact_threads_are_of_one_job_of_a_sweep():
     torch.set_num_threads(3)
     try:
         for ranks, threads in (("2", 1), ("4", 1), ("null", 3)):
-            cfg = compose_config("train", [f"exact.logical_ranks={ranks}", "trainer.accelerator=cpu"])
-            build.process(Settings.of(cfg))
+            build.process(settings_of(f"exact.logical_ranks={ranks}", CPU))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
 
 
-def test_exact_shards_ask_for_deterministic_kernels_on_gpus():
-    for accelerator, expected in (("cuda", True), ("cpu", False)):
-        cfg = compose_config("train", ["exact.logical_ranks=8", "trainer.limit_val_batches=2"])
-        world = replace(Settings.of(cfg).world, accelerator=accelerator)
-        made = build.arithmetic(Settings.of(cfg)).trainer_arguments(cfg.trainer, world)
-        assert bool(made["deterministic"]) == expected
-        assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)
+@pytest.mark.parametrize(("accelerator", "expected"), [("cuda", True), ("cpu", False)])
+def test_logical_ranks_ask_for_deterministic_kernels_on_gpus(accelerator, expected):
+    settings = settings_of("exact.logical_ranks=8", "trainer.limit_val_batches=2")
+    world = replace(settings.world, accelerator=accelerator)
+    made = build.arithmetic(settings).trainer_arguments(settings.cfg.trainer, world)
+    assert bool(made["deterministic"]) == expected
+    assert (made["accumulate_grad_batches"], made["limit_val_batches"]) == (8, 16)

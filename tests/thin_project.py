@@ -34,6 +34,11 @@ FILES = {
 }
 
 
+def package(name: str) -> dict[str, str]:
+    """A file of tests/packages as a package of the project, whose classes configs may name."""
+    return {f"src/{name}/__init__.py": (Path(__file__).parent / f"packages/{name}.py").read_text()}
+
+
 def write(root: Path, **more: str) -> Path:
     for name, text in {**FILES, **more}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

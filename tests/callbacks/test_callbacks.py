@@ -2,12 +2,12 @@
 
 import itertools
 import random
+import re
 import time
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import Mock
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import HashStore
 
-from lockstep.callbacks import EMA, Throughput, stopping, summary
+from lockstep.callbacks import EMA, Throughput, stopping
 from lockstep.callbacks.step_seed import StepSeed, seed_generators, seed_host, step_seed
 from lockstep.callbacks.stopping import CollectivesGuard, EarlyStopping, RankAgreement, Timer
 from lockstep.data.sampler import Split, TrainBatches
@@ -24,89 +24,72 @@ from lockstep.errors import TrainingFailed
 from lockstep.machine import process
 from lockstep.tasks import Classification
 from lockstep.training.arithmetic import StepArithmetic
-from lockstep.training.workload import Workload
 
 
-def test_speed_is_all_images_over_the_time_of_training_without_the_first_window():
+@pytest.mark.parametrize(("windows", "images_per_s", "waited"), [
+    ([(100, 50.0, 40.0), (300, 2.0, 0.1), (500, 2.0, 0.3)], 200.0, pytest.approx(0.1)),
+    ([(100, 50.0, 5.0)], 2.0, 0.1),
+    ([], None, None),
+])  # fmt: skip
+def test_speed_is_all_images_over_the_time_of_training_without_the_first_window(windows, images_per_s, waited):
     throughput = Throughput()
-    throughput.unit = "images"
-    throughput.windows, throughput.first_step_s = [(100, 50.0, 40.0), (300, 2.0, 0.1), (500, 2.0, 0.3)], 48.0
-    assert throughput.report_metrics() == {
-        "train/images_per_s": 200.0,
-        "train/data_wait_share": pytest.approx(0.1),
-        "train/first_step_s": 48.0,
-    }
-    throughput.windows = [(100, 50.0, 5.0)]
-    assert list(throughput.report_metrics().values())[:2] == [2.0, 0.1]
-    throughput.windows = []
-    assert list(throughput.report_metrics().values())[:2] == [None, None]
+    throughput.unit, throughput.windows, throughput.first_step_s = "images", windows, 48.0
+    speed = {"train/images_per_s": images_per_s, "train/data_wait_share": waited, "train/first_step_s": 48.0}
+    assert throughput.report_metrics() == speed
 
 
-def test_images_are_counted_over_accumulation_and_epochs(train, monkeypatch):
+def test_images_are_counted_over_accumulation_and_epochs_and_the_first_line_says_what_is_trained(
+    train, monkeypatch, capsys
+):
     seen = []
     monkeypatch.setattr(Throughput, "on_fit_end", lambda self, *_: seen.append(self.windows), raising=False)
-    train("trainer.log_every_n_steps=5", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=2")
+    train("run=a", "trainer.log_every_n_steps=5", "trainer.accumulate_grad_batches=2", "trainer.max_epochs=2")
     (windows,) = seen
     assert [images for images, *_ in windows] == [240, 240, 96, 144, 240, 192]
     assert all(seconds > waited_s > 0 for _, seconds, waited_s in windows)
-
-
-class Weights(pl.LightningModule):
-    """A weight and a buffer whose values the test sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(3))
-        self.register_buffer("mean", torch.zeros(1))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    told = r"a: basic_net \([\d,]+ parameters\) · mnist from disk \(576 train, 64 val, 103 test\) · single, 1 process on cpu · .* · 24 steps"
+    assert re.search(told, capsys.readouterr().out)
 
 
 def trainer_at(step: int, **more: object) -> SimpleNamespace:
     return SimpleNamespace(
-        global_step=step,
-        accumulate_grad_batches=1,
-        num_training_batches=1000,
-        is_last_batch=False,
-        lightning_module=SimpleNamespace(automatic_optimization=True),
-        **more,
-    )
+        global_step=step, accumulate_grad_batches=1, num_training_batches=1000, is_last_batch=False,
+        lightning_module=SimpleNamespace(automatic_optimization=True), **more,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("warmup", [True, False])
-def test_the_average_follows_its_definition(warmup):
-    module, ema, expected = Weights(), EMA(decay=0.4, update_every_n_steps=2, warmup=warmup), None
-    decays = [2 / 11, 3 / 12, 4 / 13, 5 / 14] if warmup else [0.4] * 4
+@pytest.mark.parametrize(("warmup", "decays"), [(True, [2 / 11, 3 / 12, 4 / 13, 5 / 14]), (False, [0.4] * 4)])
+def test_the_average_follows_its_definition(warmup, decays):
+    module, ema = nn.BatchNorm1d(3), EMA(decay=0.4, update_every_n_steps=2, warmup=warmup)
+    expected, numbers = None, iter(decays)
     for step in range(1, 10):
         module.weight.data = torch.arange(3) + float(step**2)
-        module.mean.fill_(step)
-        module.count.fill_(step)
+        module.running_mean.fill_(step)
+        module.num_batches_tracked.fill_(step)
         ema.on_train_batch_end(trainer_at(step), module, None, None, step - 1)
         if step % 2:  # the first step, the third, ...
-            now = torch.cat([module.weight.detach(), module.mean]).double()
-            decay = decays.pop(0) if expected is not None else 0.0
-            expected = decay * expected + (1 - decay) * now if decay else now
+            now = torch.cat([module.weight.detach(), module.running_mean]).double()
+            expected = now if expected is None else torch.lerp(now, expected, next(numbers))
     before, module.tied = module.weight.clone(), module.weight  # a tied weight is swapped once
     ema.swap(module)
-    assert torch.cat([module.tied.detach(), module.mean]).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
-    assert int(module.count) == 9
+    assert torch.cat([module.tied.detach(), module.running_mean]).tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert int(module.num_batches_tracked) == 9
     ema.swap(module)
     assert torch.equal(module.weight, before)
 
 
-@pytest.mark.parametrize("ahead_s", [0.0, 3600.0])
-def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(ahead_s, monkeypatch):
-    """Also where the clock of rank 1 is an hour ahead: rank 0 decides."""
-    clock, store = SimpleNamespace(now_s=0.0), HashStore()
+def test_the_time_limit_asks_rank_0_once_a_second_and_all_ranks_at_the_same_step(monkeypatch):
+    """The clock of rank 1 is an hour ahead: rank 0 decides."""
+    clock, stopped = SimpleNamespace(now_s=0.0), []
     monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
-    monkeypatch.setattr(process, "store", store)
-    stopped = []
+    monkeypatch.setattr(process, "store", HashStore())
     for rank in (0, 1):
         monkeypatch.setattr(stopping, "looks", looks := itertools.count())
-        strategy = SimpleNamespace(broadcast=lambda over: over)
-        trainer = trainer_at(0, strategy=strategy, should_stop=False, world_size=2, global_rank=rank)
+        trainer = trainer_at(0, strategy=Mock(), should_stop=False, world_size=2, global_rank=rank)
+        trainer.strategy.broadcast = lambda over: over
         timer, clock.now_s = Timer({"minutes": 1}), 0.0
         timer.on_train_start(trainer, None)
-        clock.now_s += rank * ahead_s
+        clock.now_s += rank * 3600.0
         while not trainer.should_stop:
             clock.now_s += 0.1
             trainer.global_step += 1
@@ -130,26 +113,11 @@ def test_what_a_step_draws_depends_on_its_seed_alone_and_each_step_and_rank_has_
 
 
 def test_processes_that_would_compute_differently_end_and_say_so():
-    trainer = SimpleNamespace(global_rank=1, strategy=SimpleNamespace(broadcast=lambda _: "bf16-mixed"))
+    trainer = Mock(global_rank=1)
+    trainer.strategy.broadcast.return_value = "bf16-mixed"
     RankAgreement({"computes in precision": "bf16-mixed"}).setup(trainer, None, "fit")
     with pytest.raises(TrainingFailed, match="rank 1 computes in precision 32-true, but rank 0 bf16-mixed"):
         RankAgreement({"computes in precision": "32-true"}).setup(trainer, None, "fit")
-
-
-@pytest.mark.parametrize("source, origin", [("disk", " from disk"), (None, "")])
-def test_the_first_line_of_a_run(source, origin, monkeypatch):
-    lines = []
-    monkeypatch.setattr(summary, "say", lines.append)
-    counts = {"world_size": 1, "accumulate_grad_batches": 1, "global_step": 0, "estimated_stepping_batches": 1}
-    trainer = MagicMock(**counts, precision="32-true")
-    trainer.strategy.root_device.type = "cpu"
-    info = {"data/train": 1, "data/val": 1, "data/test": 1, "data/source": source}
-    config = {"run": "a", "strategy": {"name": "single"}}
-    summary.RunSummary(Workload(None, None), info, "basic_net", "mnist", config).on_train_start(trainer, Weights())
-    assert lines[0] == (
-        f"a: basic_net (3 parameters) · mnist{origin} (1 train, 1 val, 1 test) · "
-        "single, 1 process on cpu · each process has its own batches · 32-true · 1 step"
-    )
 
 
 # --- A task is watched for one micro-batch; tests/test_losses.py has what is rejected ---
@@ -192,24 +160,20 @@ def test_a_watched_task_is_afterwards_what_it_was(make):
 
 @settings(deadline=None)
 @given(
-    world=st.integers(1, 4),
-    accumulate=st.integers(1, 4),
-    share=st.integers(1, 3),
-    steps=st.integers(1, 3),
+    world=st.integers(1, 4), accumulate=st.integers(1, 4), share=st.integers(1, 3), steps=st.integers(1, 3),
     contiguous=st.booleans(),
-)
+)  # fmt: skip
 def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process(
     world, accumulate, share, steps, contiguous
 ):
     batch = world * accumulate * share
     split = Split(total=batch * steps, first=0, count=batch * steps)
-    whole = list(TrainBatches(split, batch=batch, seed=5))
+    batches = partial(TrainBatches, split, batch=batch, seed=5)
+    whole = list(batches())
     callback = StepSeed(5, StepArithmetic(), masks_by_row=True, own_loaders=False)
     strategy = SimpleNamespace(contiguous_micro_batches=contiguous, device_rows=lambda rows: {"cpu": rows})
     for rank in range(world):
-        own = TrainBatches(
-            split, batch=batch, seed=5, rank=rank, world=world, accumulate=accumulate, in_blocks=contiguous
-        )
+        own = batches(rank=rank, world=world, accumulate=accumulate, in_blocks=contiguous)
         for batch_idx, samples in enumerate(own):
             step = batch_idx // accumulate
             trainer = trainer_at(step, world_size=world, global_rank=rank, strategy=strategy)
@@ -219,9 +183,8 @@ def test_rows_are_the_places_of_a_processs_samples_in_the_batches_of_one_process
 
 
 def test_early_stopping_on_a_metric_that_nothing_logs_ends_without_a_traceback():
-    trainer = SimpleNamespace(
-        callback_metrics={"val/ac": 1.0}, fast_dev_run=False, sanity_checking=False, state=SimpleNamespace(fn="fit")
-    )
+    trainer = Mock(callback_metrics={"val/ac": 1.0}, fast_dev_run=False, sanity_checking=False)
+    trainer.state.fn = "fit"
     callback = EarlyStopping(monitor="val/acc", check_on_train_epoch_end=False)
     with pytest.raises(TrainingFailed, match=r"callbacks\.early_stopping\.monitor=val/acc: .*`val/ac`"):
         callback.on_validation_end(trainer, None)

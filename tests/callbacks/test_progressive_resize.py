@@ -9,16 +9,9 @@ from lockstep.errors import UserError
 from lockstep.extras.progressive_resize import ProgressiveResize
 
 RESIZED = [
-    "callbacks=[default,progressive_resize]",
-    "data.image_size=28",
-    "model=timm",
-    "model.name=test_resnet",
-    "data.batch_size=16",
-    "trainer.max_steps=8",
-    "trainer.precision=32-true",
-    "trainer.limit_val_batches=1",
-    "trainer.limit_test_batches=1",
-]
+    "callbacks=[default,progressive_resize]", "data.image_size=28", "model=timm", "model.name=test_resnet", "data.batch_size=16",
+    "trainer.max_steps=8", "trainer.precision=32-true", "trainer.limit_val_batches=1", "trainer.limit_test_batches=1",
+]  # fmt: skip
 
 
 def test_images_grow_from_the_first_size_to_whole_ones():
@@ -47,18 +40,13 @@ def test_fractions_that_are_no_parts_of_a_run_are_refused(wrong):
         ProgressiveResize(**wrong)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["model=basic_net"], "It needs a network that takes images of any size."),
-        (["trainer.max_steps=-1", "trainer.max_epochs=-1", "schedule=constant"], "trainer.max_steps=<n>"),
-    ],
-)
+@pytest.mark.parametrize(("given", "told"), [
+    (RESIZED[:2], "It needs a network that takes images of any size."),
+    ([*RESIZED, "trainer.max_steps=-1", "trainer.max_epochs=-1", "schedule=constant"], "trainer.max_steps=<n>"),
+])  # fmt: skip
 def test_it_is_refused_before_a_run_directory_is_made(train, tmp_path, given, told):
-    given = [*(RESIZED if given[0] != "model=basic_net" else RESIZED[:2]), "run=a", *given]
-    with pytest.raises(UserError, match="ProgressiveResize does not fit") as refused:
-        train(*given)
-    assert told in str(refused.value)
+    with pytest.raises(UserError, match=f"ProgressiveResize does not fit.*{told}"):
+        train("run=a", *given)
     assert not (tmp_path / "runs/a").exists()
 
 

@@ -5,18 +5,17 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import nn
 
 from lockstep.errors import UserError
-from lockstep.launch import local
 from lockstep.strategies.batch_norm import GlobalBatchNorm, synchronise
 
 
 def make_net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4, momentum=None)
-    )
+    first = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+    return nn.Sequential(*first, nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4, momentum=None))
 
 
 def batch() -> torch.Tensor:
@@ -31,12 +30,11 @@ def step(net: nn.Module, x: torch.Tensor, whole: int) -> torch.Tensor:
     return y
 
 
-def process(rank: str, world: str, port: str, folder: str, device: str) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world))
-    net = make_net().to(device)
+def process(rank: str, port: str, folder: str, device: str) -> None:
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
+    net, x = make_net().to(device), batch().to(device)
     synchronise(net, device)
-    x = batch().to(device)
-    y = step(net, x.chunk(int(world))[int(rank)], len(x))
+    y = step(net, x.chunk(2)[int(rank)], len(x))
     for parameter in net.parameters():
         torch.distributed.all_reduce(parameter.grad)
     found = {"y": y, "state": net.state_dict(), "grads": [p.grad for p in net.parameters()]}
@@ -44,30 +42,22 @@ def process(rank: str, world: str, port: str, folder: str, device: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def on_a_gpu() -> object:
-    """Two processes share it. torch's own SyncBatchNorm is used there."""
-    return pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.fixture(scope="module", params=["cpu", on_a_gpu()])
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("batch_norm")
-    with local.held_port() as port:
-        arguments = ("2", str(port), str(folder), request.param)
-        processes = [forked.call(__file__, "process", str(rank), *arguments) for rank in range(2)]
-        assert [process.wait(300) for process in processes] == [0, 0]
-    return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(2)]
-
-
-def test_two_processes_normalise_as_one(together):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
+def test_two_processes_normalise_as_one(device, port, tmp_path):
+    """On a GPU, which the two share, torch's own SyncBatchNorm is used."""
+    started = [forked.call(__file__, "process", rank, str(port), str(tmp_path), device) for rank in "01"]
+    assert [each.wait(300) for each in started] == [0, 0]
+    together = [torch.load(tmp_path / f"{rank}.pt", map_location="cpu") for rank in "01"]
     net, x = make_net(), batch()
     y = step(net, x, len(x))
     torch.testing.assert_close(torch.cat([result["y"] for result in together]), y, rtol=1e-5, atol=1e-5)
     for result in together:
-        for key, value in net.state_dict().items():
-            torch.testing.assert_close(result["state"][key], value, rtol=1e-5, atol=1e-6)
-        for found, parameter in zip(result["grads"], net.parameters(), strict=True):
-            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=3e-4)  # sums that cancel
+        torch.testing.assert_close(result["state"], net.state_dict(), rtol=1e-5, atol=1e-6)
+        # sums that cancel
+        torch.testing.assert_close(result["grads"], [p.grad for p in net.parameters()], rtol=1e-4, atol=3e-4)
 
 
 def test_one_process_in_channels_last_is_as_exact_as_several():
@@ -93,8 +83,6 @@ def test_keys_evaluation_and_frozen_parameters_stay_those_of_batch_norm():
 
 
 def test_the_activation_that_timm_puts_into_a_norm_is_kept():
-    from timm.layers import BatchNormAct2d
-
     plain, net, x = BatchNormAct2d(3), nn.Sequential(BatchNormAct2d(3)), batch()
     synchronise(net, "cpu")
     torch.testing.assert_close(net(x), plain(x))

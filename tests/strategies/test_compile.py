@@ -44,21 +44,14 @@ class Block(nn.Module):
         return self.linear(x).relu()
 
 
-def forward(blocks: nn.Sequential) -> torch.Tensor:
-    """In training and in evaluation: two graphs for each block of another shape."""
-    x = torch.ones(2, 1)
-    y = blocks(x)
+def test_blocks_of_one_class_do_not_use_up_each_others_graphs(eager):
+    """torch gives up after the eighth graph of a class: its limit is for one part. Each block has one in training and one in evaluation."""
+    blocks, x = nn.Sequential(*(Block(width) for width in range(1, 11))), torch.ones(2, 1)
+    expected = blocks(x)
+    compile_in_place(list(blocks))
+    torch.testing.assert_close(blocks(x), expected)
     with torch.inference_mode():
         blocks.eval()(x)
-    return y
-
-
-def test_blocks_of_one_class_do_not_use_up_each_others_graphs(eager):
-    """torch gives up after the eighth graph of a class: its limit is for one part."""
-    blocks = nn.Sequential(*(Block(width) for width in range(1, 11)))
-    expected = forward(blocks)
-    compile_in_place(list(blocks.train()))
-    torch.testing.assert_close(forward(blocks), expected)
     assert not given_up()
 
 

@@ -85,26 +85,22 @@ def test_gradients_are_communicated_once_a_step_or_in_each_micro_batch_where_mem
 
 def test_no_weight_stays_in_bf16_after_its_block(make):
     """Autocast keeps a copy of each weight for backward. What the norms and the head compute with stays in fp32."""
-    kept, dtypes = {}, {}
-    for precision in ("bf16-mixed", "32-true"):  # in 32-true, with autocast around it
+    dtypes, weights = {}, {}  # what modules compute with; how many weights in bf16 are kept for backward
+    for precision in ("32-true", "bf16-mixed"):  # in 32-true, with autocast around it
         _, net = make(precision=precision)
         for name in ("blocks.0.0", "blocks.0.1", "head"):
             module = net.get_submodule(name)
             module.register_forward_pre_hook(lambda m, _, name=name: dtypes.update({name: m.weight.dtype}))
-        kept[precision] = []
-        saved = torch.autograd.graph.saved_tensors_hooks(
-            lambda t, kept=kept[precision]: kept.append(t) or t, lambda t: t
-        )
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), saved:
+        saved: list[torch.Tensor] = []
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), keep:
             y = net(torch.ones(2, 8))
-        if precision == "bf16-mixed":
-            assert dtypes == {"blocks.0.0": torch.bfloat16, "blocks.0.1": torch.float32, "head": torch.float32}
-        kept[precision] = sum(
-            t.untyped_storage().nbytes() for t in kept[precision] if t.dtype == torch.bfloat16 and t.shape == (8, 8)
-        )
+        kept = [t.untyped_storage().nbytes() for t in saved if t.dtype == torch.bfloat16 and t.shape == (8, 8)]
+        weights[precision] = sum(kept) // (8 * 8 * 2)
         y.float().sum().backward()
         assert {(p.dtype, p.grad.dtype) for p in net.parameters()} == {(torch.float32, torch.float32)}
-    assert (kept["bf16-mixed"], kept["32-true"]) == (0, 8 * 8 * 2)  # of the second block
+    assert dtypes == {"blocks.0.0": torch.bfloat16, "blocks.0.1": torch.float32, "head": torch.float32}  # bf16-mixed
+    assert weights == {"32-true": 1, "bf16-mixed": 0}  # of the second block
 
 
 def test_shards_and_optimizer_leave_the_gpu_when_training_ends(make):

@@ -26,15 +26,9 @@ def strategy_of(rank: int, port: int, host: str = "127.0.0.1") -> Mock:
 
 def names(store, ranks: list[int], size: int, timeout: timedelta = LONG) -> list[object]:
     """What each rank gets: the attempt's name, or the error."""
-
-    def one(rank: int) -> object:
-        try:
-            return rendezvous.attempt(store, rank, size, "host:1", timeout)
-        except NoRendezvous as e:
-            return e
-
     with ThreadPoolExecutor(len(ranks)) as threads:
-        return list(threads.map(one, ranks))
+        asked = [threads.submit(rendezvous.attempt, store, rank, size, "host:1", timeout) for rank in ranks]
+    return [each.exception() or each.result() for each in asked]
 
 
 def test_each_attempt_in_one_store_has_a_name_of_its_own():
@@ -45,23 +39,21 @@ def test_each_attempt_in_one_store_has_a_name_of_its_own():
 
 
 def test_who_did_not_come_is_named_once():
-    found = names(HashStore(), [0, 2], 4, timedelta(seconds=1))
-    for error in found:
+    for error in names(HashStore(), [0, 2], 4, timedelta(seconds=1)):
         assert "ranks 1, 3 of 4 did not come to host:1 within strategy.timeout_s=1." in str(error)
         assert error.alike
 
 
 @pytest.mark.parametrize(
-    ("rank", "words"),
-    [(0, "rank 0 of 2 could not open 127.0.0.1"), (1, "rank 1 of 2 could not reach rank 0 at 127.0.0.1")],
+    ("rank", "words"), [(0, "rank 0 of 2 could not open"), (1, "rank 1 of 2 could not reach rank 0 at")]
 )
 def test_an_address_that_cannot_work_is_named(rank, words, monkeypatch, port):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(rendezvous, "GRACE", 60)  # the process that would be ended is the test's
     other = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if rank == 0 else None
-    with pytest.raises(NoRendezvous, match=words) as error:
+    with pytest.raises(NoRendezvous, match=rf"{words} 127\.0\.0\.1:{port} .*$") as error:
         rendezvous.meet(strategy_of(rank, port), timedelta(seconds=1))
-    assert str(port) in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
     assert not error.value.alike
     del other
 

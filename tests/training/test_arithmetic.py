@@ -2,12 +2,11 @@
 
 import copy
 import platform
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -65,9 +64,8 @@ def test_the_exact_norm_is_the_norm():
     assert float(exact_norm(tiny)) == pytest.approx(float(exact_norm(grads)) * 1e-30, rel=1e-6)
     assert float(exact_norm([torch.zeros(4)])) == 0.0
     for factor in (1e-150, 1e160):
-        assert float(exact_norm([grad.double() * factor for grad in grads])) == pytest.approx(
-            float(exact_norm(grads)) * factor
-        )
+        scaled = [grad.double() * factor for grad in grads]
+        assert float(exact_norm(scaled)) == pytest.approx(float(exact_norm(grads)) * factor)
     for wrong in (torch.nan, torch.inf):
         assert float(exact_norm([*grads, torch.tensor([1.0, wrong])])) == torch.inf
 
@@ -82,23 +80,7 @@ def test_the_exact_norm_has_the_same_bits_in_any_order():
 
 # --- What the logical ranks of a step leave in a network, against the same written out ---
 
-SHARDS = 4
-TRAINER: Any = SimpleNamespace(
-    accumulate_grad_batches=SHARDS, global_rank=0, world_size=1, strategy=SimpleNamespace(contiguous_micro_batches=True)
-)
-
-
-def make_net() -> nn.Module:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 2))
-    net.register_buffer("large", torch.full((3,), torch.finfo(torch.float32).max))
-    net.register_parameter("unused", nn.Parameter(torch.ones(2)))
-    return net
-
-
-def micro_batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(6, 3, 6, 6, generator=generator) * (1 + i) + i for i in range(SHARDS)]
+PARTS = 4
 
 
 def loss_of(net: nn.Module, x: Tensor) -> Tensor:
@@ -106,29 +88,30 @@ def loss_of(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_step_leaves_the_mean_of_gradients_and_statistics():
-    net, ranks = make_net(), LogicalRanks(SHARDS)
-    module = SimpleNamespace(net=net, trainer=TRAINER)
-    written = [copy.deepcopy(net) for _ in range(SHARDS)]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 16, 2))
+    net.register_buffer("large", torch.full((3,), torch.finfo(torch.float32).max))
+    net.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    trainer = Mock(accumulate_grad_batches=PARTS, global_rank=0, world_size=1)
+    ranks, module = LogicalRanks(PARTS), SimpleNamespace(net=net, trainer=trainer)
     for _ in range(2):  # the second step begins with what the first one left
-        for alone in written:
-            alone.load_state_dict(net.state_dict())
-            alone.zero_grad()
-        for i, x in enumerate(micro_batches()):
+        written = [copy.deepcopy(net) for _ in range(PARTS)]
+        for i, alone in enumerate(written):
+            x = torch.randn(6, 3, 6, 6) * (1 + i) + i
             ranks.before_forward(module, i)
             loss = ranks.to_backward(module, loss_of(net, x))
-            (loss / SHARDS).backward()  # as Lightning divides it
+            (loss / PARTS).backward()  # as Lightning divides it
             ranks.after_backward(module)
-            loss_of(written[i], x).backward()
+            loss_of(alone, x).backward()
         for name, p in net.named_parameters():
-            others = [dict(alone.named_parameters())[name].grad for alone in written]
+            others = [alone.get_parameter(name).grad for alone in written]
             expected = torch.stack([torch.zeros_like(p) if grad is None else grad for grad in others]).mean(0)
             torch.testing.assert_close(p.grad, expected)
         for name, buffer in net.named_buffers():
-            others = torch.stack([dict(alone.named_buffers())[name] for alone in written])
-            torch.testing.assert_close(
-                buffer, others[0] if name == "large" else others.double().mean(0).to(buffer.dtype)
-            )
-        assert ranks.losses.keys() == set(range(SHARDS))
+            others = torch.stack([alone.get_buffer(name) for alone in written])
+            mean = others[0] if name == "large" else others.double().mean(0).to(buffer.dtype)
+            torch.testing.assert_close(buffer, mean)
+        assert ranks.losses.keys() == set(range(PARTS))
         with torch.no_grad():
             for p in net.parameters():
                 p -= 0.1 * p.grad
@@ -138,7 +121,7 @@ def test_a_step_leaves_the_mean_of_gradients_and_statistics():
 
 # --- Sums have the same bits however many processes share the work. The reference is the tree, written out ---
 
-LEAVES = 8
+LEAVES, WORLD = 8, 4
 
 
 def leaves() -> list[list[Tensor]]:
@@ -160,19 +143,9 @@ def equal_sums(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_lists_and_stacks_are_added_in_the_tree():
-    total = TreeReduction()
-    for tensors in leaves():
-        total.add(tensors)
-    assert equal_sums(total.total(), written_out())
-    one_by_one = [torch.stack(parts).cumsum(0)[-1] for parts in zip(*leaves(), strict=True)]
-    assert not equal_sums(one_by_one[:1], written_out()[:1])  # or no test of the order could fail
-    assert equal_sums([tree_sum(torch.stack(parts)) for parts in zip(*leaves(), strict=True)], written_out())
-
-
-def process(rank: str, world: str, port: str, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world))
-    share = LEAVES // int(world)
+def process(rank: str, port: str, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=WORLD)
+    share = LEAVES // WORLD
     total = TreeReduction()
     for tensors in leaves()[int(rank) * share :][:share]:
         total.add(tensors)
@@ -187,30 +160,26 @@ def process(rank: str, world: str, port: str, folder: str) -> None:
     # every world-th logical rank, as FSDP2 reduces them
     comm, parts = TreeReduceScatter(), []
     for part in range(share):
-        own = leaves()[part * int(world) + int(rank)]
-        flat = torch.cat([own[3].reshape(-1), torch.zeros(-own[3].numel() % int(world))])
-        out = comm.allocate((len(flat) // int(world),), dtype=flat.dtype, device=flat.device)
+        flat = leaves()[part * WORLD + int(rank)][3].reshape(-1)
+        out = comm.allocate((len(flat) // WORLD,), dtype=flat.dtype, device=flat.device)
         comm(out, flat, None, torch.distributed.ReduceOp.SUM)
         parts.append(out)
-    torch.save(
-        {"sum": summed, "divided": divided, "mixed": mixed, "shard": tree_sum(torch.stack(parts))},
-        Path(folder) / f"{rank}.pt",
-    )
+    found = {"sum": summed, "divided": divided, "mixed": mixed, "shard": tree_sum(torch.stack(parts))}
+    torch.save(found, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_processes_add_up_to_the_same_bits(world, tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    started = [forked.call(__file__, "process", str(r), str(world), port, str(tmp_path)) for r in range(world)]
-    assert [each.wait(300) for each in started] == [0] * world
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+def test_processes_add_up_to_the_same_bits(port, tmp_path):
+    """Four, each with two of the eight logical ranks; tests/test_exact_shards.py has runs on other numbers."""
+    started = [forked.call(__file__, "process", rank, str(port), str(tmp_path)) for rank in "0123"]
+    assert [each.wait(300) for each in started] == [0] * WORLD
+    one_by_one = [torch.stack(parts).cumsum(0)[-1] for parts in zip(*leaves(), strict=True)]
+    assert not equal_sums(one_by_one[:1], written_out()[:1])  # or no test of the order could fail
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD)]
     for each in found:
         assert equal_sums(each["sum"], written_out())
         assert equal_sums(each["divided"], written_out())
-        assert [part.tolist() for part in each["mixed"]] == [[world * (world - 1) / 2] * 3, [world] * 2]
+        assert [part.tolist() for part in each["mixed"]] == [[0.0 + 1 + 2 + 3] * 3, [WORLD] * 2]
         assert each["mixed"][1].dtype == torch.float64
     assert torch.equal(torch.cat([each["shard"] for each in found]), written_out()[3].reshape(-1))
 
@@ -228,9 +197,7 @@ MADE: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-def trained(
-    make: Callable[..., Optimizer], sizes: list[int], *, fused: bool = True, padded: bool = True, resumed_at: int = -1
-) -> tuple[Optimizer, dict[str, Tensor]]:
+def trained(make, sizes, *, fused=True, padded=True, resumed_at=-1) -> tuple[Optimizer, dict[str, Tensor]]:
     """The optimizer, and weights and states with the tensors joined again."""
     draw = partial(torch.randn, COUNT, generator=torch.Generator().manual_seed(0))
     parameters = [nn.Parameter(part.clone()) for part in draw().split(sizes)]

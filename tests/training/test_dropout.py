@@ -3,7 +3,7 @@
 # B batch
 
 import copy
-import io
+import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -53,9 +53,11 @@ def run(net: nn.Module, x: torch.Tensor, first: int = 0, samples: int | None = N
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_parts_of_a_batch_have_the_masks_of_the_whole(name):
+    """And each step, layer and call of a layer has its own; each micro-batch counts the calls anew."""
     make, shape = LAYERS[name]
     x, net = torch.rand(shape) + 1, layer(make)
     whole = run(net, x)
+    assert not torch.equal(net(x), whole)
     for count in (1, 2, 4):
         parts = [run(net, x[i : i + count], i) for i in range(0, len(x), count)]
         assert torch.equal(torch.cat(parts), whole)
@@ -63,16 +65,32 @@ def test_parts_of_a_batch_have_the_masks_of_the_whole(name):
     assert not torch.equal(run(layer(lambda: nn.Sequential(make())), x), whole)  # another name
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_outside_of_a_training_step_the_layers_are_torchs_own(name):
-    make, shape = LAYERS[name]
-    net, x = layer(make), torch.rand(shape)
-    dropout.begin(None)
+def computes_as(net: nn.Module, torchs: nn.Module, x: torch.Tensor) -> bool:
     torch.manual_seed(0)
     found = net(x)
     torch.manual_seed(0)
-    assert torch.equal(found, make()(x))
+    return torch.equal(found, torchs(x))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_outside_of_a_training_step_the_layers_are_torchs_own_and_so_are_copies(name):
+    make, shape = LAYERS[name]
+    net, x = layer(make), torch.rand(shape)
+    assert computes_as(net, make(), x)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert type(copied[0]) is type(make())
+        dropout.by_row(copied)
+        assert torch.equal(run(copied, x), run(net, x))
     assert torch.equal(run(net.eval(), x), x)
+
+
+@pytest.mark.parametrize(("make", "shape"), [
+    (nn.Dropout, (0, 5)), (nn.Dropout, (4, 0)), (nn.Dropout1d, (6, 4)), (nn.Dropout1d, (4, 4)),
+])  # fmt: skip
+def test_inputs_without_elements_or_without_samples_are_torchs(make, shape):
+    net = layer(lambda: make(0.5))
+    dropout.begin(dropout.MicroBatch(0, 0, {CPU: range(2)}))
+    assert computes_as(net, make(0.5), torch.ones(shape))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -85,9 +103,8 @@ def test_masks_have_the_moments_and_the_values_of_torchs(name):
     drawn = found.reshape(len(x), -1)[:, 0]
     scale = max(1.0, expected.abs().max().item())
     assert abs((found.mean() - expected.mean()).item()) < 0.04 * scale
-    assert (
-        abs((drawn[1:] * drawn[:-1]).mean() - drawn.mean() ** 2).item() < 0.1 * scale**2
-    )  # neighbours are independent
+    neighbours = (drawn[1:] * drawn[:-1]).mean() - drawn.mean() ** 2
+    assert neighbours.abs().item() < 0.1 * scale**2  # they are independent
     if rest and name in ("dropout", "16 bits", "basic"):
         kept = (found != 0).double()
         assert (kept.mean(0) - kept.mean()).abs().max() < 0.05  # no element is favoured
@@ -134,15 +151,6 @@ def test_several_rows_of_a_sample_and_rows_of_none():
     assert torch.equal(run(net, positions, 0, 4), run(net, positions, 4, 4))
 
 
-def test_each_call_of_a_layer_has_masks_of_its_own_and_each_micro_batch_counts_anew():
-    drop = nn.Dropout(0.5)
-    dropout.by_row(drop)
-    x = torch.rand(4, 50)
-    first, second = run(drop, x), drop(x)
-    assert not torch.equal(first, second)
-    assert torch.equal(run(drop, x), first)
-
-
 @pytest.mark.parametrize(("reentrant", "compute"), [
     (False, torch.Tensor.backward), (False, torch.autograd.grad), (True, torch.Tensor.backward),
 ])  # fmt: skip
@@ -159,9 +167,7 @@ def test_recomputed_activations_have_the_same_masks(reentrant, compute):
 
 
 def test_a_layer_that_is_called_twice_cannot_be_recomputed():
-    drop = nn.Dropout(0.5)
-    dropout.by_row(drop)
-    x = torch.rand(4, 9, requires_grad=True)
+    drop, x = layer(lambda: nn.Dropout(0.5)), torch.rand(4, 9, requires_grad=True)
     dropout.begin(dropout.MicroBatch(0, 3, {CPU: range(4)}))
     loss = checkpoint(lambda y: drop(drop(y) + y), x, use_reentrant=False, preserve_rng_state=False).sum()
     with pytest.raises(UserError, match="calls 2 times"):
@@ -191,33 +197,3 @@ def test_inplace_layers_and_gradients():
     assert out is y
     out.sum().backward()
     assert torch.equal(x.grad, out)
-
-
-def saved_whole(net: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved_whole])
-@pytest.mark.parametrize("name", LAYERS)
-def test_a_copy_is_torchs_own_until_it_trains(name, copied):
-    make, shape = LAYERS[name]
-    net, x = layer(make), torch.rand(shape)
-    found = copied(net)
-    assert type(found[0]) is type(make())
-    dropout.by_row(found)
-    assert torch.equal(run(found, x), run(net, x))
-
-
-@pytest.mark.parametrize(("make", "shape"), [
-    (nn.Dropout, (0, 5)), (nn.Dropout, (4, 0)), (nn.Dropout1d, (6, 4)), (nn.Dropout1d, (4, 4)),
-])  # fmt: skip
-def test_inputs_without_elements_or_without_samples_are_torchs(make, shape):
-    net = layer(lambda: make(0.5))
-    dropout.begin(dropout.MicroBatch(0, 0, {CPU: range(2)}))
-    torch.manual_seed(0)
-    found = net(torch.ones(shape))
-    torch.manual_seed(0)
-    assert torch.equal(found, make(0.5)(torch.ones(shape)))

@@ -1,5 +1,6 @@
-"""The LightningModule of every task: figures sum up exactly, and a batch in which nothing counts changes nothing."""
+"""The LightningModule of every task: figures sum up exactly, a batch in which nothing counts changes nothing, and outputs are cut by samples."""
 
+from collections import OrderedDict, namedtuple
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -12,24 +13,22 @@ from torch import Tensor, nn
 
 from lockstep.errors import UserError
 from lockstep.tasks import Classification, Regression, Segmentation, Task
+from lockstep.training.losses import first_rows, samples_at
 from lockstep.training.metrics import named
 from lockstep.training.module import TaskModule
 
 
 def untrained(task: Task, net: nn.Module) -> TaskModule:
     """The module of a task, for evaluation."""
-    task.bind(
-        {"targets": ["height"], "classes": ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")}
-    )
-    never = pytest.fail
-    return TaskModule(
-        net, task, optimizer=never, schedule=never, parallelize=never, metrics=task.metrics(), network_arguments={}
-    )
+    classes = ["land", "sea"] if isinstance(task, Segmentation) else list("0123456789")
+    task.bind({"targets": ["height"], "classes": classes})
+    never = dict.fromkeys(("optimizer", "schedule", "parallelize"), pytest.fail)
+    return TaskModule(net, task, **never, metrics=task.metrics(), network_arguments={})
 
 
-def module() -> TaskModule:
+def module(task: type[Task] = Classification) -> TaskModule:
     """Its network hands logits on."""
-    return untrained(Classification(), nn.Identity())
+    return untrained(task(), nn.Identity())
 
 
 def samples(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -59,10 +58,6 @@ def logged(module: TaskModule) -> dict[str, float]:
     return {name.removeprefix("test/"): value.item() for name, value in found.items()}
 
 
-def figures(*batches: tuple[Tensor, Tensor], fillers: int = 0) -> dict[str, float]:
-    return logged(seen(module(), *batches, fillers=fillers))
-
-
 def plainly(logits_BK: Tensor, label_B: Tensor) -> dict[str, float]:
     """The same from the formulas, a sample at a time, in double precision."""
     pairs = [(z, int(y)) for z, y in zip(logits_BK.double().numpy(), label_B, strict=True)]
@@ -74,17 +69,12 @@ def plainly(logits_BK: Tensor, label_B: Tensor) -> dict[str, float]:
 @settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(0, 300), max_size=12), seed=st.integers(0, 1000))
 def test_the_figures_are_those_of_a_plain_computation_however_samples_are_split_into_batches(cuts, seed):
-    """Some batches hold fillers only; these count nowhere."""
-    logits_BK, label_B = samples(300, seed)
+    """Some batches hold fillers only; these count nowhere. Nor does what an earlier evaluation saw."""
+    made, (logits_BK, label_B) = module(), samples(300, seed)
+    logged(seen(made, samples(7)))
     places = [0, *sorted(cuts), 300]
     batches = [(logits_BK[a:b], label_B[a:b]) for a, b in pairwise(places)]
-    assert figures(*batches, fillers=1) == pytest.approx(plainly(logits_BK, label_B), rel=1e-6)
-
-
-def test_the_next_evaluation_forgets_the_one_before():
-    made, last = module(), samples(50, seed=1)
-    logged(seen(made, samples(50, seed=0)))
-    assert logged(seen(made, last)) == figures(last)
+    assert logged(seen(made, *batches, fillers=1)) == pytest.approx(plainly(logits_BK, label_B), rel=1e-6)
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="mps has no float64")
@@ -108,8 +98,8 @@ def test_a_batch_in_which_no_pixel_counts_gives_no_gradient():
     net = nn.Conv2d(1, 2, 1)
     made = untrained(Segmentation(), net)
     strategy = SimpleNamespace(reduce=lambda value, **_: value)
-    trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=strategy, precision_plugin=None)
-    made.trainer, made.log = trainer, pytest.fail
+    made.trainer = SimpleNamespace(accumulate_grad_batches=1, strategy=strategy, precision_plugin=None)
+    made.log = pytest.fail
     batch = {"input": torch.ones(2, 1, 3, 3), "target": torch.full((2, 3, 3), 255)}
     loss_B, weight_B = made.task.loss(net(batch["input"]), batch), made.task.weight(batch)
     (loss_B * weight_B).mean().backward()
@@ -147,7 +137,7 @@ def test_scaled_gradients_are_clipped_as_they_are_unscaled(fused, algorithm):
 
 def test_a_process_in_which_nothing_counts_takes_part_in_a_checkpoint():
     """The other processes would wait for it."""
-    made, asked = untrained(Segmentation(), nn.Identity()), []
+    made, asked = module(Segmentation), []
     made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: asked.append(value) or value + 1))
     made.window_loss = made.window_weight = torch.tensor(0.0)
     checkpoint = {}
@@ -160,7 +150,7 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
     """It adds up the processes' sums, which is another order of additions: in float32 the last digit differed."""
     monkeypatch.setattr("lockstep.training.module.completes_step", lambda *_: False)
     losses = iter([2.0**24, 1.0, 1.0])
-    made = untrained(Segmentation(), nn.Identity())
+    made = module(Segmentation)
     monkeypatch.setattr(made.task, "loss", lambda *_: torch.tensor([next(losses)]))
     monkeypatch.setattr(made.task, "weight", lambda _: None)
     made.trainer = SimpleNamespace(strategy=SimpleNamespace(reduce=lambda value, **_: value))
@@ -170,13 +160,65 @@ def test_a_checkpoint_between_two_rows_changes_no_digit_of_the_loss(monkeypatch)
 
 
 def test_the_values_of_a_metric_are_named_by_what_the_task_says():
-    names = untrained(Segmentation(), nn.Identity()).task.value_names
+    names = module(Segmentation).task.value_names
     assert set(named("iou", torch.tensor([0.5, 0.25]), names)) == {"iou/land", "iou/sea"}
     assert set(named("matrix", torch.eye(2), names)) == {"matrix/0", "matrix/1", "matrix/2", "matrix/3"}
-    assert set(named("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)) == {
-        "map/all",
-        "map/each/land",
-        "map/each/sea",
-    }
-    with pytest.raises(UserError, match="the metric curve computes a tuple, which cannot be logged"):
-        named("curve", (torch.ones(3), torch.ones(3)), names)
+    nested = named("map", {"all": 1.0, "each": torch.ones(2), "none": torch.ones(0)}, names)
+    assert set(nested) == {"map/all", "map/each/land", "map/each/sea"}
+
+
+# --- Outputs are cut by samples, whatever their form; what has no sample is refused, not guessed ---
+
+B = 4
+Two = namedtuple("Two", "logits embedding")
+
+
+def rows(size: int, *more: int) -> torch.Tensor:
+    return torch.arange(size).view(-1, *[1] * len(more)).expand(size, *more)
+
+
+def test_a_list_of_boxes_keeps_all_boxes_of_the_samples_that_count():
+    images = [{"boxes": rows(30, 4), "scores": rows(30)} for _ in range(B)]
+    found = first_rows(images, 2, B)
+    assert found == images[:2] and len(found[0]["boxes"]) == 30
+
+
+def test_a_list_that_may_hold_samples_or_outputs_is_refused_where_it_would_be_cut():
+    """Four levels of features, and a last batch of four or of three samples."""
+    levels = [rows(B, 2, size) for size in (8, 4, 2, 1)]
+    assert first_rows(levels, B, B) == levels
+    with pytest.raises(UserError, match=r"output\['levels'\], a list of 4 tensors with 4 rows each"):
+        first_rows({"levels": levels}, 3, B)
+    for found in (first_rows(tuple(levels), 3, B), first_rows([rows(6, 2)] * B, 3, 6)):
+        assert [len(level) for level in found] == [3] * B
+
+
+@pytest.mark.parametrize("form", [
+    lambda x: x, lambda x: (x, x), lambda x: [x, x, x], lambda x: {"a": x, "b": (x, None)}, lambda x: Two(x, [x]),
+    lambda x: (x,) * B, lambda x: OrderedDict(a=x),
+])  # fmt: skip
+def test_tensors_are_cut_wherever_they_are(form):
+    found, expected = first_rows(form(rows(B, 3)), 2, B), form(rows(2, 3))
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("output", "told"), [
+    (torch.tensor(1.0), r"output of shape \(\) for a batch of 4"),
+    ((rows(B), rows(7, 2)), r"output\[1\] of shape \(7, 2\) for a batch of 4"),
+    ({"scale": 2.0}, r"output\['scale'\] of type float"),
+])  # fmt: skip
+def test_what_has_no_sample_is_refused_by_name_and_shape(output, told):
+    with pytest.raises(UserError, match=told):
+        first_rows(output, 2, B)
+
+
+def test_a_batch_may_hold_other_things_than_samples():
+    batch = {"input": rows(B), "index": rows(B), "names": list("abcd"), "boxes": [rows(9)] * B, "of": {"x": rows(B)}, "anchors": rows(9), "views": [rows(B), rows(B)], "size": torch.Size((7, 9)), "count": 3}  # fmt: skip
+    found = samples_at(batch, slice(3), B)
+    assert [len(view) for view in found.pop("views")] == [3, 3]
+    assert found.pop("size") == torch.Size((7, 9))
+    sizes = {name: len(value) for name, value in found.items() if name not in ("count", "of")}
+    assert sizes == {"input": 3, "index": 3, "names": 3, "boxes": 3, "anchors": 9}
+    assert (len(found["boxes"][0]), len(found["of"]["x"]), found["count"]) == (9, 3, 3)
+    assert samples_at(batch, [2, 0], B)["names"] == ["c", "a"]

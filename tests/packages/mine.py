@@ -1,0 +1,71 @@
+"""Tasks and metrics of a user's with mistakes in them, for tests/training/test_dry_run.py."""
+
+import torch
+from torch.nn.functional import cross_entropy
+from torchmetrics import Metric
+
+from lockstep.tasks import Classification, Task
+
+
+class Scalar(Classification):
+    def loss(self, output, batch):
+        return cross_entropy(output, batch["target"])
+
+
+class Wide(Classification):
+    def loss(self, output, batch):
+        return output.square()
+
+
+class Bare(Task):
+    def network_arguments(self):
+        return {"num_classes": 10}
+
+    def loss(self, output, batch):
+        return cross_entropy(output, batch["target"], reduction="none")
+
+
+class Several(Classification):
+    def outputs(self, net, batch):
+        return {"logits": net(batch["input"]), "mean": torch.zeros(7)}
+
+    def loss(self, output, batch):
+        return super().loss(output["logits"], batch)
+
+
+class Short(Classification):
+    def describe(self, output, batch):
+        return super().describe(output, batch)[1:]
+
+
+class Buggy(Classification):
+    def predictions(self, output):
+        return {"class": output["nothing"]}
+
+
+class Unfinished(Metric):
+    def update(self, output, target):
+        self.seen = output
+
+    def compute(self):
+        return self.sen.mean()
+
+
+class Curve(Unfinished):
+    def compute(self):
+        return self.seen[0], self.seen[1]
+
+
+class Needy(Metric):
+    """Computes nothing of fewer than `least` samples, as KernelInceptionDistance."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.count = least, 0
+
+    def update(self, output, target):
+        self.count += len(output)
+
+    def compute(self):
+        assert self.count >= self.least, "too few samples"
+        return 1.0

@@ -1,0 +1,171 @@
+"""LightningModules and dataloaders of a user's, for tests/training/test_custom_module.py."""
+
+import random
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+SIZES: list[tuple[int, int, bool]] = []  # what Named got
+DRAWN: list[list[int]] = []  # by Lazy
+
+
+class Small(pl.LightningModule):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, width), nn.Dropout(0.1), nn.Linear(width, 10))
+
+    def loss(self, batch):
+        x, y = batch
+        return F.cross_entropy(self.layers(x), y)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Late(Small):
+    """Builds its layers in configure_model, and runs out of memory."""
+
+    def __init__(self):
+        pl.LightningModule.__init__(self)
+
+    def configure_model(self):
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 10), nn.Dropout(0.1))
+
+    def on_before_optimizer_step(self, optimizer):
+        assert self.layers[2].layer == "layers.2"  # masks by row
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class Validated(Small):
+    def validation_step(self, batch, batch_idx):
+        self.log("valid_loss", self.loss(batch))
+
+
+class Template(pl.LightningModule):
+    """As in the Lightning-Hydra template: its config makes its network, and partials of its optimizer and schedule."""
+
+    def __init__(self, net, optimizer, scheduler):
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.layers = net
+
+    loss, training_step, validation_step = Validated.loss, Validated.training_step, Validated.validation_step
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        logits = self.layers(batch[0])
+        return {"digit": logits.argmax(1), "logits": logits}
+
+    def configure_optimizers(self):
+        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
+        scheduler = self.hparams.scheduler(optimizer=optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Named(Small):
+    named_batches = True
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return {**batch, "twice": 2 * batch["input"]}
+
+    def loss(self, batch):
+        SIZES.append((len(batch["input"]), batch["count"], int(batch["index"].min()) >= 0))
+        return F.cross_entropy(self.layers(batch["twice"]), batch["target"])
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+class TwoOptimizers(Validated):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in (self.layers[1], self.layers[3])]
+
+
+class Reads(Small):
+    """Asks for the number of steps, so Lightning makes the dataloaders early."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        total = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("test_loss", self.loss(batch))
+
+
+class WithLoader(Validated):
+    def val_dataloader(self):
+        return []
+
+
+class Unplain(Small):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["mine"] = {"path": [self.hparams]}
+
+
+class Data(pl.LightningDataModule):
+    """Batches of 12 of 48 random images, in an order of torch's generator."""
+
+    def __init__(self, num_workers: int = 0):
+        super().__init__()
+        self.num_workers = num_workers
+
+    def images(self, count):
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.rand(count, 1, 28, 28, generator=generator), torch.arange(count) % 10)
+
+    def train_dataloader(self):
+        workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
+        return DataLoader(self.images(48), batch_size=12, shuffle=True, **workers)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(1, 28, 28), torch.tensor(3))] * 48)
+
+
+class Stream(Data):
+    """Nobody knows how long it is."""
+
+    def train_dataloader(self):
+        return DataLoader(Endless(), batch_size=12)
+
+
+class Drawn:
+    """Draws each batch from Python's generator when it is due."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        for _ in range(4):
+            DRAWN.append(random.sample(range(48), 12))
+            yield DRAWN[-1]
+
+
+class Lazy(Data):
+    def train_dataloader(self):
+        return DataLoader(self.images(48), batch_sampler=Drawn())
+
+
+class TwoTests(Data):
+    def test_dataloader(self):
+        return [DataLoader(self.images(12)), DataLoader(self.images(24))]
