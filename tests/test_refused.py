@@ -3,6 +3,7 @@
 import os
 import shutil
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import DATA, LOOP, outline, step_of
+from lockstep.config.settings import Settings
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.launch import local
 from lockstep.launch.exits import exit_code
 from lockstep.run.folder import RunFolder
 
@@ -155,7 +158,7 @@ def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, 
 
 
 DAMAGED = {
-    "config.yaml": ["", "run: a\n", "run: [\n", "\x00\x01", "- a\n"],
+    "config.yaml": ["", "run: [\n", "\x00\x01", "- a\n"],
     "report.json": ["", "{", "[]", "\x00"],
     "metrics.csv": ["step,train/loss\n1,abc\n", "a,b\n1,2\n", "step,a\n1,2,3\n", "\x00\n\x00\n"],
 }
@@ -236,6 +239,38 @@ def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys)
         with pytest.raises(TrainingFailed, match="runs/a was removed while the run was going on"):
             train("run=a", noticed_by)
         assert not Path("runs/a").exists()
+
+
+def test_what_was_trained_while_a_command_waited_is_not_removed(train, monkeypatch):
+    locked = RunFolder.locked
+
+    @contextmanager
+    def after_another(self, patience_s):
+        with locked(self, patience_s):
+            self.checkpoints.mkdir()
+            self.config_file.write_text("of the run that was in the folder")
+            torch.save({"global_step": 5}, self.checkpoints / "last.ckpt")
+            yield
+
+    monkeypatch.setattr(RunFolder, "locked", after_another)
+    with pytest.raises(UserError, match=r"has been trained meanwhile\. Run the command again"):
+        train("run=a", "resume=auto")
+    assert RunFolder("runs/a").config_file.read_text() == "of the run that was in the folder"
+
+
+def test_the_error_of_a_job_is_recorded_by_its_run_alone(train, run_a, monkeypatch):
+    running = '{"status": "running"}'
+    reports = {"a": running, "b": running, "c": "{"}  # damaged: the error that ended the run is what counts
+
+    def fail(_: object, settings: Settings) -> None:
+        settings.folder.report_file.write_text(reports[settings.folder.path.name])
+        raise RuntimeError("the real error")
+
+    monkeypatch.setattr(local, "in_run", fail)
+    for call, run in ((evaluate, "a"), (train, "b"), (train, "c")):
+        with pytest.raises(RuntimeError, match="the real error"):
+            call(f"run={run}")
+    assert [report(run)["status"] for run in "ab"] == ["running", "failed"]  # an evaluation says nothing of the run
 
 
 TWO = "trainer.accumulate_grad_batches=2"
