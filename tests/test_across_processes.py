@@ -102,7 +102,7 @@ def project(tmp_path_factory) -> Iterator[Path]:
     files = {
         "src/mine/__init__.py": OWN,
         "configs/model/mine.yaml": "_target_: mine.Plain\n",
-        "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
+        "configs/task/mine.yaml": "defaults: [classification]\n",
     }
     with thin_project.entered(tmp_path_factory.mktemp("project"), "mine", **files) as root:
         yield root

@@ -74,20 +74,27 @@ def own(train, tmp_path):
         del sys.modules[name]
 
 
-def test_a_schedule_of_torch_follows_optimizer_steps(own):
-    own("schedule=drops", "optim=sgd", "optim.lr=1.0", "trainer.max_steps=12", "callbacks=[]")
-    (optimizer,) = state("a/checkpoints/last.ckpt")["optimizer_states"]
-    assert optimizer["param_groups"][0]["lr"] == pytest.approx(0.01)
+def test_what_a_config_names_is_used_by_the_run_and_by_its_checkpoint(own, capsys):
+    """A schedule of torch follows optimizer steps; an optimizer that asks for names gets them; a logger that asks for no folder gets none;
+    values of NumPy are saved as Python's."""
+    own("schedule=drops", "optim=named", "optim.lr=0.1", "logger=plain", "data=numpy", "trainer.max_steps=12")
+    saved = state("a/checkpoints/last.ckpt")
+    groups = saved["optimizer_states"][0]["param_groups"]
+    assert [all(name.endswith("bias") for name in group["params"]) for group in groups] == [True, False]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.2]
+    assert groups[0]["lr"] == pytest.approx(0.001)  # of 0.1, after two drops
+    assert "logged" in capsys.readouterr().out
+    about = saved["DataModule"]["about"]
+    assert about["classes"] == [str(digit) for digit in range(10)]
+    assert type(about["classes"][0]) is str
+    assert about["priors"] == {"all": 0.1}
 
 
 @pytest.mark.parametrize(
     ("option", "told"),
     [
         ("schedule=plateau", "ReduceLROnPlateau waits for a validation"),
-        (
-            "optim=muon",
-            r"optim: Muon only supports 2D parameters",
-        ),  # it refuses biases, and that one does not
+        ("optim=muon", r"optim: Muon only supports 2D parameters"),  # torch's, which refuses biases
         ("task=temperature", r"task=temperature has weights of its own \(temperature\)"),
         ("data=odd", r"about/source \(builtins.slice\) cannot be saved"),
     ],
@@ -98,34 +105,13 @@ def test_what_cannot_be_trained_saved_or_stepped_is_refused_before_training(own,
     assert not Path("runs/a").exists()
 
 
-def test_an_optimizer_that_asks_for_names_gets_them(own):
-    own("optim=named", "trainer.max_steps=2")
-    groups = state("a/checkpoints/last.ckpt")["optimizer_states"][0]["param_groups"]
-    assert [all(name.endswith("bias") for name in group["params"]) for group in groups] == [True, False]
-    assert [group["weight_decay"] for group in groups] == [0.0, 0.2]
-
-
 @pytest.mark.slow
 def test_muon_beside_adamw_resumes_exactly(own):
-    common = ["optim=muon_and_adamw"]
-    own(*common, "run=whole", "trainer.max_steps=6")
-    own(*common, "run=parts", "trainer.max_steps=3")
-    own(*common, "run=parts", "trainer.max_steps=6", "resume=auto")
+    own("optim=muon_and_adamw", "run=whole", "trainer.max_steps=6")
+    own("optim=muon_and_adamw", "run=parts", "trainer.max_steps=3")
+    own("optim=muon_and_adamw", "run=parts", "trainer.max_steps=6", "resume=auto")
     whole, parts = (state(f"{run}/checkpoints/last.ckpt")["state_dict"] for run in ("whole", "parts"))
     assert same(whole, parts)
-
-
-def test_a_logger_that_asks_for_no_folder_gets_none(own, capsys):
-    own("logger=plain", "trainer.max_steps=1")
-    assert "logged" in capsys.readouterr().out
-
-
-def test_values_of_numpy_are_saved_as_pythons(own):
-    own("data=numpy", "trainer.max_steps=1")
-    about = state("a/checkpoints/last.ckpt")["DataModule"]["about"]
-    assert about["classes"] == [str(digit) for digit in range(10)]
-    assert type(about["classes"][0]) is str
-    assert about["priors"] == {"all": 0.1}
 
 
 @pytest.mark.parametrize("more", [[], ["trainer.limit_val_batches=0"]])

@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import forked
 import pytest
 from in_process import SMALL
 
 from lockstep import ROOT
-from lockstep.errors import UserError
 from lockstep.reporting.console import logged
 
 SHORT = ["trainer.limit_train_batches=4", *SMALL]
@@ -46,13 +44,7 @@ def test_two_processes_are_one_run_with_one_voice(forked_command):
     done = command("train.py", *TWO, "run=pair", *small, "trainer.precision=32-true")
     assert done.code == 0, done
     lines = done.out.splitlines()
-    parts = [
-        "pair: basic_net (1,199,882 parameters)",
-        "mnist from disk",
-        "ddp, 2 processes on cpu",
-        "32-true",
-        "4 steps",
-    ]
+    parts = "pair: basic_net (1,199,882 parameters)", "mnist from disk", "ddp, 2 processes on cpu", "32-true", "4 steps"
     assert all(part in lines[0] for part in [*parts, "batch 64 = 2 x 32"]), done
     assert done.out.count("batch 64 = 2 x 32") == 1
     assert sum("test accuracy" in line for line in lines) == 1
@@ -70,10 +62,8 @@ def test_a_multirun_is_as_many_runs_as_jobs_and_a_table_and_typed_twice_harms_no
     sweep = command.folder / "runs/sweep"
     reports = [report(command, f"sweep/{job}") for job in range(4)]
     assert {path.name for path in sweep.iterdir()} == {*"0123", "multirun.yaml", "results.csv", "spread.csv"}
-    assert [(each["status"], each["test/count"], each["seed"]) for each in reports] == [
-        ("done", 103, 0),
-        ("done", 103, 1),
-    ] * 2
+    assert {(each["status"], each["test/count"]) for each in reports} == {("done", 103)}
+    assert [each["seed"] for each in reports] == [0, 1, 0, 1]
     assert len({each["test/loss"] for each in reports}) == 4
     with (sweep / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -112,16 +102,17 @@ def test_ctrl_c_ends_a_multirun_as_a_whole(forked_command):
     assert done.err.count("Ctrl-C again ends it at once") == 1
 
 
-FAILURES = {
-    "nan": "return loss * float('nan')",
-    "bug": "raise KeyError('mine')",
-    "signal": "os.kill(os.getpid(), signal.SIGSEGV)",
-    "warning": "os.kill(os.getpid(), signal.SIGTERM)",
+FAILURES = {  # of rank 1 in step 3: the status of the run, and a line on the screen
+    "return loss * float('nan')": ("failed", "error: the loss is nan at step 3 (epoch 0) on rank 1, in a batch of"),
+    "raise KeyError('mine')": ("failed", "[rank 1] KeyError: 'mine'"),
+    "os.kill(os.getpid(), signal.SIGSEGV)": ("failed", "error: rank 1 was ended by SIGSEGV, so the others were"),
+    "os.kill(os.getpid(), signal.SIGTERM)": ("preempted", "error: ended by SIGTERM to rank 1 after"),  # all save
 }
+FAILING = [pytest.param(code, *ends, marks=[pytest.mark.slow] * ("nan" not in code)) for code, ends in FAILURES.items()]
 
 
-@pytest.mark.parametrize("failure", [pytest.param(f, marks=[pytest.mark.slow] * (f != "nan")) for f in FAILURES])
-def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(failure, forked_command, tmp_path):
+@pytest.mark.parametrize(("code", "status", "line"), FAILING)
+def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(code, status, line, forked_command, tmp_path):
     env = hook(
         tmp_path,
         "import os, signal",
@@ -130,7 +121,7 @@ def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(failur
         "def hook(self, *args):",
         "    loss = original(self, *args)",
         "    if self.trainer.global_step == 2 and self.trainer.global_rank == 1:",
-        f"        {FAILURES[failure]}",
+        f"        {code}",
         "    return loss",
         "TaskModule.training_step = hook",
     )
@@ -138,24 +129,11 @@ def test_a_rank_that_fails_alone_ends_all_and_its_words_are_on_the_screen(failur
     done = forked_command("train.py", "run=a", *TWO, *options, *SMALL, env=env, timeout_s=120)
     assert done.code == 1, done
     found = report(forked_command, "a")
-    assert (found["status"], bool(found["error"])) == ("preempted" if failure == "warning" else "failed", True)
-    errors = [line for line in done.err.splitlines() if line.startswith("error:")]
-    assert errors or failure == "bug", done
-    if failure == "nan":
-        (error,) = errors
-        assert error.startswith(
-            "error: the loss is nan at step 3 (epoch 0) on rank 1, in a batch of the training samples"
-        ), done
-        assert "The last checkpoint before it is runs/a/checkpoints/" in error
-    elif failure == "bug":
-        assert "[rank 1] KeyError: 'mine'" in done.err, done
-        assert done.err.count("Traceback") == 1, done
-    elif failure == "signal":
-        assert errors[-1] == "error: rank 1 was ended by SIGSEGV, so the others were ended too.", done
-        assert "Traceback" not in done.err, done
-    else:  # all save and end at one step
-        (error,) = errors
-        assert error.startswith("error: ended by SIGTERM to rank 1 after"), done
+    assert (found["status"], bool(found["error"])) == (status, True)
+    assert any(told.startswith(line) for told in done.err.splitlines()), done
+    assert done.err.count("Traceback") == ("KeyError" in line), done
+    if "nan" in line or status == "preempted":
+        assert done.err.count("error:") == 1, done
         assert (forked_command.folder / "runs/a/checkpoints/last.ckpt").is_file()
 
 
@@ -182,14 +160,6 @@ def test_warnings_reach_the_screen_and_the_log(tmp_path, capsys):
         warnings.warn("something to know", stacklevel=1)
     assert capsys.readouterr().err.count("UserWarning: something to know") == 1
     assert "something to know" in (tmp_path / "train.log").read_text()
-
-
-def test_a_mistake_that_only_the_data_shows_leaves_nothing_either(train):
-    with pytest.raises(UserError) as error:
-        train("strategy=ddp", "trainer.devices=2", "schedule=cosine", "schedule.warmup_steps=1000")
-    said = "schedule.warmup_steps=1000 must be below the run's 12 steps. Set a smaller number."
-    assert error.value.problems == (said,)
-    assert not Path("runs").exists()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import os
 import shutil
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import lockstep
 from lockstep.callbacks import FiniteLoss
 from lockstep.checkpoints import weights
 from lockstep.checkpoints.finding import DATA, LOOP, outline, step_of
+from lockstep.config.settings import Settings
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.launch import local
 from lockstep.launch.exits import exit_code
 from lockstep.run import RunFolder
 
@@ -36,17 +39,9 @@ def test_a_name_from_outside_the_config_writes_nowhere(train, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir() if path.name != "runs"] == []
 
 
-PARTS = (
-    "callbacks",
-    "DataModule",
-    "loops",
-    "optimizer_states",
-    "lr_schedulers",
-    "global_step",
-    "epoch",
-    "window",
-    "network",
-)
+PARTS = [
+    "callbacks", "DataModule", "loops", "optimizer_states", "lr_schedulers", "global_step", "epoch", "window", "network",
+]  # fmt: skip
 
 
 def test_a_checkpoint_that_does_not_say_where_training_stopped_is_not_resumed(train, run_a):
@@ -113,7 +108,7 @@ def evaluate(*overrides: str) -> None:
     lockstep.evaluate([*overrides, "trainer.accelerator=cpu"])
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):
+def test_a_refused_command_leaves_the_run_as_it_was(train, run_a, make_mnist):
     shutil.copytree("runs/a", "runs/b")
     before, other = contents("a"), contents("b")
     with pytest.raises(UserError, match="trained on different data"):
@@ -127,15 +122,11 @@ def test_a_refused_resume_leaves_the_run_as_it_was(train, run_a, make_mnist):
     assert {problem.split(" cannot")[0] for problem in error.value.problems} == {*fixed}
     with pytest.raises(UserError, match="is another run"):
         train("resume=a", "run=b", "trainer.max_epochs=2")
-    assert contents("a") == before
-    assert contents("b") == other
-
-
-def test_a_directory_is_never_taken_twice(train, run_a):
-    before = contents("a")
     with pytest.raises(UserError, match=r"runs/a exists. Pass resume=auto"):
         train("run=a", "debug=one_batch")
-    assert contents("a") == before
+    with pytest.raises(UserError, match=r"does not fit the network: .*classifier"):
+        train("run=c", "init_from=a", "data.image_size=16")
+    assert (contents("a"), contents("b"), Path("runs/c").exists()) == (before, other, False)
 
 
 def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_a, monkeypatch):
@@ -157,11 +148,9 @@ def test_a_run_that_is_going_on_is_not_continued_by_a_second_command(train, run_
     assert not RunFolder("runs/a").is_locked()
 
 
-@pytest.mark.parametrize("checkpoints", [True, False])
-def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, run_a, checkpoints):
+def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, run_a):
     """Without a checkpoint, resume=auto starts over, which removes the log and the config of before."""
-    if not checkpoints:
-        shutil.rmtree("runs/a/checkpoints")
+    shutil.rmtree("runs/a/checkpoints")
     before = contents("a")
     with RunFolder("runs/a").locked(), pytest.raises(UserError, match="runs/a is in use"):
         train("run=a", "resume=auto", "trainer.max_epochs=2")
@@ -169,7 +158,7 @@ def test_a_run_that_is_about_to_begin_is_not_touched_by_a_second_command(train, 
 
 
 DAMAGED = {
-    "config.yaml": ["", "run: a\n", "run: [\n", "\x00\x01", "- a\n"],
+    "config.yaml": ["", "run: [\n", "\x00\x01", "- a\n"],
     "report.json": ["", "{", "[]", "\x00"],
     "metrics.csv": ["step,train/loss\n1,abc\n", "a,b\n1,2\n", "step,a\n1,2,3\n", "\x00\n\x00\n"],
 }
@@ -221,7 +210,10 @@ def test_a_folder_that_was_there_keeps_its_files_when_a_run_cannot_start(train):
     Path("runs/a/notes.txt").write_text("mine")
     with pytest.raises(UserError, match="warmup_steps"):
         train("run=a", "schedule=cosine", "schedule.warmup_steps=1000")
-    assert {path.name for path in Path("runs/a").iterdir()} == {"notes.txt"}
+    Path("runs/a/metrics.csv").mkdir()
+    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is no regular file"):
+        train("run=a", "debug=one_batch")
+    assert {path.name for path in Path("runs/a").iterdir()} == {"metrics.csv", "notes.txt"}
     assert Path("runs/a/notes.txt").read_text() == "mine"
 
 
@@ -249,10 +241,36 @@ def test_files_that_are_removed_under_a_run_are_told(train, monkeypatch, capsys)
         assert not Path("runs/a").exists()
 
 
-def test_weights_that_do_not_fit_are_refused(train, run_a):
-    with pytest.raises(UserError, match=r"does not fit the network: .*classifier"):
-        train("run=c", "init_from=a", "data.image_size=16")
-    assert not Path("runs/c").exists()
+def test_what_was_trained_while_a_command_waited_is_not_removed(train, monkeypatch):
+    locked = RunFolder.locked
+
+    @contextmanager
+    def after_another(self, patience_s):
+        with locked(self, patience_s):
+            self.checkpoints.mkdir()
+            self.config_file.write_text("of the run that was in the folder")
+            torch.save({"global_step": 5}, self.checkpoints / "last.ckpt")
+            yield
+
+    monkeypatch.setattr(RunFolder, "locked", after_another)
+    with pytest.raises(UserError, match=r"has been trained meanwhile\. Run the command again"):
+        train("run=a", "resume=auto")
+    assert RunFolder("runs/a").config_file.read_text() == "of the run that was in the folder"
+
+
+def test_the_error_of_a_job_is_recorded_by_its_run_alone(train, run_a, monkeypatch):
+    running = '{"status": "running"}'
+    reports = {"a": running, "b": running, "c": "{"}  # damaged: the error that ended the run is what counts
+
+    def fail(_: object, settings: Settings) -> None:
+        settings.folder.report_file.write_text(reports[settings.folder.path.name])
+        raise RuntimeError("the real error")
+
+    monkeypatch.setattr(local, "in_run", fail)
+    for call, run in ((evaluate, "a"), (train, "b"), (train, "c")):
+        with pytest.raises(RuntimeError, match="the real error"):
+            call(f"run={run}")
+    assert [report(run)["status"] for run in "ab"] == ["running", "failed"]  # an evaluation says nothing of the run
 
 
 TWO = "trainer.accumulate_grad_batches=2"
@@ -261,14 +279,22 @@ TWO = "trainer.accumulate_grad_batches=2"
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("+optim.foo=1", "foo"), ("optim=sgd optim.momentum=0", "momentum"), ("trainer.limit_train_batches=0.001", "the run's 0 steps"),
-        ("trainer.val_check_interval=1000", "val_check_interval"), (f"{TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),
-        (f"{TWO} trainer.val_check_interval=5", r"val_check_interval=5 counts micro-batches .* Set trainer.val_check_interval=4"),
+        ("run=a +optim.foo=1", "foo"),
+        ("run=a optim=sgd optim.momentum=0", "momentum"),
+        ("run=a trainer.limit_train_batches=0.001", "the run's 0 steps"),
+        ("run=a trainer.val_check_interval=13", "trainer.val_check_interval=13 is more than the 12 batches"),
+        ("run=a trainer.min_steps=50", "trainer.min_steps=50 is more than the run's 12 steps"),
+        (f"run=a {TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),
+        (f"run=a {TWO} trainer.val_check_interval=5", r"val_check_interval=5 counts micro-batches .* Set trainer.val_check_interval=4"),
+        ("run=a data.root=nowhere data.source=disk", r"data.root=nowhere does not exist.*train-images-idx3-ubyte.gz"),
+        ("run=a data.batch_size=100000", r"more than the 576 training images.*data.batch_size=576"),
+        ("run=a resume=auto trainer.devices=abc", r"^trainer\.devices=abc is invalid"),
+        ("resume=auto trainer.devices=abc", r"^resume=auto continues .*Pass run=<name> as well"),  # before its processes are known
     ],
 )  # fmt: skip
-def test_what_torch_or_lightning_refuses_is_told_and_leaves_nothing(train, wrong, told):
+def test_what_cannot_be_trained_is_told_and_leaves_nothing(train, wrong, told):
     with pytest.raises(UserError, match=told):
-        train("run=a", *wrong.split())
+        train(*wrong.split())
     assert not Path("runs/a").exists()
 
 
@@ -306,17 +332,3 @@ def test_a_mistake_found_after_a_checkpoint_was_saved_costs_no_file(train, monke
     assert contents("a") == before
     at.append(-1)
     assert train("run=a", "resume=auto")["status"] == "done"
-
-
-def test_a_folder_in_the_place_of_the_log_is_refused(train):
-    Path("runs/a/metrics.csv").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"runs/a/metrics.csv is damaged: .*it is no regular file"):
-        train("run=a", "debug=one_batch")
-    assert [path.name for path in Path("runs/a").iterdir()] == ["metrics.csv"]
-
-
-def test_a_wrong_value_of_a_run_that_may_be_continued_is_told_by_its_key(train):
-    with pytest.raises(UserError, match=r"^trainer\.devices=abc is invalid"):
-        train("run=a", "resume=auto", "trainer.devices=abc")
-    with pytest.raises(UserError, match=r"^resume=auto continues .*Pass run=<name> as well"):
-        train("resume=auto", "trainer.devices=abc")  # before its processes are known

@@ -2,8 +2,8 @@
 
 import os
 import re
-import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from in_process import SMALL
 from omegaconf import OmegaConf
 
 import lockstep
-from lockstep.checkpoints.finding import is_checkpoint
 from lockstep.errors import UserError
 from lockstep.extras.export import export
 from lockstep.extras.study import write_plots
@@ -68,19 +67,16 @@ def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
     node = evil[way]
     own = {"task": {"monitor": "val/loss", "mode": "min", "metrics": {}}, "data": {"batch_size": 48}}
     change(key, {**node, **own.get(key, {})})
+    cpu = SMALL[1:]
     uses = {
-        "resume": lambda: lockstep.train(["run=a", "resume=auto", "trainer.max_epochs=2", *SMALL[1:]]),
-        "run": lambda: lockstep.evaluate(["run=a", *SMALL[1:]]),
-        "predict": lambda: lockstep.predict(["run=a", "input=test", *SMALL[1:]]),
-        "checkpoint": lambda: lockstep.evaluate(["checkpoint=moved.ckpt", *SMALL[1:]]),
-        "load_model": lambda: lockstep.load_model("moved.ckpt"),
+        "resume": lambda: lockstep.train(["run=a", "resume=auto", "trainer.max_epochs=2", *cpu]),
+        "run": lambda: lockstep.evaluate(["run=a", *cpu]),
+        "predict": lambda: lockstep.predict(["run=a", "input=test", *cpu]),
+        "checkpoint": lambda: lockstep.evaluate(["checkpoint=moved.ckpt", *cpu]),
         "export": lambda: export(Path("moved.ckpt"), Path("out")),
+        "load_model": lambda: lockstep.load_model("moved.ckpt"),
     }
-    built = {
-        "model": [*uses],
-        "task": ["resume", "run", "predict", "checkpoint", "export"],
-        "data": ["resume", "run", "predict", "checkpoint"],
-    }
+    built = {"model": [*uses], "task": [*uses][:5], "data": [*uses][:4]}  # the others are made by a training alone
     for name in built.get(key, ["resume"]):
         with pytest.raises(UserError, match=r"may not be named|cannot be changed"):
             uses[name]()
@@ -97,17 +93,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_left_alone(run_a):
     with pytest.raises(UserError, match=r"no checkpoint .* damaged, or something else: best-step-12\.ckpt, last\.ckpt"):
         lockstep.train(["run=a", "resume=auto", *SMALL[1:]])
     assert {path: path.read_bytes() for path in before} == before
-
-
-def test_only_regular_files_are_checkpoints(tmp_path):
-    os.mkfifo(tmp_path / "fifo.ckpt")
-    (tmp_path / "zero.ckpt").symlink_to("/dev/zero")
-    with zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(1_000_000))
-    (tmp_path / "shards.ckpt").mkdir()
-    for name in ("shard-00000-of-00001.pt", "rest.pt"):
-        os.mkfifo(tmp_path / "shards.ckpt" / name)
-    assert not any(is_checkpoint(path) for path in tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("shape", [(3,), (1000, 7), ()])
@@ -153,10 +138,7 @@ def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
     console.metrics_table([("report", name), (name, "")])
     sweeps.print_table([{"run": name, "test/acc": 0.5}], [], Path("sweep.csv"))
 
-    def refuse() -> None:
-        raise UserError(f"model.name={name} is unknown")
-
-    assert exit_code(refuse) == 2
+    assert exit_code(Mock(side_effect=UserError(f"model.name={name} is unknown"))) == 2
     out, err = capsys.readouterr()
     text = ascii(name)[1:-1]
     assert (out.count(text), err) == (4, f"error: model.name={text} is unknown\n")

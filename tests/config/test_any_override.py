@@ -5,7 +5,6 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.strategies import SearchStrategy
 
 from lockstep.config.checks import check
 from lockstep.config.compose import CONFIG_ERRORS, compose_config, explain, fixed_keys
@@ -21,13 +20,7 @@ ANY = st.recursive(
 )
 
 
-def wished(key: str) -> SearchStrategy[object]:
-    """The example of the key, or anything."""
-    example = KEYS[key].example
-    return st.just(example) | ANY
-
-
-OVERRIDES = st.sampled_from(sorted(KEYS)).flatmap(lambda key: st.tuples(st.just(key), wished(key)))
+OVERRIDES = st.sampled_from(sorted(KEYS)).flatmap(lambda key: st.tuples(st.just(key), st.just(KEYS[key].example) | ANY))
 
 
 def typed(value: object) -> str:
@@ -39,31 +32,24 @@ def typed(value: object) -> str:
     return value if isinstance(value, str) and value.isalnum() and value.isascii() else json.dumps(value)
 
 
-def is_told(key: str, value: object, sign: str) -> None:
-    override = f"{sign}{key}={typed(value)}"
+def is_told(override: tuple[str, object], sign: str) -> None:
+    key, value = override
+    line = ["trainer.accelerator=cpu", f"{sign}{key}={typed(value)}"]
     try:
-        cfg = compose_config("train", ["trainer.accelerator=cpu", override])
-        problems = [*fixed_keys([override]), *check(cfg)]
+        cfg = compose_config("train", line)
+        problems = [*fixed_keys(line), *check(cfg)]
     except CONFIG_ERRORS as e:
-        problems = explain(e, "train", ["trainer.accelerator=cpu", override])
+        problems = explain(e, "train", line)
         assert problems
-    for problem in problems:
-        assert problem
-        assert "\n" not in problem.strip(), problem
-    assert not problems or any(part in " ".join(problems) for part in filter(None, (key, *key.rpartition(".")[::2]))), (
-        override,
-        problems,
+    assert all(problem and "\n" not in problem.strip() for problem in problems), problems
+    named = any(part in " ".join(problems) for part in (key, *key.rpartition(".")[::2]) if part)
+    assert named or not problems, (line, problems)
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_key_of_any_value(count):
+    few = count == 6  # the same ones each time
+    limits = settings(
+        max_examples=count, deadline=None, database=None, derandomize=few, suppress_health_check=[HealthCheck.too_slow]
     )
-
-
-@settings(max_examples=6, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(override=OVERRIDES)
-def test_a_key_of_any_value(override):
-    is_told(*override, "++")
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-@given(override=OVERRIDES, sign=st.sampled_from(["", "+", "++"]))
-def test_many_keys_of_any_value(override, sign):
-    is_told(*override, sign)
+    limits(given(override=OVERRIDES, sign=st.just("++") if few else st.sampled_from(["", "+", "++"]))(is_told))()

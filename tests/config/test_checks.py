@@ -1,28 +1,32 @@
-"""The config check: what is shipped passes, what is wrong is told in full, and torch stays out of it."""
+"""The config check: what is shipped passes, mistakes are told at once with what is possible; torch stays out."""
 
 import importlib.util
 import inspect
-import itertools
-from collections.abc import Iterator
+import re
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from shipped_data import shipped
 
 from lockstep import CONFIGS
 from lockstep.config.checks import OWNED, check
-from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, tried_alone
+from lockstep.config.compose import CONFIG_ERRORS, compose_config, dotted, explain, fixed_keys, tried_alone
 from lockstep.config.instantiate import ENGINE, SPECIAL
-from lockstep.config.schema import CLOSED, KEYS, wrong_values
+from lockstep.config.schema import CLOSED, GROUPS, KEYS, RECIPES, wrong_values
 from lockstep.config.targets import parameters
 from lockstep.errors import UserError
 from lockstep.launch import resuming
+from lockstep.launch.cli import refused_options
 from lockstep.machine import world
 
-GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
-SEVERAL = ("callbacks", "logger")
+OPTIONS = {
+    group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    for group in sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
+}
+LISTS = ("augment", "callbacks", "logger")
 DATASET = "{_target_: lockstep.data.Arrays}"  # any class that imports no torch
 NEEDS = {
     "model=timm": ["model.name=resnet10t"],
@@ -30,17 +34,8 @@ NEEDS = {
     "data=own_images": ["data._target_=lockstep.data.Images"],
     "data=torchvision": ["data.dataset=Flowers102"],
 }
-OPEN = {
-    "own",
-    "own_images",
-    "none",
-    "lightning_module",
-    *(() if importlib.util.find_spec("mlflow") else ("mlflow",)),
-}  # options that wait for a class of the user's, or leave all to it
-
-
-def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+# Options that wait for a class of the user's, or leave all to it.
+OPEN = ["own", "none", "lightning_module", *([] if importlib.util.find_spec("mlflow") else ["mlflow"])]
 
 
 def problems(*overrides: str) -> list[str]:
@@ -51,13 +46,19 @@ def problems(*overrides: str) -> list[str]:
         return explain(e, "train", list(overrides))
 
 
-@pytest.mark.parametrize(
-    "override",
-    [f"{group}={option}" for group in GROUPS for option in options(group) if option not in OPEN]
-    + ["callbacks=[]", "logger=[]"],
-)
-def test_each_shipped_option_is_possible(override):
-    assert problems(override, *NEEDS.get(override, [])) == []
+def lines_of_options() -> list[str]:
+    """Command lines with every shipped option: a recipe, a whole list, or one option of each other group."""
+    possible = {group: [name for name in names if name not in OPEN] for group, names in OPTIONS.items()}
+    recipes = [f"{group}={name}" for group in RECIPES for name in possible.pop(group)]
+    lists = [f"{group}=[{','.join(possible.pop(group))}]" for group in LISTS]
+    columns = [[f"{group}={name}" for name in names] for group, names in possible.items()]
+    return [*recipes, *lists, "callbacks=[] logger=[]", *(" ".join(filter(None, row)) for row in zip_longest(*columns))]
+
+
+@pytest.mark.parametrize("line", lines_of_options())
+def test_each_shipped_option_is_possible(line):
+    options = line.split()
+    assert problems(*options, *(more for option in options for more in NEEDS.get(option, []))) == []
 
 
 def test_every_argument_of_the_trainer_can_be_set_or_says_what_decides_it():
@@ -69,135 +70,184 @@ def test_every_argument_of_the_trainer_can_be_set_or_says_what_decides_it():
     assert not listed & set(OWNED)
 
 
-def test_every_key_of_a_closed_group_has_a_check():
+def test_every_key_of_a_shipped_component_and_of_a_closed_group_has_a_check():
     cfg = compose_config("train", [])
+    checked = set(dotted(OmegaConf.to_container(cfg)))
     for group in CLOSED:
         assert {f"{group}.{name}" for name in cfg[group]} == {key for key in KEYS if key.startswith(f"{group}.")}
-
-
-def components() -> Iterator[tuple[str, dict]]:
-    """The nodes of the shipped options that name a class, and where they stand."""
-    for group, option in (pair for name in GROUPS for pair in itertools.product([name], options(name))):
-        node = shipped(group, option)
-        nodes = {f"{group}.{name}": own for name, own in node.items()} if group in SEVERAL else {group: node}
-        yield from (
-            (place, own)
-            for place, own in nodes.items()
-            if isinstance(own, dict) and own.get("_target_", "???") != "???"
-        )
-
-
-def test_every_key_of_a_shipped_component_has_a_check():
-    checked = set()
-    for place, node in components():
-        named = parameters(node["_target_"])
-        for name in node.keys() - {*SPECIAL, *ENGINE.get(place, ())}:
-            typed = name in named and named[name].annotation is not inspect.Parameter.empty
-            assert f"{place}.{name}" in KEYS or typed, f"{place}.{name} of {node['_target_']}"
-        checked |= {f"{place}.{name}" for name in node}
-    checked |= set(dotted(OmegaConf.to_container(compose_config("train", []))))
+    nodes = [(group, shipped(group, name)) for group, names in OPTIONS.items() if group not in LISTS for name in names]
+    for group in LISTS:
+        nodes += [(f"{group}.{key}", node) for name in OPTIONS[group] for key, node in shipped(group, name).items()]
+    for place, node in nodes:
+        if isinstance(node, dict) and node.get("_target_", "???") != "???":
+            named = parameters(node["_target_"])
+            for name in node.keys() - {*SPECIAL, *ENGINE.get(place, ())}:
+                typed = name in named and named[name].annotation is not inspect.Parameter.empty
+                assert f"{place}.{name}" in KEYS or typed, f"{place}.{name} of {node['_target_']}"
+            checked |= {f"{place}.{name}" for name in node}
     assert set(KEYS) <= checked  # no check is about a key that there is not
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_the_example_of_each_message_is_accepted(key):
-    kind = KEYS[key]
-    assert kind.accepts(yaml.safe_load(kind.example.replace("e-", ".0e-")))
+def test_the_example_of_each_message_is_accepted():
+    wrong = [key for key, kind in KEYS.items() if not kind.accepts(yaml.safe_load(kind.example.replace("e-", ".0e-")))]
+    assert wrong == []
 
 
-BAD = {
-    "model=resnet51": ["model has no resnet51", "resnet50d"],
-    "modle=resnet50d": ["modle is not a key", "model"],
-    "optim.lrr=1": ["optim.lrr is not a key", "did you mean optim.lr?"],
-    "+trainer.devcies=2": ["trainer.devcies is not a key", "trainer.devices"],
-    "+foo=1": ["foo is not a key"],
-    "+trainer.strategy=ddp": ["choose it with strategy=ddp"],
-    "trainer.fast_dev_run=true": ["debug=one_batch"],
-    "callbacks=[default,emma]": ["callbacks has no emma", "did you mean ema?"],
-    "data.image_size=0": ["data.image_size=0 is invalid", "at least 1", "data.image_size=224"],
-    "data.image_size=28.5": ["data.image_size=28.5"],
-    "trainer.precision=fp17": ["trainer.precision=fp17", "32-true", "bf16-mixed"],
-    "trainer.precision=16-mixed trainer.accelerator=cpu": ["not supported on a CPU", "bf16-mixed"],
-    "strategy=fsdp trainer.precision=64-true": ["strategy=fsdp does not support", "bf16-true"],
-    "strategy=single trainer.devices=4 trainer.accelerator=cpu": ["trainer.devices=4", "strategy=ddp"],
-    "strategy=single trainer.num_nodes=2": ["one process", "strategy=ddp"],
-    "strategy=dp trainer.devices=2 trainer.accelerator=cpu": ["strategy=dp", "strategy=ddp"],
-    "strategy=ddp trainer.devices=2 trainer.accelerator=cpu data.batch_size=63": ["63", "62 or 64", "2 processes"],
-    "trainer.accumulate_grad_batches=3": ["data.batch_size=63 or 66", "3 accumulated"],
-    "trainer.accumulate_grad_batches=2 trainer.limit_train_batches=5": [
-        "whole steps of 2",
-        "trainer.limit_train_batches=4",
-    ],
-    "trainer.accumulate_grad_batches=many": ["a whole number of at least 1, or auto"],
-    "trainer.accumulate_grad_batches=auto strategy=ddp trainer.devices=3 trainer.accelerator=cpu": ["63 or 66"],
-    "trainer.accumulate_grad_batches=auto trainer.limit_train_batches=5": ["counts micro-batches", "grad_batches=1"],
-    "trainer.accumulate_grad_batches=auto trainer.val_check_interval=5": ["counts micro-batches", "grad_batches=1"],
-    "strategy=ddp trainer.num_nodes=2 trainer.accelerator=cpu": ["MASTER_ADDR", "torchrun"],
-    "trainer.devices=0": ["trainer.devices=0", "a number of devices"],
-    "strategy=ddp trainer.devices=[0,0] trainer.accelerator=cpu": ["trainer.devices"],
-    "trainer.limit_train_batches=1.5": ["trainer.limit_train_batches=1.5", "fraction"],
-    "trainer.gradient_clip_algorithm=value": ["no effect alone", "trainer.gradient_clip_val=1.0"],
-    "trainer.deterministic=maybe": ["trainer.deterministic=maybe", "warn"],
-    "optim.lr=abc": ["optim.lr=abc", "a number"],
-    "seed=true": ["seed=true"],
-    "run=../x": ["run=../x", "letters"],
-    "model=timm": ["model.name is missing", "model.name=<name>"],
-    "data.mean=[0.1,0.2,0.3]": ["data.mean", "1 channels"],
-    "data.std=[0]": ["data.std", "from 0.0001 to 1000"],
-    "task.mode=most": ["task.mode=most", "max, min"],
-    "task.metric={}": ["task.metric is not a key", "did you mean task.metrics?"],
-    "data=cifar10 data.source=embedded": ["no package contains cifar10", "data.root=", "data.source=download"],
-    "strategy=dp trainer.sync_batchnorm=true": ["no effect under strategy=dp"],
-    "strategy=dp compile=true": ["no effect under strategy=dp"],
-    "strategy=ddp checkpoint.sharded=true": ["no effect under strategy=ddp", "strategy=fsdp"],
-    "data.on_device=true trainer.accelerator=cpu": [
-        "data.on_device=true has no effect on a CPU",
-        "data.on_device=auto",
-    ],
-    "tf32=true trainer.accelerator=cpu": ["tf32=true has no effect on cpu", "NVIDIA"],
-    "optim=sgd optim.fused=true strategy=fsdp trainer.accelerator=cpu": [
-        "optim.fused=true has no kernel for SGD",
-        "Remove optim.fused",
-    ],
-    "data.num_workers=many": ["data.num_workers=many", "or auto"],
-    "checkpoint.background=false trainer.enable_checkpointing=false": ["checkpoint.background=false has no effect"],
-    "data.prefetch_factor=4": ["data.prefetch_factor=4 has no effect without workers", "data.num_workers=2"],
-    "data.persistent_workers=false": ["no effect without workers"],
-    "strategy=ddp strategy.comm_hook=fp16 trainer.accelerator=cpu": ["no effect without GPUs"],
-    "checkpoint.monitor=val/loss": ["would keep the worst", "checkpoint.mode=min"],
-    "data.image_size=[": ["data.image_size=["],
-    "exact.logical_ranks=6 data.batch_size=66": ["exact.logical_ranks=6", "a power of two", "exact.logical_ranks=8"],
-    "exact.logical_ranks=8 data.batch_size=60": ["56 or 64", "8 logical ranks"],
-    "exact.logical_ranks=4 augment=[mixup] data.batch_size=60": ["56 or 64", "mixes pairs"],
-    "exact.logical_ranks=8 strategy=ddp trainer.devices=3 trainer.accelerator=cpu": ["among 3 processes", "1, 2, 4"],
-    "exact.logical_ranks=2 strategy=ddp trainer.devices=4 trainer.accelerator=cpu": ["among 4 processes"],
-    "exact.logical_ranks=8 strategy=dp": ["strategy=dp", "strategy=ddp"],
-    "exact.logical_ranks=8 trainer.accumulate_grad_batches=2": ["no effect", "larger exact.logical_ranks"],
-    "exact.logical_ranks=8 trainer.sync_batchnorm=true": ["normalises its own samples"],
-    "exact.logical_ranks=8 compile=true": ["compile=true computes differently"],
-    "exact.logical_ranks=8 strategy=fsdp strategy.reduce_each_micro_batch=true": ["has no effect"],
-    "exact.logical_ranks=8 trainer.limit_train_batches=0.5": ["a fraction", "a number of steps"],
-    "exact.logical_ranks=8 trainer.val_check_interval=0.25": ["a fraction", "a number of steps"],
-    "exact.logical_ranks=8 strategy=ddp strategy.static_graph=true trainer.devices=2 trainer.accelerator=cpu": [
-        "strategy.static_graph=true has no effect"
-    ],
-    "exact.logical_ranks=8 strategy=fsdp trainer.precision=bf16-true trainer.accelerator=cpu": [
-        "rounds the last elements",
-        "bf16-mixed",
-    ],
-    "exact.threads=2": ["no effect without exact.logical_ranks"],
-    "exact.digests=true": ["exact.digests=true has no effect without exact.logical_ranks"],
-    "task=segmentation task.class_weights=balanced": ["not a key of the chosen task", "task=<name>"],
-    "exact.logical_rank=8": ["exact.logical_rank is not a key", "did you mean exact.logical_ranks?"],
-}
+# --- Mistakes ---
+
+# A command line, and below it what the check says, one line for each mistake; `...` stands for any text.
+MISTAKES = """
+model=resnet51 modle=resnet50d model@foo=basic_net optim=null callbacks=[default,emma] data.image_size=[
+    model has no resnet51 ... did you mean resnet50d
+    modle is not a key ... model
+    model@foo cannot be set ... model=<option>
+    optim=null: Config group
+    callbacks has no emma ... did you mean ema?
+    data.image_size=[
+optim.lrr=1 optimm.lr=5 strategy.traits=5 augment.shift=5 +trainer.devcies=2 +foo=1
+    optim.lrr is not a key ... did you mean optim.lr?
+    optimm.lr is not a key ... did you mean optim.lr?
+    strategy.traits is not a key
+    augment.shift is not a key ... pass +augment.shift=<value>
+    trainer.devcies is not a key ... trainer.devices
+    foo is not a key
+checkpoint=5 +callbacks.x=5 +logger.x.a=5 task.metrics=null optim._target_=5 +trainer.strategy=ddp
+    checkpoint=5 is invalid
+    callbacks.x=5 is invalid
+    logger.x._target_ is missing
+    task.metrics=null is invalid
+    optim._target_=5 is invalid
+    trainer.strategy cannot be set: choose it with strategy=ddp
+task=segmentation task.class_weights=balanced model=timm trainer.fast_dev_run=true
+    trainer.fast_dev_run cannot be set ... debug=one_batch
+    task.class_weights is not a key of the chosen task ... task=<name>
+    model.name is missing; set model.name=<name>
+data=cifar10 data.source=embedded model=resnet50d
+    data.source=embedded: no package contains cifar10 ... data.root= ... data.source=download
+data.mean=[0.1,0.2,0.3] data.std=[0]
+    data.mean= ... 1 channels
+    data.std= ... from 0.0001 to 1000
+strategy=single trainer.devices=4 trainer.num_nodes=2 exact.digests=true
+    exact.digests=true has no effect without exact.logical_ranks
+    trainer.devices=4 asks for 4. Set strategy=ddp
+    is one process, but trainer.num_nodes=2 ... strategy=ddp
+strategy=dp trainer.devices=2 trainer.sync_batchnorm=true compile=true
+    strategy=dp splits batches ... strategy=ddp
+    trainer.sync_batchnorm=true has no effect under strategy=dp
+    compile=true has no effect under strategy=dp
+strategy=ddp trainer.devices=2 data.batch_size=63 trainer.precision=16-mixed checkpoint.sharded=true tf32=true
+    data.batch_size=63 ... 2 processes ... 62 or 64
+    trainer.precision=16-mixed is not supported on a CPU ... bf16-mixed
+    checkpoint.sharded=true has no effect under strategy=ddp ... strategy=fsdp
+    tf32=true has no effect on cpu ... NVIDIA
+strategy=ddp strategy.comm_hook=fp16 data.on_device=true data.prefetch_factor=4
+    strategy.comm_hook=fp16 has no effect without GPUs
+    data.on_device=true has no effect on a CPU ... data.on_device=auto
+    data.prefetch_factor=4 has no effect without workers ... data.num_workers=2
+strategy=ddp trainer.num_nodes=2
+    MASTER_ADDR ... torchrun
+strategy=ddp trainer.devices=3 trainer.accumulate_grad_batches=auto
+    data.batch_size=64 ... 63 or 66
+strategy=fsdp trainer.precision=64-true optim=sgd optim.fused=true trainer.check_val_every_n_epoch=null
+    trainer.check_val_every_n_epoch=null ... Set trainer.val_check_interval=<number of batches>
+    strategy=fsdp does not support trainer.precision=64-true ... bf16-true
+    optim.fused=true has no kernel for SGD ... Remove optim.fused
+trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 data.repeats=5
+    data.batch_size=64 ... 3 accumulated ... multiple of 5 samples (data.repeats=5 ... 60 or 75
+    trainer.limit_train_batches=5 ... whole steps of 3 ... trainer.limit_train_batches=3
+strategy=ddp trainer.accumulate_grad_batches=auto trainer.val_check_interval=5
+    trainer.val_check_interval=5 counts micro-batches ... grad_batches=1
+trainer.devices=[5] trainer.min_epochs=5 trainer.max_epochs=2 trainer.min_steps=5 trainer.max_steps=2
+    trainer.devices=[5] ... a CPU has none
+    trainer.min_epochs=5 is more than the run's 2
+    trainer.min_steps=5 is more than trainer.max_steps=2
+trainer.enable_checkpointing=false checkpoint.background=false checkpoint.monitor=val/loss
+    would keep the worst ... checkpoint.mode=min
+    checkpoint.background=false has no effect with trainer.enable_checkpointing=false
+augment=[shift,crop] augment.shift.pixels=28 augment.crop.scale=[1,0.5] trainer.gradient_clip_algorithm=value
+    trainer.gradient_clip_algorithm=value has no effect alone ... trainer.gradient_clip_val=1.0
+    augment.shift.pixels=28 would move whole images
+    augment.crop.scale= ... the lower number comes first
+exact.logical_ranks=8 strategy=dp
+    exact.logical_ranks=8 ... strategy=dp ... strategy=ddp
+exact.logical_ranks=8 strategy=ddp trainer.devices=3 data.batch_size=60 trainer.accumulate_grad_batches=2 compile=true
+    exact.logical_ranks=8 cannot be divided among 3 processes ... 1, 2, 4
+    data.batch_size=60 ... 8 logical ranks ... 56 or 64
+    trainer.accumulate_grad_batches=2 has no effect ... larger exact.logical_ranks
+    compile=true computes differently
+exact.logical_ranks=2 strategy=ddp augment=[mixup] data.batch_size=62 strategy.static_graph=true
+    data.batch_size=62 ... mixes pairs ... 60 or 64
+    strategy.static_graph=true has no effect
+exact.logical_ranks=8 strategy=fsdp trainer.precision=bf16-true strategy.reduce_each_micro_batch=true
+    trainer.precision=bf16-true rounds the last elements ... bf16-mixed
+    strategy.reduce_each_micro_batch=true has no effect
+exact.logical_ranks=8 trainer.limit_train_batches=0.5 trainer.sync_batchnorm=true
+    trainer.limit_train_batches=0.5 ... a fraction ... a number of steps
+    trainer.sync_batchnorm=true ... normalises its own samples
+"""
+ON_TWO_GPUS = """
+strategy=ddp trainer.devices=4
+    4 cuda devices; this machine has 2 ... trainer.devices=2
+strategy=ddp trainer.devices=2
+exact.logical_ranks=8 optim.fused=true strategy=fsdp trainer.devices=2
+    on shards of GPUs ... Remove optim.fused
+exact.logical_ranks=8 optim.fused=true strategy=fsdp trainer.devices=2 trainer.accelerator=cpu
+"""
+VALUES = f"""
+checkpoint.save_top_k=99999999999999999999 data.batch_size=0 data.image_size=28.5 data.mean=[nan] data.num_workers=many
+data.std=[inf] exact.logical_ranks=6 optim.betas=5 optim.eps=abc optim.lr=abc run=../x runs_dir={300 * "x"}
+schedule.gamma=inf schedule.milestones=[2,-1] seed=true strategy.bucket_cap_mb=inf strategy.timeout_s=1e18
+task.class_weights=[-1] task.label_smoothing=inf task.mode=most trainer.accumulate_grad_batches=many
+trainer.deterministic=maybe trainer.devices=0 trainer.gradient_clip_val=inf trainer.limit_train_batches=1.5
+trainer.max_epochs=0 trainer.max_steps=0 trainer.max_time={{days:-1}} trainer.precision=fp17
+trainer.val_check_interval=0 trainer.profiler=slow
+"""
+MORE_VALUES = f"run={300 * 'x'} seed=4294967296 trainer.devices=[0,0] data.image_size=0"
 
 
-@pytest.mark.parametrize("line", BAD)
-def test_a_mistake_is_told_with_what_is_possible(line):
+def cases(text: str, gpus: int) -> list[tuple[str, list[str], int]]:
+    blocks = [block.splitlines() for block in re.split(r"\n(?! )", text.strip())]
+    return [(line, [message.strip() for message in messages], gpus) for line, *messages in blocks]
+
+
+@pytest.mark.parametrize(("line", "messages", "gpus"), cases(MISTAKES, 0) + cases(ON_TWO_GPUS, 2))
+def test_all_mistakes_of_a_command_are_told_each_once_with_what_is_possible(line, messages, gpus, monkeypatch):
+    monkeypatch.setattr(world, "gpu_count", lambda: gpus)
     told = problems(*line.split())
-    assert len(told) == 1, told
-    for part in BAD[line]:
-        assert part in told[0]
+    for message in messages:
+        pattern = ".*".join(map(re.escape, message.split(" ... ")))
+        assert sum(bool(re.search(pattern, text)) for text in told) == 1, (message, told)
+    assert len(told) == len(messages), told
+
+
+@pytest.mark.parametrize("values", [VALUES.split(), MORE_VALUES.split()])
+def test_values_that_no_run_can_use_are_told_together_with_an_example(values):
+    told = problems("strategy=ddp", "schedule=step", *values)
+    for key in (value.partition("=")[0] for value in values):
+        (message,) = [text for text in told if text.startswith(f"{key}=") and "is invalid; expected" in text]
+        assert f", for example {key}={KEYS[key].example}." in message
+
+
+def test_each_value_of_a_sweep_is_tried_before_it_starts():
+    told, good = tried_alone("train", ["optim.lr=1e-3,3e-3", "model=basic_net,resnet51", "optim.lrr=1,2"])
+    assert ["resnet51" in told[0], "optim.lrr" in told[1]] == [True, True]
+    assert good == ["model=basic_net", "optim.lr=0.001", "optim.lr=0.003"]
+
+
+def test_every_group_class_and_key_that_the_engine_reads_is_missed():
+    whole = compose_config("train", [])
+    keys = [key for key in KEYS if key.rpartition(".")[0] in CLOSED or "." not in key]
+    groups = [group for group in GROUPS if group not in RECIPES]
+    targets = [f"{group}._target_" for group in ("task", "model", "data", "strategy", "optim", "schedule")]
+    assert check(whole) == []
+    for key in [*keys, *groups, *targets]:
+        cfg = OmegaConf.create(OmegaConf.to_container(whole))
+        group, _, name = key.rpartition(".")
+        del (cfg[group] if group else cfg)[name]
+        assert any(text.startswith((f"{key} is not in the config", f"{key} is missing")) for text in check(cfg)), key
+        for value in (None, "abc") if key in groups else ():
+            cfg[key] = value
+            assert any(text.startswith(f"{key}=") for text in check(cfg)), (key, value)
 
 
 def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypatch):
@@ -210,136 +260,95 @@ def test_auto_is_refused_where_something_else_has_started_the_processes(monkeypa
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     (told,) = problems(*auto)
-    assert "torchrun started them" in told
-    assert "trainer.accumulate_grad_batches=1" in told
+    assert re.search("torchrun started them.*trainer.accumulate_grad_batches=1", told)
 
 
-def test_all_mistakes_are_told_at_once():
-    told = problems(
-        "optim.lrr=1", "data.image_size=0", "strategy=single", "trainer.devices=4", "trainer.accelerator=cpu"
+def test_options_and_facts_that_would_do_something_else_are_refused():
+    hydra = (
+        ["--config-name=eval"],
+        ["--config-name", "eval"],
+        ["hydra.mode=MULTIRUN"],
+        ["hydra.run.dir=x"],
+        ["hydra/launcher=slots"],
     )
-    assert [any(key in line for line in told) for key in ("optim.lrr", "data.image_size", "trainer.devices=4")] == [
-        True
-    ] * 3
-    assert len(told) == 3
+    assert [len(list(refused_options(argv))) for argv in hydra] == [1] * len(hydra)
+    assert list(refused_options(["-m", "hydra/launcher=slots", "--config-dir=x", "optim.lr=1"])) == []
+    told = list(fixed_keys(["strategy.name=abc", "task.replaces=[]", "strategy=ddp"]))
+    assert ["strategy.name cannot be set" in told[0], len(told)] == [True, 2]
 
 
-def test_more_devices_than_there_are(monkeypatch):
-    monkeypatch.setattr(world, "gpu_count", lambda: 2)
-    (told,) = problems("strategy=ddp", "trainer.devices=4")
-    assert "4 cuda devices; this machine has 2" in told
-    assert "trainer.devices=2" in told
-    assert problems("strategy=ddp", "trainer.devices=2") == []
+def test_broken_yaml_is_a_mistake_of_the_config(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    for content in ("a: [", "- 1"):
+        (tmp_path / "experiment/mine.yaml").write_text(f"# @package _global_\n{content}")
+        told = problems(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
+        assert any("mine" in text for text in told), told
 
 
-def test_a_fused_optimizer_of_logical_ranks_is_refused_on_shards_of_gpus(monkeypatch):
-    monkeypatch.setattr(world, "gpu_count", lambda: 2)
-    typed = ["exact.logical_ranks=8", "optim.fused=true", "strategy=fsdp", "trainer.devices=2"]
-    (told,) = problems(*typed)
-    assert "on shards of GPUs" in told
-    assert "Remove optim.fused" in told
-    assert problems(*typed, "trainer.accelerator=cpu") == []
+OUTSIDE = {
+    "run=${oc.env:OUTSIDE}": "run=/elsewhere, from ${oc.env:OUTSIDE}, is invalid",
+    "resume=${oc.env:EMPTY}": "resume=, from ${oc.env:EMPTY}, is invalid",
+    "optim.lr=${oc.env:OUTSIDE}": "optim.lr=/elsewhere, from",
+    "data.batch_size=${task.monitor}": "data.batch_size=val/acc, from",
+    "data.mean=[${oc.env:OUTSIDE}]": "data.mean=['/elsewhere'], from",
+    "task.mode=nosuch": "task.mode=nosuch is invalid",  # and checkpoint.mode, which refers to it, is not told
+}
+INSIDE = ['optim.lr="${oc.decode:${oc.env:RATE}}"', "run=${oc.env:NAME}", "data.eval_batch_size=${data.batch_size}"]
 
 
-def test_each_value_of_a_sweep_is_tried_before_it_starts():
-    told, good = tried_alone("train", ["optim.lr=1e-3,3e-3", "model=basic_net,resnet51", "optim.lrr=1,2"])
-    assert ["resnet51" in told[0], "optim.lrr" in told[1]] == [True, True]
-    assert good == ["model=basic_net", "optim.lr=0.001", "optim.lr=0.003"]
+def test_an_interpolation_is_judged_by_its_value(monkeypatch):
+    for name, value in {"OUTSIDE": "/elsewhere", "EMPTY": "", "RATE": "1e-3", "NAME": "mine"}.items():
+        monkeypatch.setenv(name, value)
+    told = list(wrong_values(compose_config("train", [*OUTSIDE])))
+    assert len(told) == len(OUTSIDE)
+    assert all(any(problem.startswith(text) for problem in told) for text in OUTSIDE.values()), told
+    (told,) = wrong_values(compose_config("train", ["run=a/${oc.env:OUTSIDE}"]))
+    assert told.startswith("run=a//elsewhere, from a/${oc.env:OUTSIDE}, is invalid")
+    assert list(wrong_values(compose_config("train", INSIDE))) == []
 
 
-@pytest.mark.parametrize(("overrides", "told"), [
-    (["resume=auto"], "run=<name>"),
-    (["resume=nothing"], "neither a checkpoint nor a run"),
-    (["resume=nothing.ckpt"], "does not exist"),
-    (["init_from=nothing"], "neither a checkpoint nor a run"),
-    (["resume=a", "init_from=b"], "exclude each other"),
-    (["run=a", "resume=auto", "init_from=nothing"], "init_from=nothing: neither a checkpoint nor a run"),
+# --- What a run continues from, and what a command prints ---
+
+
+@pytest.mark.parametrize(("job", "overrides", "told"), [
+    ("train", ["resume=auto"], "run=<name>"),
+    ("train", ["resume=nothing"], "neither a checkpoint nor a run"),
+    ("train", ["resume=nothing.ckpt"], "does not exist"),
+    ("train", ["init_from=nothing"], "neither a checkpoint nor a run"),
+    ("train", ["resume=a", "init_from=b"], "exclude each other"),
+    ("train", ["run=a", "resume=auto", "init_from=nothing"], "init_from=nothing: neither a checkpoint nor a run"),
+    ("eval", [], "run=<name>"),
+    ("eval", ["run=none"], "neither a checkpoint nor a run"),
+    ("eval", ["checkpoint=x.ckpt"], "does not exist"),
 ])  # fmt: skip
-def test_what_is_not_there_cannot_be_continued(overrides, told, tmp_path, monkeypatch):
+def test_what_is_not_there_cannot_be_continued_or_evaluated(job, overrides, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = compose_config("train", overrides)
-    assert isinstance(cfg, DictConfig)
+    resolve = {"train": resuming.for_training, "eval": resuming.for_evaluation}[job]
     with pytest.raises(UserError, match=told):
-        resuming.for_training(cfg, overrides)
+        resolve(compose_config(job, overrides), overrides)
     assert list(Path.cwd().iterdir()) == []
 
 
-# --- as commands ---------------------------------------------------------------------------------------------------
+def test_what_a_resumed_run_recalls_without_effect_is_set_aside(capsys):
+    cpu = ["trainer.accelerator=cpu", "strategy=single"]
+    cfg = compose_config("train", [*cpu, "checkpoint.sharded=true", "tf32=true"])
+    resuming.set_aside(cfg, [*cpu, "tf32=true"])
+    assert (OmegaConf.select(cfg, "checkpoint.sharded"), cfg.tf32) == (False, True)  # typed ones stay an error
+    assert "checkpoint.sharded=true of the resumed run has no effect here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--help"],
-        ["optim.lrr=1", "data.image_size=0", "optim._target_=os.system"],
-        pytest.param(["--cfg", "job"], marks=pytest.mark.slow),
-        pytest.param(["-m", "modle=a,b"], marks=pytest.mark.slow),
-    ],
-)
-def test_help_and_mistakes_answer_without_torch_and_leave_nothing(command, args):
-    libraries = command.folder.with_name("libraries")
-    done = command(
-        "train.py", *args, env={"PYTHONPROFILEIMPORTTIME": "1", "LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(libraries)}
-    )
-    opened = "".join(path.read_text() for path in libraries.parent.glob("libraries.*"))
-    assert "libcuda" not in opened or not args[0].startswith("--")  # asking eight GPUs may take seconds
-    modules = {line.rsplit("|", 1)[-1].strip() for line in done.err.splitlines() if line.startswith("import time:")}
-    assert "omegaconf" in modules
-    assert not modules & {"torch", "lightning", "torchvision", "timm", "matplotlib.pyplot", "wandb", "pandas"}
-    assert done.code == (0 if args[0].startswith("--") else 2), done
-    assert command.files() == []
-
-
-@pytest.mark.parametrize(("args", "parts"), [
-    (["data.root=nowhere", "data.source=disk"], ["data.root=nowhere does not exist", "train-images-idx3-ubyte.gz"]),
-    (["data.batch_size=100000"], ["more than the 576 training images", "data.batch_size=576"]),
-    (["trainer.precision=fp17", "optim.lrr=1"], ["fp17", "optim.lrr"]),
+@pytest.mark.parametrize(("args", "code"), [
+    (["optim.lrr=1", "data.image_size=0", "optim._target_=os.system"], 2),
+    pytest.param(["--cfg", "job"], 0, marks=pytest.mark.slow),
+    pytest.param(["-m", "modle=a,b"], 2, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_bad_input_is_one_message_exit_code_2_and_nothing_written(forked_command, args, parts):
-    command = forked_command
-    done = command("train.py", *args)
-    assert done.code == 2, done
-    assert "Traceback" not in done.err
-    assert all(line.startswith("error: ") for line in done.err.splitlines()), done
-    for part in parts:
-        assert part in done.err
+def test_mistakes_and_configs_are_printed_without_torch_and_leave_nothing(command, args, code):
+    done = command("train.py", *args, env={"PYTHONPROFILEIMPORTTIME": "1"})
+    lines = done.err.splitlines()
+    imports = {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+    assert "omegaconf" in imports
+    assert not imports & {"torch", "lightning", "torchvision", "timm", "matplotlib.pyplot", "wandb", "pandas"}
+    messages = [line for line in lines if not line.startswith("import time:")]
+    assert all(line.startswith("error: ") for line in messages), done
+    assert (done.code, bool(messages)) == (code, code == 2), done
     assert command.files() == []
-
-
-def test_an_evaluation_needs_a_run_or_a_checkpoint(forked_command):
-    command = forked_command
-    for args, told in (
-        ([], "run=<name>"),
-        (["run=none"], "neither a checkpoint nor a run"),
-        (["checkpoint=x.ckpt"], "does not exist"),
-    ):
-        done = command("eval.py", *args)
-        assert (done.code, told in done.err, "Traceback" in done.err) == (2, True, False), done
-    assert command.files() == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["run=${oc.env:OUTSIDE}"], ["run=/elsewhere, from ${oc.env:OUTSIDE}, is invalid"]),
-        (["run=a/${oc.env:OUTSIDE}"], ["run=a//elsewhere, from a/${oc.env:OUTSIDE}, is invalid"]),
-        (["resume=${oc.env:EMPTY}"], ["resume=, from ${oc.env:EMPTY}, is invalid"]),
-        (["optim.lr=${oc.env:OUTSIDE}"], ["optim.lr=/elsewhere, from"]),
-        (["data.batch_size=${task.monitor}"], ["data.batch_size=val/acc, from"]),
-        (["data.mean=[${oc.env:OUTSIDE}]"], ["data.mean=['/elsewhere'], from"]),
-        (
-            ["task.mode=nosuch"],
-            ["task.mode=nosuch is invalid"],
-        ),  # and checkpoint.mode, which refers to it, is not told
-        (
-            ['optim.lr="${oc.decode:${oc.env:RATE}}"', "run=${oc.env:NAME}", "data.eval_batch_size=${data.batch_size}"],
-            [],
-        ),
-    ],
-)
-def test_an_interpolation_is_judged_by_its_value(monkeypatch, overrides, said):
-    for name, value in {"OUTSIDE": "/elsewhere", "EMPTY": "", "RATE": "1e-3", "NAME": "mine"}.items():
-        monkeypatch.setenv(name, value)
-    problems = list(wrong_values(compose_config("train", overrides)))
-    assert len(problems) == len(said)
-    assert all(problem.startswith(text) for problem, text in zip(problems, said, strict=True))

@@ -36,9 +36,8 @@ def test_the_memory_of_a_callers_process_is_not_tuned(owned, monkeypatch):
 
 
 def state() -> dict[str, object]:
-    loggers = [
-        logging.getLogger(name) for name in (None, "lightning", "lightning.pytorch", "lightning.fabric", "lockstep")
-    ]
+    names = (None, "lightning", "lightning.pytorch", "lightning.fabric", "lockstep")
+    loggers = [logging.getLogger(name) for name in names]
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return {
         "environment": dict(os.environ),
@@ -55,7 +54,7 @@ def state() -> dict[str, object]:
         "deterministic": (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
         "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
         "hooks": (sys.excepthook, sys.unraisablehook),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -87,17 +86,8 @@ def test_the_callers_process_is_left_as_it_was(as_a_caller_likes_it, mnist, cach
     assert (report["status"], report.folder, report) == ("done", Path("runs/a"), lockstep.load_report("a"))
     assert pickle.loads(pickle.dumps(report)).folder == report.folder  # a sweep's job may run in another process
     assert changed(state()) == set()
-    settings = {
-        "environment",
-        "signals",
-        "warning filters",
-        "loggers",
-        "log handlers",
-        "tf32",
-        "deterministic",
-        "random",
-    }
-    assert changed(during) == settings, "else that would show nothing"
+    set_up = "environment, signals, warning filters, loggers, log handlers, tf32, deterministic, random"
+    assert changed(during) == set(set_up.split(", ")), "else that would show nothing"
     with pytest.raises(TrainingFailed):
         lockstep.train(["run=b", "optim=sgd", "optim.lr=1e30", "trainer.log_every_n_steps=1", *common])
     with pytest.raises(UserError):
@@ -112,9 +102,8 @@ def test_the_callers_process_is_left_as_it_was(as_a_caller_likes_it, mnist, cach
 def test_a_sweep_returns_the_rows_of_its_table_those_of_failed_jobs_too(train, mnist, cache):
     common = [*options(mnist, cache), "trainer.limit_train_batches=2", "trainer.accumulate_grad_batches=2"]
     rows = lockstep.sweep([*common, "run=s", "data.batch_size=48,47", "seed=0,1"])
-    assert [(row["run"], row["status"]) for row in rows] == [
-        ("s/0", "done"), ("s/1", "done"), ("s/2", "failed"), ("s/3", "failed")
-    ]  # fmt: skip
+    assert [row["run"] for row in rows] == ["s/0", "s/1", "s/2", "s/3"]
+    assert [row["status"] for row in rows] == ["done", "done", "failed", "failed"]
     assert [row["seed"] for row in rows[:2]] == [0, 1]
     assert all("data.batch_size=47" in row["overrides"] for row in rows[2:])
     assert rows[0] == json.loads(Path("runs/s/0/report.json").read_text()) | {"run": "s/0"}

@@ -1,18 +1,18 @@
 """breakpoint() has a terminal, in one process and in a rank of several; what each rank prints is in its log."""
 
 import os
-import pty
 import re
 import signal
 import sys
-import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import forked
 import pytest
 import thin_project
 from in_process import SMALL
+from terminal import Terminal
 
 from lockstep.errors import UserError
 from lockstep.launch import local
@@ -41,40 +41,14 @@ TWO = ["strategy=ddp", "trainer.devices=2"]
 PROMPT, END_S = "(Pdb) ", 10
 
 
-class Terminal:
-    """A command whose standard streams are a terminal."""
+class Run(Terminal):
+    """train.py of a project whose task stops in the debugger, in the process of rank `stop`."""
 
     def __init__(self, command, *args: str, stop: int | None = None) -> None:
         script = str(thin_project.write(command.folder / "project", **OWN) / "train.py")
         given = [f"data.root={command.data}", f"data.cache_dir={command.cache}", *RUN, *args]
-        self.folder, self.seen, self.read_to = command.folder, "", 0
-        self.terminal, other_end = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm"} | ({} if stop is None else {"STOP": str(stop)})
-        with os.fdopen(other_end, "r+b", buffering=0) as end:
-            self.process = forked.Popen([sys.executable, script, *given], cwd=self.folder, env=environment, stdin=end,
-                                        stdout=end, stderr=end, start_new_session=True)  # fmt: skip
-        threading.Thread(target=self.read, daemon=True).start()
-
-    def read(self) -> None:
-        try:
-            while chunk := os.read(self.terminal, 65536):
-                self.seen += chunk.decode(errors="replace").replace("\r\n", "\n")
-        except OSError:  # nobody has the terminal any more
-            pass
-
-    def until(self, text: str, timeout_s: float = 200) -> str:
-        """What the command prints up to `text`."""
-        began_s, start = time.monotonic(), self.read_to
-        while (place := self.seen.find(text, start)) < 0:
-            assert time.monotonic() - began_s < timeout_s, self.seen
-            ended = self.process.poll() is not None
-            time.sleep(1.0 if ended else 0.05)
-            assert not ended or text in self.seen[start:], self.seen
-        self.read_to = place + len(text)
-        return self.seen[start : self.read_to]
-
-    def enter(self, line: str) -> None:
-        os.write(self.terminal, f"{line}\n".encode())
+        self.folder = command.folder
+        super().__init__([sys.executable, script, *given], self.folder, forked.Popen, STOP=str(stop))
 
     def log(self, rank: int) -> str:
         return (self.folder / f"runs/a/logs/rank-{rank}.log").read_text()
@@ -82,16 +56,14 @@ class Terminal:
 
 @pytest.fixture
 def terminal(command):
-    started: list[Terminal] = []
+    with ExitStack() as stack:
 
-    def start(*args: str, stop: int | None = None) -> Terminal:
-        started.append(Terminal(command, *args, stop=stop))
-        return started[0]
+        def start(*args: str, stop: int | None = None) -> Run:
+            run = Run(command, *args, stop=stop)
+            stack.callback(run.close)
+            return run
 
-    yield start
-    for each in started:
-        each.process.kill()
-        os.close(each.terminal)
+        yield start
 
 
 def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal):
@@ -99,11 +71,11 @@ def test_one_process_stops_in_the_dry_run_which_says_so_and_in_training(terminal
     dry_runs = 0
     while "This is the dry run" in command.until(PROMPT):  # it calls the loss several times
         dry_runs += 1
-        command.enter("c")
+        command.enter("c\n")
     assert dry_runs
-    command.enter("p 6 * 7, outputs.is_meta")
+    command.enter("p 6 * 7, outputs.is_meta\n")
     assert "(42, False)" in command.until(PROMPT)
-    command.enter("q")
+    command.enter("q\n")
     assert command.process.wait(100) == 130
     assert '"status": "interrupted"' in (command.folder / "runs/a/report.json").read_text()
 
@@ -115,23 +87,19 @@ def test_a_rank_of_several_has_the_terminal_and_goes_on(strategy, terminal):
     assert "rank 1 has the terminal" in printed
     assert "dry run" not in printed
     time.sleep(3)  # longer than the timeout
-    command.enter('p sorted(batch["index"].tolist()) != [], os.environ["RANK"]')
+    command.enter('p sorted(batch["index"].tolist()) != [], os.environ["RANK"]\n')
     assert "(True, '1')" in command.until(PROMPT)
-    command.enter('Path("go").touch()')
-    command.enter("c")
+    command.enter('Path("go").touch()\nc\n')
     assert command.process.wait(100) == 0, command.seen
     assert "loss of rank 0" not in command.seen
     assert "loss of rank 0" in command.log(0)
     assert "debug_rank: null" in (command.folder / "runs/a/config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "status"),
-    [
-        pytest.param(signal.SIGTERM, 1, "preempted", marks=pytest.mark.slow),
-        (signal.SIGINT, 130, "interrupted"),
-    ],
-)
+@pytest.mark.parametrize(("how", "code", "status"), [
+    pytest.param(signal.SIGTERM, 1, "preempted", marks=pytest.mark.slow),
+    (signal.SIGINT, 130, "interrupted"),
+])  # fmt: skip
 def test_a_signal_ends_all_processes_at_the_prompt(how, code, status, terminal):
     command = terminal(*TWO, "debug_rank=1", stop=1)
     command.until(PROMPT)
@@ -154,15 +122,12 @@ def test_each_rank_has_a_log_and_the_terminal_shows_rank_0(terminal):
     assert "loss of rank 1" not in command.seen
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["debug_rank=2", *TWO], "Set a rank of at most 1"),
-        (["debug_rank=1"], "Set a rank of at most 0"),
-        (["debug_rank=-1"], "debug_rank=-1"),
-        (["run=\u00fcber"], "needs quotes"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    (["debug_rank=2", *TWO], "Set a rank of at most 1"),
+    (["debug_rank=1"], "Set a rank of at most 0"),
+    (["debug_rank=-1"], "debug_rank=-1"),
+    (["run=\u00fcber"], "needs quotes"),
+])  # fmt: skip
 def test_a_rank_that_does_not_exist_and_a_name_that_hydra_cannot_read_are_rejected(options, said, train, monkeypatch):
     monkeypatch.setattr(process, "debug_rank", None)
     with pytest.raises(UserError, match=said):
@@ -170,12 +135,12 @@ def test_a_rank_that_does_not_exist_and_a_name_that_hydra_cannot_read_are_reject
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("value", ["garbage", "", "3", "{}", '{"config": "a: [", "world": null}'])
-def test_a_stale_variable_is_rejected(value, monkeypatch):
-    monkeypatch.setenv("LOCKSTEP_JOB", value)
-    with pytest.raises(UserError, match="Run unset LOCKSTEP_JOB") as error:
-        local.received()
-    assert len(error.value.problems) == 1
+def test_a_stale_variable_is_rejected(monkeypatch):
+    for value in ("garbage", "", "3", "{}", '{"config": "a: [", "world": null}'):
+        monkeypatch.setenv("LOCKSTEP_JOB", value)
+        with pytest.raises(UserError, match="Run unset LOCKSTEP_JOB") as error:
+            local.received()
+        assert len(error.value.problems) == 1
 
 
 @pytest.mark.slow  # Python starts anew

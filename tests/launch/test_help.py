@@ -1,15 +1,13 @@
 """`--help` and the completion of keys."""
 
 import os
-import pty
-import select
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from terminal import Terminal
 
 from lockstep import ROOT
 from lockstep.config import compose
@@ -55,42 +53,32 @@ def test_help_of_groups_and_keys_describes_them_alone_in_lines_that_fit(monkeypa
         shown("optin")
 
 
-@pytest.mark.parametrize("group", ["", *sorted(set(GROUPS) - set(RECIPES))])
-def test_each_key_of_the_shipped_configs_has_a_comment(group: str) -> None:
-    configs = [f"{group}/{option}" for option in compose.options(group)] if group else ["lockstep", "predict"]
-    comments = {key for config in configs for key in help.comments_of(config)}
-    keys = {key for config in configs for key in compose.dotted(help.option_node(config), group)} - set(GROUPS)
+def test_each_key_of_the_shipped_configs_has_a_comment() -> None:
     chosen = (*help.SET_BY_CHOICE, "defaults", "hydra", "name")
-    assert {key for key in keys - comments if not any(f".{part}." in f".{key}." for part in chosen)} == set()
+    for group in ["", *sorted(set(GROUPS) - set(RECIPES))]:
+        configs = [f"{group}/{option}" for option in compose.options(group)] if group else ["lockstep", "predict"]
+        comments = {key for config in configs for key in help.comments_of(config)}
+        keys = {key for config in configs for key in compose.dotted(help.option_node(config), group)} - set(GROUPS)
+        assert {key for key in keys - comments if not any(f".{part}." in f".{key}." for part in chosen)} == set()
 
 
 SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
+COMPLETED = {"python train.py optim=ada": "optim=adam", "lockstep train trainer.max_t": "trainer.max_time="}
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize(
-    ("line", "completed"),
-    [("python train.py optim=ada", "optim=adam"), ("lockstep train trainer.max_t", "trainer.max_time=")],
-)
-def test_tab_completes_in_a_terminal(shell: str, line: str, completed: str, tmp_path: Path) -> None:
+def test_tab_completes_in_a_terminal(shell: str, tmp_path: Path) -> None:
     if not shutil.which(shell):
         pytest.skip(f"no {shell}")
     script = tmp_path / "completion.sh"
     script.write_bytes(subprocess.check_output([sys.executable, "-m", "lockstep", "--completion"]))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(ROOT)
-        env = {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "$ ", "HOME": str(tmp_path)}
-        os.execvpe(SHELLS[shell][0], SHELLS[shell], env)
+    terminal = Terminal(SHELLS[shell], ROOT, PATH=path, TERM="dumb", PS1="$ ", HOME=str(tmp_path))
     try:
-        for typed, expected in ((f". {script}; echo re''ady\n", "ready\r\n"), (f"{line}\t", completed)):
-            os.write(terminal, typed.encode())
-            read, deadline = "", time.monotonic() + LIMIT_S
-            while expected not in read:
-                assert select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0], read
-                read += os.read(terminal, 4096).decode(errors="replace").replace("\a", "")
+        terminal.enter(f". {script}; echo re''ady\n")
+        terminal.until("ready\n", LIMIT_S)
+        for line, completed in COMPLETED.items():
+            terminal.enter(f"\x15{line}\t")  # after an empty line
+            terminal.until(completed, LIMIT_S)
     finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-        os.close(terminal)
+        terminal.close()

@@ -29,26 +29,24 @@ import json, os, sys, time
 from pathlib import Path
 from lockstep.errors import OutOfMemory
 from lockstep.launch import local
-from lockstep.machine import process
-job = local.received()
-cfg, world = job.config, job.world
-local_rank = os.environ["LOCAL_RANK"]
-folder = Path(__file__).parent
-(folder / f"rank{local_rank}.part").write_text(json.dumps({"pid": os.getpid(), "run": cfg.run, "rank": world.rank,
-                                                                  "notebook": process.in_notebook()}))
-(folder / f"rank{local_rank}.part").rename(folder / f"rank{local_rank}")
-while not all((folder / f"rank{other}").exists() for other in range(world.size)):
+from lockstep.machine import files, process
+job, local_rank, folder = local.received(), os.environ["LOCAL_RANK"], Path(__file__).parent
+files.write_json(folder / f"rank{local_rank}", {"pid": os.getpid(), "run": job.config.run, "rank": job.world.rank,
+                                                "notebook": process.in_notebook()})
+while not all((folder / f"rank{other}").exists() for other in range(job.world.size)):
     time.sleep(0.01)
-what = sys.stdin  # the parent's pipe; never read here
-if (folder / f"fail{local_rank}").exists():
-    sys.exit(int((folder / f"fail{local_rank}").read_text()))
+def told(what):
+    path = folder / f"{what}{local_rank}"
+    return path.read_text() if path.exists() else None
 def out_of_memory(*_):
-    raise OutOfMemory("it does not fit", json.loads((folder / f"memory{local_rank}").read_text()))
-if (folder / f"memory{local_rank}").exists():
+    raise OutOfMemory("it does not fit", json.loads(told("memory")))
+if told("fail"):
+    sys.exit(int(told("fail")))
+if told("memory"):
     local.GRACE_S = 600  # the parent ends it before
     local.report_end(out_of_memory, job)
-if (folder / f"killed{local_rank}").exists():
-    (folder / "vmstat").write_text((folder / f"killed{local_rank}").read_text())
+if told("killed"):
+    (folder / "vmstat").write_text(told("killed"))
     os.kill(os.getpid(), 9)
 if (folder / "wait").exists():
     time.sleep(600)
@@ -125,9 +123,12 @@ def gone(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_each_process_gets_the_resolved_job_and_its_rank(worker, capfd, monkeypatch):
+def test_each_process_gets_the_resolved_job_and_its_rank_also_off_the_main_thread(worker, capfd, monkeypatch):
     monkeypatch.setattr(process, "in_notebook", lambda: True)
-    run_both(worker)
+    thread = threading.Thread(target=run_both, args=(worker,))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
     jobs = [json.loads((worker.parent / f"rank{i}").read_text()) for i in range(2)]
     assert [(job["run"], job["rank"], job["notebook"]) for job in jobs] == [("r", 0, True), ("r", 1, True)]
     assert capfd.readouterr().out == "hello from 0\n"  # only rank 0 talks
@@ -148,7 +149,10 @@ def test_a_process_that_is_done_runs_its_exit_handlers_and_is_not_aborted(tmp_pa
     assert capfd.readouterr().out == "done\nexit handler\n"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")
+NO_DISK = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")
+
+
+@NO_DISK
 @pytest.mark.parametrize(
     ("output", "code"), [(">/dev/full", 0), (">&- 2>&-", 3), ("2>/dev/full", 3), ("| true", 0), (">ascii", 0)]
 )
@@ -172,10 +176,9 @@ process.exit_process({code})
     assert (tmp_path / "done").read_text() == "not the screen"
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, a disk without room")
+@NO_DISK
 def test_a_run_without_a_screen_is_done_and_its_log_has_every_line(forked_command):
-    data = [f"data.root={forked_command.data}", f"data.cache_dir={forked_command.cache}"]
-    command = [sys.executable, str(ROOT / "train.py"), *data, "run=a", "debug=one_batch"]
+    command = [sys.executable, str(ROOT / "train.py"), "run=a", "debug=one_batch", f"data.root={forked_command.data}"]
     with Path("/dev/full").open("w") as full:
         process = forked_processes.Popen(command, cwd=forked_command.folder, stdout=full, stderr=full)
         assert process.wait(300) == 0
@@ -223,15 +226,14 @@ def test_one_that_fails_ends_all_and_is_reported_once(files, expected, words, wo
 def test_the_last_process_has_time_for_what_it_does(code, done, files, waits, tmp_path, monkeypatch):
     monkeypatch.setattr(local, "FAILING_S", 0.0)
     monkeypatch.setattr(local, "EXIT_S", 0.0)
-    end_files = [tmp_path / "0", tmp_path / "1"]
     for name in [*done, *files]:
         (tmp_path / name).touch()
     ended = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     assert ended.wait(60) == code
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as last:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as last:
         ends = threading.Timer(1.0, lambda: last.communicate(b"\n"))
         ends.start() if waits else None
-        assert local.wait([ended, last], end_files, tmp_path) == code
+        assert local.wait([ended, last], [tmp_path / "0", tmp_path / "1"], tmp_path) == code
         assert last.poll() == (0 if waits else None)
         ends.join() if waits else last.kill()
 
@@ -240,7 +242,7 @@ def test_a_process_that_ignores_two_ctrl_c_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(local, "GRACE_S", 0.0)
     monkeypatch.setattr(process, "received", [signal.SIGINT] * 2)
     ignores = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print('ready', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", ignores], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    with subprocess.Popen([sys.executable, "-c", ignores], stdin=-1, stdout=-1) as child:
         child.stdout.readline()
         assert local.wait([child]) == 0
         assert child.poll() is None
@@ -267,16 +269,7 @@ process.end_with_parent(has_pipe=False, message="the parent is gone")
 print("begun", flush=True)
 time.sleep(600)"""
     command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", command], **pipes, text=True) as parent:
+    with subprocess.Popen([sys.executable, "-c", command], stdout=-1, stderr=-1, text=True) as parent:
         assert parent.stdout.readline() == "begun\n"
         parent.kill()
         assert parent.communicate(timeout=60)[1] == "the parent is gone\n"  # it reads until the child ends as well
-
-
-def test_it_can_be_called_off_the_main_thread(worker, forked):
-    thread = threading.Thread(target=run_both, args=(worker,))
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert len(started(worker)) == 2

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -54,49 +55,33 @@ def test_jobs_that_differ_by_seed_or_fold_have_a_mean_and_a_spread(tmp_path, cap
     assert re.search(r"mean of 2 +│ optim=sgd ", capsys.readouterr().out)
 
 
-@pytest.fixture
-def gpus(monkeypatch):
-    def there(count: int, visible: str | None = None) -> None:
-        monkeypatch.setattr(world, "gpu_count", lambda: count)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible is not None:
+GPUS = [
+    (4, None, [], "auto", ["0", "1", "2", "3"]),
+    (4, None, ["strategy=ddp", "trainer.devices=2"], "auto", ["0,1", "2,3"]),
+    (4, None, ["strategy=ddp"], "auto", ["0,1,2,3"]),
+    (4, None, [], 2, ["0", "1"]),
+    (2, "GPU-a,GPU-b", [], "auto", ["GPU-a", "GPU-b"]),
+    (3, "5,6,7", ["strategy=ddp", "trainer.devices=2"], "auto", ["5,6"]),
+]
+CORES = [([], "auto", 8, 1), ([], 2, 2, 4), (["strategy=ddp", "trainer.devices=2"], "auto", 4, 1), ([], 3, 3, 2)]
+
+
+def test_each_job_has_gpus_of_its_own(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for count, visible, overrides, jobs, expected in GPUS:
+        monkeypatch.setattr(world, "gpu_count", Mock(return_value=count))
+        if visible:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-    return there
-
-
-@pytest.mark.parametrize(
-    ("count", "visible", "overrides", "jobs", "expected"),
-    [
-        (4, None, [], "auto", ["0", "1", "2", "3"]),
-        (4, None, ["strategy=ddp", "trainer.devices=2"], "auto", ["0,1", "2,3"]),
-        (4, None, ["strategy=ddp"], "auto", ["0,1,2,3"]),
-        (4, None, [], 2, ["0", "1"]),
-        (2, "GPU-a,GPU-b", [], "auto", ["GPU-a", "GPU-b"]),
-        (3, "5,6,7", ["strategy=ddp", "trainer.devices=2"], "auto", ["5,6"]),
-    ],
-)
-def test_each_job_has_gpus_of_its_own(gpus, count, visible, overrides, jobs, expected):
-    gpus(count, visible)
-    found = sweeps.environments(compose_config("train", overrides), jobs)
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == expected
+        found = sweeps.environments(compose_config("train", overrides), jobs)
+        assert [environment["CUDA_VISIBLE_DEVICES"] for environment in found] == expected
+    for jobs, told in ((3, "hydra.launcher.jobs=1"), (0, "auto, or a number"), ("two", "auto, or a number")):
+        with pytest.raises(UserError, match=told):
+            sweeps.environments(compose_config("train", ["strategy=ddp", "trainer.devices=2"]), jobs)
 
 
-@pytest.mark.parametrize(
-    ("jobs", "told"), [(3, "hydra.launcher.jobs=1"), (0, "auto, or a number"), ("two", "auto, or a number")]
-)
-def test_more_than_there_are_is_refused(gpus, jobs, told):
-    gpus(2)
-    with pytest.raises(UserError, match=told):
-        sweeps.environments(compose_config("train", ["strategy=ddp", "trainer.devices=2"]), jobs)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "jobs", "count", "threads"),
-    [([], "auto", 8, 1), ([], 2, 2, 4), (["strategy=ddp", "trainer.devices=2"], "auto", 4, 1), ([], 3, 3, 2)],
-)
-def test_jobs_on_a_cpu_share_its_cores(gpus, monkeypatch, overrides, jobs, count, threads):
-    gpus(0)
+def test_jobs_on_a_cpu_share_its_cores(monkeypatch):
+    monkeypatch.setattr(world, "gpu_count", lambda: 0)
     monkeypatch.setattr(sweeps, "cores", lambda: 8)
-    found = sweeps.environments(compose_config("train", ["trainer.accelerator=cpu", *overrides]), jobs)
-    assert found == [{"OMP_NUM_THREADS": str(threads)}] * count
+    for overrides, jobs, count, threads in CORES:
+        found = sweeps.environments(compose_config("train", ["trainer.accelerator=cpu", *overrides]), jobs)
+        assert found == [{"OMP_NUM_THREADS": str(threads)}] * count

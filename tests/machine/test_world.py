@@ -23,8 +23,15 @@ SLURM = {
 }  # fmt: skip
 
 
+CPU = "trainer.accelerator=cpu"
+
+
 def config(*overrides: str):
     return compose_config("train", list(overrides))
+
+
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
 
 
 @pytest.mark.parametrize(
@@ -45,17 +52,10 @@ def test_a_complete_set_is_followed(env, launcher, rank):
     assert (external_launcher(env), rank_of(env)) == (launcher, rank)
 
 
-def without(env: dict[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in names}
-
-
 @pytest.mark.parametrize(("env", "parts"), [
     ({"RANK": "1"}, ["RANK=1", "neither torchrun", "run unset RANK, then the command again"]),
-    ({"WORLD_SIZE": "2", "RANK": "0"}, ["WORLD_SIZE=2", "unset RANK WORLD_SIZE"]),
     ({"RANK": "abc"}, ["RANK=abc", "not a whole number"]),
     ({"RANK": ""}, ["RANK=", "not a whole number"]),
-    ({"RANK": "-1"}, ["RANK=-1", "not a whole number"]),
-    ({"NODE_RANK": "x"}, ["NODE_RANK=x", "not a whole number"]),
     ({"SLURM_RESTART_COUNT": "x"}, ["SLURM_RESTART_COUNT=x", "unset SLURM_RESTART_COUNT"]),
     ({**SLURM, "SLURM_NNODES": "x"}, ["SLURM_NNODES=x", "not a whole number"]),
     ({"SLURM_PROCID": "1", "SLURM_JOB_ID": "9"}, ["SLURM_PROCID=1", "unset SLURM_JOB_ID SLURM_PROCID"]),
@@ -75,11 +75,16 @@ def test_a_part_of_a_set_is_refused_by_name_with_what_to_type(env, parts):
     assert launcher_problems(left) == [], "what it says to type helps"
 
 
-def test_a_node_that_the_run_does_not_have_is_refused(monkeypatch):
+def test_variables_that_contradict_the_config_are_refused(monkeypatch):
     monkeypatch.setenv("NODE_RANK", "1")
-    (problem,) = check(config("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))
-    assert "NODE_RANK=1" in problem
-    assert "run unset NODE_RANK" in problem
+    (problem,) = check(config("strategy=ddp", "trainer.devices=2", CPU))
+    assert re.search("NODE_RANK=1.*run unset NODE_RANK", problem)
+    monkeypatch.delenv("NODE_RANK")
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    for strategy in ("dp", "single"):
+        problems = check(config(f"strategy={strategy}", CPU))
+        assert any(re.search("[Ss]et strategy=ddp", problem) for problem in problems), problems
 
 
 def test_a_process_with_a_stale_rank_reports_it_itself(forked_command, monkeypatch):
@@ -99,15 +104,14 @@ def test_a_process_with_a_stale_rank_reports_it_itself(forked_command, monkeypat
     (["strategy=fsdp", "trainer.devices=-1"], 3, 3, 3),
     (["strategy=ddp", "trainer.devices=[0,2]"], 4, 2, 2),
     (["strategy=ddp", "trainer.devices='0,2,3'"], 4, 3, 3),
-    (["strategy=ddp", "trainer.devices='1,'"], 4, 1, 1),
     (["strategy=ddp", "trainer.devices=2", "trainer.num_nodes=3"], 4, 2, 6),
-    (["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"], 4, 2, 2),
+    (["strategy=ddp", "trainer.devices=2", CPU], 4, 2, 2),
 ])  # fmt: skip
 def test_devices_and_processes(overrides, gpus, devices, size, monkeypatch):
     monkeypatch.setattr(world, "gpu_count", lambda: gpus)
     found = Settings.of(config(*overrides), {}).world
     assert (found.devices, found.size) == (devices, size)
-    assert found.accelerator == ("cpu" if not gpus or "trainer.accelerator=cpu" in overrides else "cuda")
+    assert found.accelerator == ("cpu" if not gpus or CPU in overrides else "cuda")
 
 
 ALONE = {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}  # an interactive step
@@ -117,16 +121,8 @@ ALONE = {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}  # an interactive step
     (TORCHRUN, ("torchrun", 2, 3, 6, 3)), (SLURM, ("slurm", 2, 2, 4, 1)), (ALONE, (None, 2, 1, 2, 0)),
 ])  # fmt: skip
 def test_torchrun_and_slurm_say_themselves_who_takes_part(env, expected):
-    found = Settings.of(config("strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu"), env).world
+    found = Settings.of(config("strategy=ddp", "trainer.devices=2", CPU), env).world
     assert (found.external, found.devices, found.nodes, found.size, found.rank) == expected
-
-
-@pytest.mark.parametrize("strategy", ["dp", "single"])
-def test_a_strategy_of_one_process_is_refused_where_several_were_started(strategy, monkeypatch):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    problems = check(config(f"strategy={strategy}", "trainer.accelerator=cpu"))
-    assert any("Set strategy=ddp" in problem or "or set strategy=ddp" in problem for problem in problems), problems
 
 
 def test_runs_of_one_second_have_different_names():

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import filelock
 import pytest
@@ -50,13 +51,6 @@ def test_a_lock_lives_as_long_as_its_process_and_not_as_its_forks(tmp_path):
     assert [file.name for file in folder.path.iterdir()] == ["report.json"]
 
 
-def raises(number: int, text: str):
-    def call(*_: object) -> None:
-        raise OSError(number, text)
-
-    return call
-
-
 def test_a_lock_is_taken_again_if_its_last_holder_removed_the_file_meanwhile(tmp_path, monkeypatch):
     folder, taken, acquire = RunFolder(tmp_path / "a"), [], filelock.FileLock.acquire
 
@@ -76,7 +70,9 @@ def test_a_lock_is_taken_again_if_its_last_holder_removed_the_file_meanwhile(tmp
 def test_the_lock_of_another_user_is_respected(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path / "a")
     with folder.locked():
-        monkeypatch.setattr(filelock.FileLock, "_acquire", raises(13, "Permission denied"))  # root is never refused
+        monkeypatch.setattr(
+            filelock.FileLock, "_acquire", Mock(side_effect=OSError(13, "Permission denied"))
+        )  # root is never refused
         with pytest.raises(UserError, match="another process trains there now"), folder.locked(0):
             pass
 
@@ -90,7 +86,7 @@ def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
 
 def test_file_systems_without_locks_work_without(tmp_path, monkeypatch):
     for owner, name in ((filelock.FileLock, "_acquire"), (fcntl, "flock")):
-        monkeypatch.setattr(owner, name, raises(95, "Operation not supported"))
+        monkeypatch.setattr(owner, name, Mock(side_effect=OSError(95, "Operation not supported")))
     folder = RunFolder(tmp_path / "a")
     with folder.locked():
         folder.lock_file.touch()
@@ -116,30 +112,28 @@ def test_a_metric_that_is_nan_is_no_best_one():
     assert [best_row(rows, "val/auc", mode) for mode in ("max", "min")] == [{"val/auc": 0.5}, {"val/auc": 0.25}]
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "report.json", "metrics.csv"])
-def test_a_folder_in_the_place_of_a_file_is_named(tmp_path, name):
-    (tmp_path / name).mkdir()
+def test_folders_in_the_places_of_files_are_named(tmp_path):
+    places = [tmp_path / name for name in ("config.yaml", "report.json", "metrics.csv")]
+    for place in places:
+        place.mkdir()
     with pytest.raises(UserError) as error:
         RunFolder(tmp_path).validate()
-    assert any(f"{tmp_path / name} is damaged" in problem for problem in error.value.problems)
+    assert [problem.partition(" is damaged")[0] for problem in error.value.problems] == list(map(str, places))
 
 
-@pytest.mark.parametrize(
-    ("before", "error", "after"),
-    [
+def test_the_end_that_a_run_wrote_itself_stays(tmp_path):
+    folder = RunFolder(tmp_path)
+    for before, error, after in (
         ("running", RunFailed("gone"), "failed"),
         ("running", KeyboardInterrupt(), "interrupted"),
         ("failed", KeyboardInterrupt(), "interrupted"),  # at Ctrl-C one process may fail because another is gone
         ("preempted", KeyboardInterrupt(), "preempted"),
         ("done", RunFailed("gone"), "done"),
         ("running", UserError("wrong"), "running"),
-    ],
-)
-def test_the_end_that_a_run_wrote_itself_stays(tmp_path, before, error, after):
-    folder = RunFolder(tmp_path)
-    folder.write_report({"status": before})
-    folder.record_end(error)
-    assert json.loads(folder.report_file.read_text())["status"] == after
+    ):
+        folder.write_report({"status": before})
+        folder.record_end(error)
+        assert json.loads(folder.report_file.read_text())["status"] == after
 
 
 def test_only_folders_of_runs_are_runs(tmp_path):

@@ -59,7 +59,7 @@ def test_a_network_that_is_too_large_to_be_copied_is_counted_without_numbers(mon
 
 OWN = {
     **thin_project.package("mine"),
-    "configs/task/mine.yaml": "defaults: [classification]\ntraits: null\n",
+    "configs/task/mine.yaml": "defaults: [classification]\n",
     "configs/task/bare.yaml": "_target_: mine.Bare\nmonitor: val/loss\nmode: min\n",
 }
 
