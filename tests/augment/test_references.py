@@ -58,8 +58,8 @@ def test_operations_are_torchvisions(size):
 @pytest.mark.parametrize("kind", [TrivialAugment, RandAugment])
 def test_operations_of_policies_are_torchvisions(kind, name):
     """Those of TrivialAugment at the magnitudes that are drawn."""
-    for size in SIZES:
-        image, operation = images(*size), kind(operations=[name], **({"count": 1} if kind is RandAugment else {}))
+    operation = kind(operations=[name], **({"count": 1} if kind is RandAugment else {}))
+    for image in (images(*size) for size in SIZES):
         assert_close(name, operation, image, policy(operation, image, 1))
 
 
@@ -90,13 +90,12 @@ def test_each_image_of_a_policy_has_its_own_operation_magnitude_and_sign():
     assert {*fixed[np.isin(names, BLENDS)].tolist()} <= {0.0, 1.0, 8.0, 255.0}
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float32])
-def test_crops_of_masks_are_nearest(size, dtype):
-    operation, image = RandomResizedCrop(scale=(0.05, 1.0), ratio=(0.4, 2.5), image_size=24), images(*size)
+def test_crops_of_masks_are_nearest(dtype):
+    operation, image = RandomResizedCrop(scale=(0.05, 1.0), ratio=(0.4, 2.5), image_size=24), images(3, 21, 34)
     made = changed(operation, image, target=image[:, 0].to(dtype))["target"]
     assert made.dtype == dtype
-    for place, (top, left, height, width) in enumerate(operation.plan(*size[1:], new_draws(COUNT)).tolist()):
+    for place, (top, left, height, width) in enumerate(operation.plan(21, 34, new_draws(COUNT)).tolist()):
         box = image[place, 0, top : top + height, left : left + width].to(dtype)
         assert torch.equal(made[place], resize_nearest(box, (24, 24)))  # tests/data/test_transforms.py compares it
 

@@ -10,39 +10,37 @@ from lockstep.config.settings import Settings
 from lockstep.errors import UserError
 from lockstep.tasks import Task
 
-ABOUT = {
-    "classes": ["a", "b"],
-    "labels": ["a", "b"],
-    "targets": ["a", "b"],
-    "vocabulary": ["a", "b"],
-    "sequence_length": 4,
-}
+ABOUT = {**{key: ["a", "b"] for key in ("classes", "labels", "targets", "vocabulary")}, "sequence_length": 4}
 NAMES = sorted({path.stem for path in (CONFIGS / "task").glob("*.yaml")} - {"lightning_module", "own"})
-REPORT = {"test/count": 1000, "unit": "images", "test/acc": 0.5, "test/perplexity": 7.0, "test/rmse": 0.25}
-REPORT |= {"test/iou": 0.5, "test/f1": 0.5, "test/loss": 1.0}
-
-
 HEADLINES = {
-    "classification": ("test accuracy", "50.00% of 1,000 images"),
-    "multilabel": ("test f1", "0.5000 on 1,000 images"),
-    "regression": ("test rmse", "0.2500 on 1,000 images"),
-    "segmentation": ("test iou", "0.5000 on 1,000 images"),
-    "language_model": ("test perplexity", "7.0000 on 1,000 images"),
+    "classification": "acc",
+    "multilabel": "f1",
+    "regression": "rmse",
+    "segmentation": "iou",
+    "language_model": "perplexity",
 }
+REPORT = {"test/count": 1000, "unit": "images", **{f"test/{metric}": 0.5 for metric in HEADLINES.values()}}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_config_builds_its_task_and_names_a_figure_of_it(name):
+def test_a_config_builds_its_task_and_names_a_metric_of_it(name):
     cfg = compose_config("train", [f"task={name}", "+task.metrics.more._target_=torchmetrics.MeanMetric"])
     task: Task = create(cfg.task, "task")
     with pytest.raises(UserError, match=f"needs {', '.join(task.needs)} in the `about`"):
         task.bind({"channels": 3})
     task.bind(ABOUT)
-    assert task.headline({**REPORT, "monitor": cfg.task.monitor}) == HEADLINES[name]
+    expected = (f"test {HEADLINES[name]}", "0.5000 on 1,000 images")
+    if name == "classification":
+        expected = ("test accuracy", "50.00% of 1,000 images")
+    assert task.headline({**REPORT, "monitor": cfg.task.monitor}) == expected
     assert set(build.metrics(task, cfg.task.metrics)) == {*task.metrics(), "more"}
     shown = {column for _, _, columns in task.curves() for column in columns}
     assert shown == {"train/loss", "val/loss", *(f"val/{figure}" for figure in task.metrics())}
     assert (cfg.checkpoint.monitor, cfg.checkpoint.mode) == (cfg.task.monitor, cfg.task.mode)
+    for argument in {"class_weights", "pos_weight"} & set(cfg.task):
+        cfg.task[argument] = [1.0, 2.0, 3.0]
+        with pytest.raises(UserError, match=f"task.{argument} has 3 numbers; the data has 2"):
+            create(cfg.task, "task").bind(ABOUT)
 
 
 def test_every_task_has_a_config():
@@ -53,7 +51,6 @@ def test_every_task_has_a_config():
 @pytest.mark.parametrize("wrong", [
     "checkpoint.monitor=val/nothing", "task.monitor=test/acc", "task.monitor=val/nothing", "task.monitor=val/ac",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=val/nothing",
-    "callbacks=[default,early_stopping] callbacks.early_stopping.monitor=nosuch",
     "callbacks=[early_stopping] callbacks.early_stopping.monitor=train/acc",
     "callbacks=[default,lr_monitor,early_stopping] callbacks.early_stopping.monitor=val/nosuch",
 ])  # fmt: skip
