@@ -75,6 +75,11 @@ def stopped(train, runs) -> Callable[[str], Path]:
     return checkpoint
 
 
+def keys(checkpoint: Path) -> set[tuple]:
+    """Without the states of callbacks, and without the config, whose strategy has keys of its own."""
+    return {path for path, _ in leaves(read(checkpoint).values) if path[0] not in ("callbacks", "config")}
+
+
 def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) -> None:
     run = f"{left}-{under}"
     one_file = [] if under.startswith("shards") else ["checkpoint.sharded=false"]
@@ -88,6 +93,8 @@ def assert_goes_on(train, runs, whole, left: str, under: str, checkpoint: Path) 
     assert rows.steps == list(range(STOPPED + 1, STEPS + 1))
     assert rows.values == pytest.approx(expected.values[STOPPED:], rel=2e-6)
     assert report["test/loss"] == pytest.approx(whole["test/loss"], rel=1e-5)
+    ours, theirs = (keys(runs / name / "checkpoints/last.ckpt") for name in (run, "whole"))
+    assert ours ^ theirs == set()  # whatever made them
 
 
 @pytest.mark.parametrize(
@@ -106,10 +113,8 @@ def test_a_checkpoint_goes_on_under_another_strategy(left, under, train, runs, w
 @pytest.mark.parametrize("world", [2, 4])
 def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(world, train, runs, whole, stopped):
     folder = stopped(f"shards{world}")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "rest.pt",
-        *(f"shard-{rank:05}-of-{world:05}.pt" for rank in range(world)),
-    ]
+    shards = [f"shard-{rank:05}-of-{world:05}.pt" for rank in range(world)]
+    assert sorted(path.name for path in folder.iterdir()) == ["rest.pt", *shards]
     file = consolidate.consolidate(folder, folder.with_name("together.ckpt"))
     assert file.is_file()
     stopped("single")
@@ -119,14 +124,3 @@ def test_shards_can_be_put_together_to_one_file_and_evaluated_on_one_process(wor
         assert figure["test/loss"] == pytest.approx(expected["test/loss"], rel=1e-6)
         assert (figure["strategy"], figure["test/count"]) == ("single", 103)
     assert_goes_on(train, runs, whole, f"together{world}", "ddp2", file)
-
-
-@pytest.mark.parametrize(
-    "setup", [pytest.param(name, marks=() if name == "shards2" else pytest.mark.slow) for name in RING[1:]]
-)
-def test_checkpoints_have_the_same_keys_whatever_made_them(setup, stopped):
-    def keys(name: str) -> set[tuple]:
-        """Without the states of callbacks, and without the config, whose strategy has keys of its own."""
-        return {path for path, _ in leaves(read(stopped(name)).values) if path[0] not in ("callbacks", "config")}
-
-    assert keys(setup) ^ keys("single") == set()

@@ -86,10 +86,8 @@ def assert_ended_alike(run: str, whole: str, place: str) -> None:
     assert files(run) == files(whole), place
 
 
-@pytest.mark.parametrize(
-    ("setup", "rank"),
-    [pytest.param("single", 0, marks=pytest.mark.slow), pytest.param("shards", 1, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("setup", "rank"), [("single", 0), ("shards", 1)])
 def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_room(
     setup, rank, train, moments, monkeypatch
 ):
@@ -108,34 +106,23 @@ def test_a_run_whose_disk_is_full_keeps_what_it_has_and_goes_on_when_there_is_ro
     assert_ended_alike(run, f"whole-{setup}-{rank}", "the disk was full")
 
 
+QUICK = [("single", 0, slice(1))]
+SLOW = [
+    ("single", 0, slice(3, None, 6)), ("plain", 0, slice(0)), ("ddp3", 1, slice(0)), ("ddp", 0, slice(0, None, 8)),
+    ("shards", 0, slice(3, None, 9)), ("shards", 1, slice(1, 2)), ("norms", 0, slice(1)), ("fsdp", 0, slice(1, None, 8)),
+]  # fmt: skip
+FULL = [
+    ("single", 0, slice(None)), ("foreground", 0, slice(0, None, 6)), ("ddp3", 1, slice(1)), ("ddp3", 0, slice(1, None, 10)),
+    ("fsdp", 1, slice(1)), ("shards", 0, slice(2, None, 6)),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("setup", "rank", "kinds"),
     [
-        ("single", 0, slice(1)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("single", 0, slice(3, None, 6)),
-                ("plain", 0, slice(0)),
-                ("ddp3", 1, slice(0)),
-                ("ddp", 0, slice(0, None, 8)),
-                ("shards", 0, slice(3, None, 9)),
-                ("norms", 0, slice(1)),
-                ("fsdp", 0, slice(1, None, 8)),
-                ("shards", 1, slice(1, 2)),
-            )
-        ),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                ("single", 0, slice(None)),
-                ("foreground", 0, slice(0, None, 6)),
-                ("ddp3", 1, slice(1)),
-                ("ddp3", 0, slice(1, None, 10)),
-                ("fsdp", 1, slice(1)),
-                ("shards", 0, slice(2, None, 6)),
-            )
-        ),
+        *QUICK,
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in FULL),
     ],
 )
 def test_a_killed_run_that_is_typed_again_ends_alike(setup, rank, kinds, train, moments, monkeypatch):

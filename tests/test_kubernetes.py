@@ -79,9 +79,8 @@ def test_the_pods_find_each_other():
     host, _, port = OPTIONS["rdzv-endpoint"].partition(":")
     assert host == f"{JOB['metadata']['name']}-0.{name}"  # the hostname of an Indexed Job's pod is <job>-<index>
     assert re.search(rf"getent hosts {re.escape(host)};", WAIT["command"][-1])
-    assert (
-        {int(port)} == {p["port"] for p in SERVICE["spec"]["ports"]} == {p["containerPort"] for p in CONTAINER["ports"]}
-    )
+    assert [each["port"] for each in SERVICE["spec"]["ports"]] == [int(port)]
+    assert [each["containerPort"] for each in CONTAINER["ports"]] == [int(port)]
 
 
 def test_each_pod_is_a_node_of_torchrun():
@@ -92,6 +91,9 @@ def test_each_pod_is_a_node_of_torchrun():
     (apart,) = POD["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert apart["labelSelector"]["matchLabels"].items() <= TEMPLATE["metadata"]["labels"].items()
     assert WAIT["image"] == CONTAINER["image"]
+    # A rule that no schema has: podFailurePolicy goes with these two values only.
+    assert job["podFailurePolicy"]["rules"]
+    assert (POD["restartPolicy"], job["podReplacementPolicy"]) == ("Never", "Failed")
 
 
 def test_runs_are_on_the_shared_volume():
@@ -104,23 +106,12 @@ def test_runs_are_on_the_shared_volume():
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
 
 
-def test_the_api_server_takes_the_policies_together():
-    """Rules that no schema has: podFailurePolicy goes with these two values only."""
-    assert JOB["spec"]["podFailurePolicy"]["rules"]
-    assert (POD["restartPolicy"], JOB["spec"]["podReplacementPolicy"]) == ("Never", "Failed")
-
-
 @pytest.mark.parametrize("more", [[], ["trainer.accelerator=cpu"], ["strategy=fsdp"]], ids=" ".join)
 @pytest.mark.parametrize("rank", [0, NODES * GPUS - 1])
 def test_the_config_is_possible_in_every_pod(rank, more, monkeypatch):
     """In the process `rank` that torchrun starts on a node of the Job."""
-    started = {
-        "TORCHELASTIC_RUN_ID": OPTIONS["rdzv-id"],
-        "LOCAL_WORLD_SIZE": GPUS,
-        "WORLD_SIZE": NODES * GPUS,
-        "RANK": rank,
-    }
-    for name, value in started.items():
+    sizes = {"LOCAL_WORLD_SIZE": GPUS, "WORLD_SIZE": NODES * GPUS, "RANK": rank}
+    for name, value in {"TORCHELASTIC_RUN_ID": OPTIONS["rdzv-id"], **sizes}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(world, "gpu_count", lambda: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
     cfg = compose_config("train", [*OVERRIDES, *more])
@@ -137,11 +128,8 @@ def test_torchrun_takes_its_options(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # torchrun would set it, for this process too
     launch, _, arguments = run.config_from_args(run.parse_args(COMMAND[1:]))
-    assert LAUNCHER[0] == "torchrun"
-    assert arguments[-len(OVERRIDES) - 1 :] == ["train.py", *OVERRIDES]
-    assert (launch.min_nodes, launch.max_nodes, launch.nproc_per_node) == (NODES, NODES, GPUS)
-    assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("c10d", OPTIONS["rdzv-endpoint"])
-    assert (launch.run_id, launch.max_restarts) == (OPTIONS["rdzv-id"], 3)
+    assert (LAUNCHER[0], arguments[-len(OVERRIDES) - 1 :]) == ("torchrun", ["train.py", *OVERRIDES])
+    assert (launch.min_nodes, launch.max_nodes, launch.max_restarts) == (NODES, NODES, 3)
     assert launch.rdzv_configs["join_timeout"] == "1800"
     if hasattr(launch, "shutdown_timeout"):  # torch 2.12 and newer
         assert 30 < launch.shutdown_timeout < POD["terminationGracePeriodSeconds"]

@@ -1,12 +1,11 @@
 """The main job under each strategy: one run, one report, the same result, evaluated to the same figures."""
 
-import csv
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from in_process import SMALL
+from in_process import SMALL, rows, state
 
 import lockstep
 from lockstep import ROOT
@@ -15,10 +14,10 @@ from lockstep.training.invariance import ROUNDING
 pytestmark = pytest.mark.xdist_group("strategies")
 TWO = ["trainer.devices=2"]
 STRATEGIES = {
-    "single": [],
-    "dp": [],
-    "ddp": TWO,
-    "fsdp": TWO,
+    "single": ["strategy=single"],
+    "dp": ["strategy=dp"],
+    "ddp": ["strategy=ddp", *TWO],
+    "fsdp": ["strategy=fsdp", *TWO],
     "accumulated": ["strategy=single", "trainer.accumulate_grad_batches=4"],
 }
 REPORT = (
@@ -38,8 +37,7 @@ def base(tmp_path_factory, mnist, cache, forked) -> list[str]:
     runs = tmp_path_factory.mktemp("strategies") / "runs"
     return [
         f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "data.eval_batch_size=20",
-        "optim=sgd",
-        "optim.momentum=0.5", "optim.lr=0.02", "trainer.gradient_clip_val=0.5",
+        "optim=sgd", "optim.momentum=0.5", "optim.lr=0.02", "trainer.gradient_clip_val=0.5",
         "augment=[light,strong]", "augment.shift.pixels=2", "data.repeats=2",
         "trainer.precision=32-true", "trainer.max_steps=10", "trainer.log_every_n_steps=1", *SMALL,
     ]  # fmt: skip
@@ -47,10 +45,7 @@ def base(tmp_path_factory, mnist, cache, forked) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reports(base) -> dict[str, dict]:
-    return {
-        name: lockstep.train([f"strategy={name}" * (name != "accumulated") or "seed=0", *more, f"run={name}", *base])
-        for name, more in STRATEGIES.items()
-    }
+    return {name: lockstep.train([*more, f"run={name}", *base]) for name, more in STRATEGIES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +53,10 @@ def runs(base) -> Path:
     return Path(base[0].removeprefix("runs_dir="))
 
 
-def weights(folder: Path, checkpoint: str = "checkpoints/last.ckpt") -> dict[str, torch.Tensor]:
-    return torch.load(folder / checkpoint, weights_only=True, map_location="cpu")["state_dict"]
-
-
 def relative_difference(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Of all weights as one vector."""
-    a, b = (torch.cat([value.double().flatten() for value in state.values()]) for state in (reference, other))
+    a, b = (torch.cat([value.double().flatten() for value in weights.values()]) for weights in (reference, other))
     return float((b - a).norm() / a.norm())
-
-
-def losses(path: Path) -> list[float]:
-    with path.open() as file:
-        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
 
 
 def test_each_run_is_one_directory_with_one_report(reports, runs):
@@ -89,10 +75,12 @@ def test_each_run_is_one_directory_with_one_report(reports, runs):
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
 def test_weights_and_losses_agree_with_a_single_process(name, reports, runs):
-    reference, other = (weights(runs / n, reports[n]["checkpoint"]) for n in ("single", name))
+    reference, other = (state(runs / each / reports[each]["checkpoint"])["state_dict"] for each in ("single", name))
     assert list(reference) == list(other)
     assert relative_difference(reference, other) < 1e-6
-    expected, found = losses(runs / "single" / "metrics.csv"), losses(runs / name / "metrics.csv")
+    expected, found = (
+        [float(row["train/loss"]) for row in rows(runs / each) if row["train/loss"]] for each in ("single", name)
+    )
     assert len(expected) == 10
     assert expected[-1] < expected[0]
     assert found == pytest.approx(expected, rel=2e-6)
@@ -100,24 +88,23 @@ def test_weights_and_losses_agree_with_a_single_process(name, reports, runs):
         assert reports[name][figure] == pytest.approx(reports["single"][figure], rel=1e-5)
 
 
-def test_an_evaluation_gives_the_same_figures_again(reports, base, runs):
-    for name, report in reports.items():
-        again = lockstep.evaluate([f"run={name}", base[0], base[2], "trainer.accelerator=cpu"])
-        assert (again["strategy"], again["world_size"], again["test/count"]) == ("single", 1, 103)
-        for figure in ("test/loss", "test/acc"):
-            assert again[figure] == pytest.approx(report[figure], rel=1e-6)
-        assert json.loads((runs / name / "eval.json").read_text()) == again
-    assert len(list(runs.iterdir())) == len(STRATEGIES)
-    fsdp = ["strategy=fsdp", "trainer.devices=2", "trainer.accelerator=cpu"]
-    again = lockstep.evaluate(["run=single", base[0], base[2], *fsdp])
-    assert (again["strategy"], again["world_size"], again["test/count"]) == ("fsdp", 2, 103)
-    assert again["test/loss"] == pytest.approx(reports["single"]["test/loss"], rel=1e-6)
+def test_an_evaluation_gives_the_same_figures_again_on_any_number_of_processes(reports, base, runs, tmp_path):
+    """Of runs and of a checkpoint alone, which lies elsewhere."""
 
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in runs.rglob("*") if path.is_file() and path.parent.name != "logs"}
 
-def test_a_checkpoint_is_enough_for_an_evaluation(reports, base, runs, tmp_path):
-    moved = tmp_path / "elsewhere" / "moved.ckpt"
-    moved.parent.mkdir()
+    moved = tmp_path / "moved.ckpt"
     moved.write_bytes((runs / "ddp" / reports["ddp"]["checkpoint"]).read_bytes())
-    again = lockstep.evaluate([f"checkpoint={moved}", base[2], "trainer.accelerator=cpu"])
-    assert again["test/loss"] == pytest.approx(reports["ddp"]["test/loss"], rel=1e-6)
-    assert moved.with_suffix(".eval.json").is_file()
+    before = contents()
+    for name, more, strategy, world_size, file in (
+        ("ddp", [f"checkpoint={moved}"], "single", 1, moved.with_suffix(".eval.json")),
+        ("fsdp", ["run=fsdp", base[0]], "single", 1, runs / "fsdp/eval.json"),
+        ("single", ["run=single", base[0], "strategy=fsdp", *TWO], "fsdp", 2, runs / "single/eval.json"),
+    ):
+        again = lockstep.evaluate([*more, base[2], "trainer.accelerator=cpu"])
+        assert (again["strategy"], again["world_size"], again["test/count"]) == (strategy, world_size, 103)
+        for figure in ("test/loss", "test/acc"):
+            assert again[figure] == pytest.approx(reports[name][figure], rel=1e-6)
+        assert json.loads(file.read_text()) == again
+    assert {path: content for path, content in contents().items() if path.name != "eval.json"} == before

@@ -112,13 +112,12 @@ def js(driver):
 
 
 def texts(driver, selector: str) -> list[str]:
-    return driver.execute_script(
-        "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector
-    )
+    found = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+    return driver.execute_script(found, selector)
 
 
 @pytest.mark.parametrize(("width", "dark"), WINDOWS)
-def test_a_page_fits_its_window(driver, js, page, width, dark):
+def test_a_page_fits_its_window_and_axe_finds_no_barrier(driver, js, page, width, dark):
     browser.show(driver, page, width=width, dark=dark)
     js("document.querySelectorAll('details').forEach(e => e.open = true)")
     assert driver.get_log("browser") == []
@@ -128,15 +127,9 @@ def test_a_page_fits_its_window(driver, js, page, width, dark):
     paper = js("return getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(18, 20, 24)" if dark else "rgb(255, 255, 255)")
     assert texts(driver, ".headline h1")[0]
-
-
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
-def test_axe_finds_no_barrier(driver, js, page, width, dark):
     axe = find_spec("axe_core_python")
     if axe is None:
-        pytest.skip("no axe-core-python (uv sync installs it)")
-    browser.show(driver, page, width=width, dark=dark)
-    js("document.querySelectorAll('details').forEach(e => e.open = true)")
+        pytest.skip("all but axe is checked: no axe-core-python (uv sync installs it)")
     js("[...document.querySelectorAll('input[name=compare]')].slice(0, 2).forEach(box => box.click())")
     js(Path(axe.origin).with_name("axe.min.js").read_text())
     assert driver.execute_async_script(AXE) == []
@@ -148,10 +141,8 @@ def test_samples_are_filtered_and_enlarged(driver, js, page):
     everything = js(shown)
     for name, place in (("class", 0), ("right", 1)):
         for value in texts(driver, f"select[data-filters={name}] option")[1:]:
-            change = (
-                f"const e = document.querySelector('select[data-filters={name}]'); e.value = arguments[0]; e.onchange()"
-            )
-            js(change, value)
+            select = f"const e = document.querySelector('select[data-filters={name}]')"
+            js(f"{select}; e.value = arguments[0]; e.onchange()", value)
             wanted = [each for each in everything if value in each[place].split("\n")]
             assert js(shown) == wanted
         js("document.querySelectorAll('select[data-filters]').forEach(e => { e.value = ''; e.onchange() })")
@@ -188,11 +179,8 @@ def test_two_runs_are_compared(driver, js, run_folder):
 
 def test_the_page_of_a_run_that_trains_renews_itself_until_it_is_done(driver, js, run_folder):
     folder = RunFolder(run_folder / "lr-0.001")
-    report, progress = (
-        folder.report(),
-        {"step": 3, "total": 12, "epoch": 1, "left": "0:09", "checkpoint": "", "every_s": 0.5},
-    )
-    last, work = folder.page_file.read_text(), Workload(None, None)
+    progress = {"total": 12, "epoch": 1, "left": "0:09", "checkpoint": "", "every_s": 0.5}
+    report, last, work = folder.report(), folder.page_file.read_text(), Workload(None, None)
 
     def write(step: int, ago_s: float = 0) -> None:
         now = {**progress, "step": step, "written_s": time.time() - ago_s}

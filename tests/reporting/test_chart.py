@@ -31,20 +31,15 @@ def words(svg: str) -> list[str]:
     return [element.text for element in ElementTree.fromstring(svg).iter() if element.tag.endswith("text")]
 
 
-def test_names_and_round_numbers_are_written():
-    svg = render.chart("Title", "step <1>", {"train/loss": [(0, 0.0), (20_000, 1.0)]})
-    assert {"step <1>", "10k", "0.4"} <= set(words(svg))
-    assert 'data-name="train/loss" data-values="0,0 20000,1"' in svg  # what the pointer shows
-
-
-def test_a_second_unit_has_its_own_round_numbers():
-    svg = render.chart("Title", "step", {"a": [(0, 0.0), (50, 1.0)]}, x_range=(0.0, 50.0), second_x=("images seen", 64))
-    assert {"50", "3,000", "step", "images seen"} <= set(words(svg))
-    steps, images = (re.search(rf'class="{name}">(.*?)</g>', svg)[1] for name in ("in-x", "in-per"))
-    place = {
-        text: float(x) for group in (steps, images) for x, text in re.findall(r'x="([\d.]+)"[^>]*>([\d,]+)<', group)
-    }
+def test_names_values_and_round_numbers_of_both_units_are_written():
+    curve = {"train/loss": [(0, 0.0), (50, 1.0)]}
+    svg = render.chart("Title", "step <1>", curve, x_range=(0.0, 50.0), second_x=("images seen", 64))
+    assert {"50", "3,000", "0.4", "step <1>", "images seen"} <= set(words(svg))
+    assert 'data-name="train/loss" data-values="0,0 50,1"' in svg  # what the pointer shows
+    numbers = re.findall(r'x="([\d.]+)"[^>]*>([\d,]+)<', svg[svg.index('class="in-x"') :])
+    place = {text: float(x) for x, text in numbers}
     assert place["3,000"] - place["0"] == pytest.approx(3000 / 64 / 50 * (place["50"] - place["0"]), abs=0.2)
+    assert {"20k"} <= set(words(render.chart("Title", "step", {"a": [(0, 0.0), (20_000, 1.0)]})))
 
 
 def test_a_mark_bars_and_dots_are_drawn():
@@ -57,14 +52,11 @@ def test_a_mark_bars_and_dots_are_drawn():
     assert dots.count("<circle") == 2
 
 
-def test_what_is_not_finite_is_left_out():
+def test_what_is_not_finite_is_left_out_and_one_value_has_a_range_around_it():
     series = {"a": [(0, 1.0), (1, math.nan), (2, math.inf), (3, 2.0)], "b": [(0, math.nan)], "c": []}
     (places,) = polylines(render.chart("Title", "", series))
     assert len(places) == 2
     assert render.chart("Title", "", {"b": [(0, math.nan)]}) == ""
-
-
-def test_one_value_has_a_range_around_it():
     for value in (0.0, -2.0, 1e9):
         ((place,),) = polylines(render.chart("Title", "", {"a": [(7, value)]}))
         assert place == ((render.LEFT + render.RIGHT) / 2, (render.TOP + render.BOTTOM) / 2)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from in_process import end_before_the_test
+from in_process import logged_steps
 from omegaconf import OmegaConf
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 from torchmetrics.regression import MeanSquaredError
@@ -25,7 +25,6 @@ from lockstep.tasks.panel import Bars, Gallery, Matrix, Panel, Sample
 from lockstep.training.workload import TaskWorkload, Workload
 
 pytestmark = pytest.mark.xdist_group("page")
-TWO = ("strategy=ddp", "trainer.devices=2")
 
 
 def page_of(run: str) -> str:
@@ -57,33 +56,18 @@ def test_a_page_holds_what_is_known_of_a_run(run_a):
     assert min(parts.values()) >= 0
 
 
-def test_the_panels_are_those_of_the_checkpoint_in_any_number_of_processes(run_a, train, forked):
-    """A run that was ended in its test is tested again when it is resumed."""
-    alone = page_of("a")
-    end_before_the_test("a")
-    train("run=a", "resume=auto", *TWO)
-    shared = page_of("a")
-    assert "Resumed 1 time" in shared
-    assert section(shared, "test") == section(alone, "test")
-    figures = [re.findall(r"<figure.*?</figure>", section(page, "samples"), re.DOTALL) for page in (alone, shared)]
-    assert figures[0][:40] == figures[1][:40]
-
-
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec")
-def test_the_matrix_counts_the_predictions_of_the_checkpoint(run_a, mnist, cache):
-    cfg = OmegaConf.load("runs/a/config.yaml")
-    settings = Settings.of(cfg)
-    settings = Settings.of(cfg)
-    data, panels = build.data(settings), []
-    work = build.workload(settings, data, weights=str(Path("runs/a", run_a["checkpoint"])))
-    build.evaluate(settings, data, work, panels=panels)
-    matrix = next(panel for panel in panels if isinstance(panel, Matrix))
+def test_matrix_and_samples_are_those_of_the_checkpoints_predictions(run_a):
+    settings = Settings.of(OmegaConf.load("runs/a/config.yaml"))
+    data = build.data(settings)
+    net = build.workload(settings, data, weights=str(Path("runs/a", run_a["checkpoint"]))).module.net.eval()
     batch = data.finished(data.raw("test", range(103)), training=False)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed"):
-        logits = work.module.net.eval()(batch["input"]).float()
-    assert matrix.values == MulticlassConfusionMatrix(10)(logits, batch["target"]).tolist()
-    worst = next(panel for panel in panels if isinstance(panel, Gallery)).samples
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=run_a["precision"] == "bf16-mixed"):
+        logits = net(batch["input"]).float()
+    panels = lockstep.load_report("a").panels
+    assert panels["Confusion matrix"].values == MulticlassConfusionMatrix(10)(logits, batch["target"]).tolist()
     loss = torch.nn.functional.cross_entropy(logits, batch["target"], reduction="none")
+    worst = panels["Largest losses"].samples
     assert [sample.index for sample in worst[:5]] == loss.argsort(descending=True)[:5].tolist()
     assert (worst[0].image_CHW == data.raw("test", [worst[0].index])["input"][0].numpy()).all()
 
@@ -143,21 +127,16 @@ class Broken(Panel):
         raise LookupError("no such thing")
 
 
-def test_a_panel_that_fails_costs_no_figure(train, monkeypatch, caplog):
+def test_a_panel_of_the_users_is_shown_and_one_that_fails_costs_no_figure(tmp_path, mnist, cache, monkeypatch):
     known = Classification.test_panels
     monkeypatch.setattr(Classification, "test_panels", lambda self: {"own": Broken(), **known(self)})
-    report = train("run=b", "trainer.max_steps=2")
-    assert (report["status"], report["test/count"]) == ("done", 103)
-    assert "the report lacks the panel own, which failed: LookupError: no such thing" in page_of("b")
-    assert "Confusion matrix" in page_of("b")
-
-
-def test_a_panel_of_the_users_is_shown(tmp_path, mnist, cache, monkeypatch):
     monkeypatch.chdir(Page("panel").write(tmp_path))
     options = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.batch_size=48", "trainer.accelerator=cpu"]
-    lockstep.train(["run=c", *Page("panel").typed[0], *options, "trainer.max_steps=2"])
-    assert "Wrong predictions" in section(page_of("c"), "test")
-    assert "<rect" in section(page_of("c"), "test")
+    report = lockstep.train(["run=b", *Page("panel").typed[0], *options, "trainer.max_steps=2"])
+    assert (report["status"], report["test/count"]) == ("done", 103)
+    assert "the report lacks the panel own, which failed: LookupError: no such thing" in page_of("b")
+    shown = section(page_of("b"), "test")
+    assert "Wrong predictions" in shown and "<rect" in shown and "Confusion matrix" in shown
 
 
 def test_the_first_batch_is_shown_as_the_network_saw_it():
@@ -171,17 +150,14 @@ def test_the_first_batch_is_shown_as_the_network_saw_it():
     assert [sample.facts for sample in pairs] == [{}, {}]
 
 
-def losses(run: str) -> list[float]:
-    return [row["train/loss"] for row in RunFolder(Path("runs", run)).metrics() if "train/loss" in row]
-
-
 def test_a_short_run_has_curves_with_the_same_interval_when_resumed(train):
     train("run=short", "trainer.max_steps=41")
-    assert len(losses("short")) == 20
+    assert len(logged_steps("short")) == 20
     drawn = section(page_of("short"), "training")
     assert drawn.count("<polyline") >= 4  # loss, learning rate, speed, memory
     train("run=short", "resume=auto", "trainer.max_steps=81")  # every 4 steps if it were decided again
-    assert len(losses("short")) == 40
+    assert len(logged_steps("short")) == 40
+    assert "Resumed 1 time" in page_of("short")
 
 
 def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[dict]:
@@ -192,27 +168,21 @@ def drawn(metrics: dict[str, torch.nn.Module], **columns: list[float]) -> list[d
     return list(pages.drawn_curves(TaskWorkload(module, None), series, {}))
 
 
-def axis(chart: dict) -> list[float]:
-    """The numbers on the y axis."""
-    return [float(number) for number in re.findall(r'text-anchor="end">([-\d.]+)<', chart["svg"])]
+def axis(chart: dict) -> list[str]:
+    """The numbers on the y axis, from below."""
+    return re.findall(r'text-anchor="end">([-\d.]+%?)<', chart["svg"])
 
 
 def test_one_value_is_a_number_and_axes_of_fractions_end_at_1():
-    metrics = {"share": MulticlassAccuracy(3), "error": MeanSquaredError()}
-    share, error, several, single = drawn(
-        metrics, share=[0.9, 0.9, 0.9], error=[0.9, 0.9, 0.9], unknown=[0.5, 0.9], one=[0.12345]
-    )
-    assert (max(axis(share)), max(axis(error))) == (1.0, 1.2)
-    assert "<polyline" in several["svg"]
-    assert (single["svg"], single["values"]) == ("", [("", "0.1235")])
-    (accuracy,) = drawn({"acc": MulticlassAccuracy(3)}, acc=[0.9, 0.95])
-    assert re.findall(r'text-anchor="end">([\d.]+%)<', accuracy["svg"])[:2] == ["90%", "91%"]
-    (accuracy,) = drawn({"acc": MulticlassAccuracy(3)}, acc=[0.925])
-    assert accuracy["values"] == [("", "92.50%")]
-    (in_percent,) = drawn({}, acc=[92.5])
-    assert in_percent["values"] == [("", "92.5000")]
-    (in_percent,) = drawn({}, acc=[92.5, 93.5])
-    assert "%" not in in_percent["svg"]
+    metrics = {"share": MulticlassAccuracy(3), "error": MeanSquaredError(), "acc": MulticlassAccuracy(3)}
+    flat, rising = [0.9, 0.9, 0.9], [0.9, 0.95]
+    share, error, unknown, one, acc = drawn(metrics, share=flat, error=flat, unknown=rising, one=[0.12345], acc=rising)
+    assert [max(map(float, axis(chart))) for chart in (share, error)] == [1.0, 1.2]
+    assert "<polyline" in unknown["svg"]
+    assert (one["svg"], one["values"]) == ("", [("", "0.1235")])
+    assert axis(acc)[:2] == ["90%", "91%"]
+    values = [(metrics, 0.925), ({}, 92.5)]  # a metric that is not the task's may be in percent already
+    assert [drawn(known, acc=[acc])[0]["values"] for known, acc in values] == [[("", "92.50%")], [("", "92.5000")]]
 
 
 def test_samples_are_filtered_by_each_of_their_labels_and_names_may_have_commas():
