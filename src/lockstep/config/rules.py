@@ -39,7 +39,7 @@ COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "va
 TIMM = "lockstep.models.from_timm"
 WANDB = "lockstep.reporting.loggers.wandb"
 WANDB_MODES = ["online", "offline", "disabled", "dryrun", "run", "shared"]  # of its client
-MLFLOW = "lockstep.extras.mlflow_logger.mlflow"
+MLFLOW = "lockstep.extras.mlflow_logger.MLflow"
 
 
 # --- The machine, its launcher and the strategy ---
