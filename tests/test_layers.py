@@ -75,7 +75,7 @@ PRIVATE = {
     "_memory_gib": "how the name of a measured figure ends",
     "_repr_html_": "IPython's documented name of a method that says how a notebook shows an object",
 }
-HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_labels")
+HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_self_", "_labels")
 
 
 def is_type_checking(node: ast.AST) -> bool:

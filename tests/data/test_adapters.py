@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset
 
 from lockstep.data.dataset import content_of
 from lockstep.errors import UserError
-from lockstep.extras.adapters import TorchDataset, Torchvision
-from lockstep.extras.huggingface import HuggingFace
+from lockstep.extras.adapters import HuggingFace, TorchDataset, Torchvision
 
 PLACES = np.arange(4)
 

@@ -506,7 +506,7 @@ def test_mlflow_logs_beside_the_runs_when_its_server_is_away(tmp_path, no_server
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     place = {"runs_dir": tmp_path, "run": "a", "experiment_name": "e", "group": None, "tags": []}
     with caplog.at_level(logging.WARNING):
-        made = mlflow_logger.mlflow(**place, tracking_uri=None, id="abc")
+        made = mlflow_logger.MLflow(**place, tracking_uri=None, id="abc")
     assert made.options["tracking_uri"] == f"sqlite:///{tmp_path}/mlflow.db"
     assert "127.0.0.1:9 cannot be reached" in caplog.text
     assert not list(tmp_path.iterdir())  # it connects when the run begins

@@ -131,27 +131,17 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
                 yield f"{part}: {key}: {a[key]} | {b[key]}"
 
 
-def first_different_digest(a: Report, b: Report) -> str | None:
-    """Step, logical rank and tensor; None if all are equal, or a run has no digests (`exact.digests`)."""
+def first_different_digest(a: Report, b: Report) -> Iterator[str]:
+    """Step, logical rank and tensor; nothing if all are equal, or a run has no digests (`exact.digests`)."""
     ours, theirs = (
         {(row["step"], row["what"], row["name"]): row["digest"] for row in run.run_folder.digests_log.rows()}
         for run in (a, b)
     )
     different = [key for key, digest in ours.items() if theirs.get(key, digest) != digest]
-    if not different:
-        return None
-    step, what, _ = different[0]
-    names = [key[2] for key in different if key[:2] == (step, what)]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"the runs part at step {step}, in the {what} {', '.join(names[:3])}{more}"
-
-
-def checkpoints(run: Report) -> dict[str, Path]:
-    """last.ckpt, and the checkpoint that was tested."""
-    found = {"last": run.run_folder.checkpoints / "last.ckpt"}
-    if run.get("checkpoint"):
-        found["tested"] = run.folder / run["checkpoint"]
-    return {name: path for name, path in found.items() if path.exists()}
+    for step, what, _ in different[:1]:
+        names = [key[2] for key in different if key[:2] == (step, what)]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"the runs part at step {step}, in the {what} {', '.join(names[:3])}{more}"
 
 
 def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
@@ -168,9 +158,13 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
         "data": list(mapping_differences(*data)),
         "log": list(log_differences(a, b, allowed)),
         "metrics": list(metric_differences(a, b, allowed)),
-        "weights": [],
+        "weights": list(first_different_digest(a, b)) if exact else [],
     }
-    ours, theirs = checkpoints(a), checkpoints(b)
+    paths = [
+        {"last": run.run_folder.checkpoints / "last.ckpt", "tested": run.folder / str(run.get("checkpoint"))}
+        for run in (a, b)
+    ]
+    ours, theirs = ({name: path for name, path in each.items() if path.exists()} for each in paths)
     if not ours and not theirs:
         found["weights"].append("neither run has a checkpoint to compare")
     for name in dict.fromkeys([*ours, *theirs]):
@@ -180,8 +174,6 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
         if exact and ours[name].name != theirs[name].name:
             found["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
         found["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
-    if exact and (line := first_different_digest(a, b)):
-        found["weights"].insert(0, line)
     return found
 
 

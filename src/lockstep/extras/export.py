@@ -27,13 +27,12 @@ from lockstep.config.settings import Settings, model_title, title
 from lockstep.config.targets import accepted, nodes, parameters, target_of
 from lockstep.data import dataset, pixels
 from lockstep.data.dataset import Batch, DataSet, samples_of
-from lockstep.data.images import NEEDED, Images, find_inputs
+from lockstep.data.images import NEEDED, Images
 from lockstep.data.loaders import fetch
 from lockstep.errors import UserError, raise_problems
 from lockstep.extras import export_parts as parts
 from lockstep.extras import exported
-from lockstep.extras.export_parts import ALLOWED, OFFERED, Inputs, copy, needed
-from lockstep.extras.tables import InputFiles, reading_class
+from lockstep.extras.tables import input_files
 from lockstep.machine.files import remove, replacing
 from lockstep.reporting.render import ENVIRONMENT
 from lockstep.run import RunFolder, tested, versions
@@ -74,22 +73,18 @@ class Exported:
         return str((known and self.task.activation) or "none")
 
     @torch.inference_mode()
-    def call(self, batch: Batch) -> tuple[Inputs, list[str], Any, bool]:
+    def call(self, batch: Batch) -> tuple[parts.Inputs, list[str], Any, bool]:
         """What the task gives to the network for a prepared batch, the names of the last of these arguments, the network's outputs, and
         whether the task's are the same."""
-        calls: list[tuple[Inputs, list[str], Any]] = []
+        calls: list[tuple[parts.Inputs, list[str], Any]] = []
 
         def recorded(*inputs: Any, **named: Any) -> Any:
             calls.append(((*inputs, *named.values()), list(named), self.net(*inputs, **named)))
             return calls[-1][2]
 
         result = self.task.outputs(recorded, batch)
-        odd = [
-            value
-            for inputs, _, output in calls
-            for _, value in leaves((inputs, output))
-            if not isinstance(value, Tensor)
-        ]
+        passed = leaves([(inputs, output) for inputs, _, output in calls])
+        odd = [value for _, value in passed if not isinstance(value, Tensor)]
         if len(calls) != 1 or odd:
             why = f"calls it {len(calls)} times" if len(calls) != 1 else f"uses {type(odd[0]).__name__} besides tensors"
             raise UserError(
@@ -98,12 +93,12 @@ class Exported:
             )
         return *calls[0], result is calls[0][2]
 
-    def original(self, batch: Batch) -> tuple[Inputs, Any]:
+    def original(self, batch: Batch) -> tuple[parts.Inputs, Any]:
         """What an exported file gets for samples of the data, and what it has to return."""
         inputs, _, output, _ = self.call(self.data.preprocess(batch))
         return (batch["input"],) if self.takes_images else inputs, exported.ACTIVATIONS[self.activation](output)
 
-    def examples(self) -> list[Inputs]:
+    def examples(self) -> list[parts.Inputs]:
         """Arguments of a file for two batches that differ in what may vary."""
         if self.takes_images:
             channels, side = self.task.about["channels"], self.task.about["image_size"]
@@ -124,19 +119,47 @@ class Exported:
         target = f"{type(self.data).__module__}.{type(self.data).__qualname__}"
         return {"inputs": tree, "named": named, "reader": target if reads else None}
 
+    def write_network(self, folder: Path) -> dict[str, Any]:
+        """Copies the source files of the network, unless a library has it; returns how to make it."""
+        model = dict(self.config["model"])
+        target = model.pop("_target_")
+        if target == TIMM:
+            name = model.pop("name")
+            arguments = {key: value for key, value in model.items() if key not in WEIGHTS}
+            arguments |= {"in_chans": self.offered["in_channels"], "num_classes": self.offered["num_classes"]}
+            if vars(self.net)["pretrained_cfg"].get("fixed_input_size"):
+                arguments.setdefault("img_size", self.offered["image_size"])
+            return {"target": "timm.create_model", "arguments": {"model_name": name, **arguments}}
+        if any(place != "model" for place, _ in nodes(model, "model")):
+            raise UserError(
+                "keys of the run's `model` hold objects; only plain values are exported. Make them in the class."
+            )
+        named = parameters(target) or {}
+        own = {key: value for key, value in model.items() if key != "name" or "name" in named}
+        own |= {key: False if isinstance(own[key], bool) else None for key in WEIGHTS if key in own}
+        where: Any = target_of(target, "model")
+        home, name = where.__module__, where.__qualname__
+        content = {"target": target, "arguments": {**accepted(target, self.offered), **own}}
+        if home.partition(".")[0] in parts.ALLOWED:
+            return content
+        modules = parts.needed(home)
+        if len(modules) == 1:
+            shutil.copyfile(modules[home], folder / "network.py")
+            return {**content, "target": f"network.{name}"}
+        parts.copy(modules, folder / "source")
+        return {**content, "target": f"{home}.{name}"}
+
     def write(self, part: Path, formats: Sequence[str]) -> dict[str, float]:
         """Writes all but the card into a folder; returns, by file, the largest difference of its outputs from the network's."""
         from safetensors.torch import save
 
-        task, content = self.task, {**write_network(part, self.config, self.offered, self.net), **self.signature()}
+        task, content = self.task, {**self.write_network(part), **self.signature()}
         if content["reader"]:
             try:
                 # `preprocess` may need what only `__init__` sets
                 type(self.data).for_files(task.about).preprocess(dict(self.batch))
-                copy(needed(type(self.data).__module__, OFFERED), part / "source")
-                copy({"lockstep.data.dataset": Path(inspect.getfile(dataset))}, part / "standin")
-                names = ", ".join(name.rpartition(".")[2] for name in sorted(OFFERED))
-                (part / "standin/lockstep/data/__init__.py").write_text(f"from lockstep.data.dataset import {names}\n")
+                parts.copy(parts.needed(type(self.data).__module__, parts.OFFERED), part / "source")
+                parts.copy({"lockstep.data": Path(inspect.getfile(dataset))}, part / "standin")
             except (UserError, AttributeError) as e:
                 print(f"WARNING: load.py of the folder cannot read files: {e}", file=sys.stderr)
                 content["reader"] = None
@@ -153,7 +176,8 @@ class Exported:
             shutil.copyfile(inspect.getfile(source), part / name)
         model = exported.load(part)
         runners: dict[str, Any] = {"load.py": model.outputs}
-        runners |= parts.write_graphs(model, list(formats), part, self.examples() if formats else [])
+        if formats:
+            runners |= parts.write_graphs(model, formats, part, self.examples())
         found = parts.compared(runners, self.original, self.batch)
         for compiled in list(part.rglob("__pycache__")):  # of what was loaded to compare
             remove(compiled)
@@ -165,31 +189,29 @@ class Exportable(pl.Callback):
 
     def __init__(self, *, formats: Sequence[str] = ("pt2",)) -> None:
         self.formats = formats
-        raise_problems(parts.missing(list(formats)))
+        raise_problems(parts.missing(formats))
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
         config = next(each.config for each in trainer.callbacks if isinstance(each, Position))  # type: ignore[attr-defined]
-        task_class(config, "callbacks.exportable")
+        refuse_custom_module(config, "callbacks.exportable")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with same_random_numbers(torch.device("cpu")), TemporaryDirectory() as folder:
             net, task = (copied(each).cpu().eval() for each in (pl_module.net, pl_module.task))
-            Exported(config, pl_module.network_arguments, task, net, data.dataset, batch).write(
-                Path(folder), self.formats
-            )
+            what = Exported(config, pl_module.network_arguments, task, net, data.dataset, batch)
+            what.write(Path(folder), self.formats)
 
 
-def task_class(config: Mapping[str, Any], what: str) -> type[Task]:
-    """The class of the task. Raises UserError: it is a LightningModule."""
+def refuse_custom_module(config: Mapping[str, Any], what: str) -> None:
+    """Raises UserError: the task is a LightningModule."""
     kind: Any = target_of(config["task"]["_target_"], "task")
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise UserError(
             f"{what}: {config['task']['_target_']} is a LightningModule, which makes its own network, and cannot be exported. "
             "lockstep.load_model(<run>) returns it with its weights; save what you need of it."
         )
-    return kind
 
 
 def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | None = None) -> Path:
@@ -203,10 +225,10 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
             possible, or its outputs differ.
     """
     exists = [f"{folder} exists. Pass another folder, or remove it."] if folder.exists() else []
-    raise_problems([*exists, *parts.missing(list(formats))])
+    raise_problems([*exists, *parts.missing(formats)])
     checkpoint = read(path)
     config, about, offered = checkpoint.config, checkpoint.metadata, checkpoint.network or {}
-    task_class(config, str(path))
+    refuse_custom_module(config, str(path))
     task: Task = create(config["task"], "task")
     task.bind(about)
     net = network(config["model"], offered, with_weights=False).eval()
@@ -217,7 +239,7 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     with replacing(folder) as part:
         part.mkdir()
         found = what.write(part, formats)
-        (part / "README.md").write_text(card(path, checkpoint, what, part, found))
+        (part / "README.md").write_text(card(checkpoint, what, part, found))
     return folder
 
 
@@ -225,12 +247,10 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
     """Samples to compare on, as they are stored, and the data set that prepares them. Raises UserError: they cannot be read."""
     cfg: Any = OmegaConf.create(dict(config))
     if files is not None:
-        kind = reading_class(cfg.data, f"--files {files}", "remove --files: the run's own data is used")
-        reader = kind.for_files(about)
-        inputs = InputFiles(reader, find_inputs(files, kind.endings, kind.unit))
+        inputs = input_files(files, cfg.data, about, "remove --files: the run's own data is used")
         batch = fetch(inputs, np.arange(min(COMPARED, len(inputs))))
         good = [place for place, problem in enumerate(batch.pop("problem")) if not problem]
-        return reader, samples_at(batch, good, len(batch["index"]))
+        return inputs.reader, samples_at(batch, good, len(batch["index"]))
     try:
         if Settings.of(cfg).own_loaders:
             raise UserError("it has its own dataloaders.")
@@ -239,63 +259,20 @@ def samples_to_compare(config: Mapping[str, Any], about: Mapping[str, Any], file
         samples = samples_of(data.test)
         return data, fetch(samples, np.arange(min(COMPARED, len(samples))))
     except Exception as e:  # the user's own data sets may raise anything
-        raise UserError(
-            f"the files are compared on samples of the run's own data before they are kept, and it cannot be read: {e} "
-            "Pass --files <folder>."
-        ) from None
-
-
-def write_network(
-    folder: Path, config: Mapping[str, Any], offered: Mapping[str, Any], net: nn.Module
-) -> dict[str, Any]:
-    """Copies the source files of the network, unless a library has it; returns how to make it."""
-    model = dict(config["model"])
-    target = model.pop("_target_")
-    if target == TIMM:
-        name = model.pop("name")
-        arguments = {key: value for key, value in model.items() if key not in WEIGHTS}
-        arguments |= {"in_chans": offered["in_channels"], "num_classes": offered["num_classes"]}
-        if vars(net)["pretrained_cfg"].get("fixed_input_size"):
-            arguments.setdefault("img_size", offered["image_size"])
-        return {"timm": name, "target": None, "arguments": arguments}
-    if any(place != "model" for place, _ in nodes(model, "model")):
-        raise UserError(
-            "the `model` of this run has objects within its keys; only plain values can be exported. Make them in the class."
-        )
-    named = parameters(target) or {}
-    own = {key: value for key, value in model.items() if key != "name" or "name" in named}
-    own |= {key: False if isinstance(own[key], bool) else None for key in WEIGHTS if key in own}
-    made = {"timm": None, "arguments": {**accepted(target, offered), **own}}
-    where: Any = target_of(target, "model")
-    home, name = where.__module__, where.__qualname__
-    if home.partition(".")[0] in ALLOWED:
-        return {**made, "target": target}
-    modules = needed(home)
-    if len(modules) == 1:
-        shutil.copyfile(modules[home], folder / "network.py")
-        return {**made, "target": f"network.{name}"}
-    copy(modules, folder / "source")
-    return {**made, "target": f"{home}.{name}"}
+        raise UserError(f"the run's data, to compare with, cannot be read: {e} Pass --files <folder>.") from None
 
 
 # --- The README.md of an exported folder: what the network is, what it learned from, how good it is, how to load it ---
 
-OUTPUTS = {
-    "softmax": "probabilities of the {names}",
-    "next_token": "probabilities of the next of the {names}",
-    "sigmoid": "a probability for each of the {names}",
-    "identity": "a number for each of the {names}",
-    "none": "what the network itself returns",
-}
-LIBRARIES = ("timm", "torchvision")  # that networks come from
 
-
-def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, float]) -> str:
+def card(checkpoint: Checkpoint, what: Exported, part: Path, found: dict[str, float]) -> str:
     """`found`: by file, the largest difference of its outputs from the trained network's."""
     cfg: Any = OmegaConf.create(dict(checkpoint.config))
-    report = report_of(path)
+    run = checkpoint.path.resolve().parents[1]
+    report = RunFolder(run).report()
+    if (run / str(report.get("checkpoint"))).resolve() != checkpoint.path.resolve():
+        report = {}  # the run tested a different checkpoint
     model = json.loads((part / "model.json").read_text())
-    library = "timm" if model["timm"] else model["target"].partition(".")[0]
     inputs = []
     for _, x in () if what.takes_images else leaves(what.examples()[0]):
         shape = ", ".join(["batch", *map(str, x.shape[1:])])
@@ -305,29 +282,17 @@ def card(path: Path, checkpoint: Checkpoint, what: Exported, part: Path, found: 
         "data_name": title(cfg.data),
         "parameters": sum(p.numel() for p in what.net.parameters()),
         "task_name": title(cfg.task).replace("_", " "),
-        "task": what.task,
+        "what": what,
+        "checkpoint": checkpoint,
+        "data": checkpoint.values[DATA],
         "inputs": inputs,
         "reader": model["reader"],
-        "output": OUTPUTS[what.activation].format(names=f"{len(what.task.value_names)} {what.task.names}"),
-        "file": path.name,
-        "run": cfg.run,
-        "steps": checkpoint.values["global_step"],
-        "data": checkpoint.values[DATA],
-        "unit": what.data.unit,
         "metrics": {name: report[name] for name in tested(report) if name != "test/count"},
         "count": report.get("test/count", 0),
         "differences": found,
-        "compared": len(what.batch["index"]),
-        "packages": ["torch", "safetensors", "Pillow", *({library} & {*LIBRARIES})],
+        "library": model["target"].partition(".")[0],
         "files": [each.name for each in part.iterdir()],
         "settings": as_overrides(cfg),
         "versions": versions(),
     }
     return ENVIRONMENT.get_template("card.md.j2").render(values) + "\n"
-
-
-def report_of(path: Path) -> dict[str, Any]:
-    """The report of the checkpoint's run; empty if the run tested a different checkpoint."""
-    run = path.resolve().parents[1]
-    report = RunFolder(run).report()
-    return report if report.get("checkpoint") and (run / report["checkpoint"]).resolve() == path.resolve() else {}

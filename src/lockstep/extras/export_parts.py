@@ -3,9 +3,11 @@
 import ast
 import importlib.util
 import math
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,19 +24,17 @@ from lockstep.training.losses import samples_at
 
 # --- The source files that a network needs: its own, and those of its package that it imports, directly or through others ---
 
-OFFERED = {
-    f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound")
-}  # to a data set, by data/dataset.py
+OFFERED = {f"lockstep.data.{name}" for name in ("Arrays", "Batch", "DataSet", "Sound")}  # by data/dataset.py
 ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable besides Python's own
 
 
 def source_of(module: str) -> Path | None:
     """The file of a module; None if there is no such module or it is not Python's."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, AttributeError, ValueError):
-        return None
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+    with suppress(ImportError, AttributeError, ValueError):
+        spec = find_spec(module)
+        if spec and spec.origin and spec.origin.endswith(".py"):
+            return Path(spec.origin)
+    return None
 
 
 def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
@@ -45,8 +45,7 @@ def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
     """
     package, found, foreign = module.partition(".")[0], dict[str, Path](), dict[str, set[str]]()
     left = [module]
-    while left:
-        name = left.pop(0)
+    for name in left:  # which grows
         if name in found:
             continue
         path = source_of(name)
@@ -71,15 +70,15 @@ def needed(module: str, offered: Set[str] = frozenset()) -> dict[str, Path]:
 def imported(path: Path, module: str) -> set[str]:
     """The modules that a file imports, in full; without those for type checkers."""
     inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found = set()
+    own, found = module.partition(".")[0] + ".", set[str]()
     for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = importlib.util.resolve_name("." * node.level + (node.module or ""), inside)
-            inner = {f"{base}.{alias.name}" for alias in node.names}
-            modules = {name for name in inner if name.partition(".")[0] == module.partition(".")[0] and source_of(name)}
-            found |= inner & OFFERED | modules | ({base} if inner - modules - OFFERED else set())
+            for name in (f"{base}.{alias.name}" for alias in node.names):
+                is_module = name.startswith(own) and source_of(name)
+                found.add(name if is_module or name in OFFERED else base)
     return found
 
 
@@ -94,15 +93,12 @@ def walk(node: ast.AST) -> Iterator[ast.AST]:
 def copy(modules: dict[str, Path], folder: Path) -> None:
     """Writes the modules into `folder` as packages; an __init__.py that no other needs is empty."""
     for name, path in modules.items():
-        *above, last = name.split(".")
-        for depth in range(1, len(above) + 1):
-            init = folder.joinpath(*above[:depth], "__init__.py")
-            init.parent.mkdir(parents=True, exist_ok=True)
-            init.touch()
-        place = folder.joinpath(*above, last)
+        place = folder.joinpath(*name.split("."))
         target = place / "__init__.py" if path.name == "__init__.py" else place.with_suffix(".py")
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
+        shutil.copyfile(path, target)
+    for package in (path for path in folder.rglob("*") if path.is_dir()):
+        (package / "__init__.py").touch()
 
 
 # --- A network with its preprocessing and activation as one graph ---
@@ -112,6 +108,9 @@ def copy(modules: dict[str, Path], folder: Path) -> None:
 
 Inputs = tuple[Any, ...]  # arguments of a network: tensors, or dicts, lists and tuples of them
 Run = Callable[..., Any]
+Original = Callable[
+    [Batch], tuple[Inputs, Any]
+]  # the arguments of a file for some samples, and what the network makes of them
 TOLERANCE = 1e-4
 BATCHES = (1, 5)  # the exporter has frozen the batch of a network to that of its example (pytorch#157621)
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -121,35 +120,31 @@ INTERNAL_BYTES = 1.8e9  # of weights within an ONNX file, which holds at most 2 
 class Whole(nn.Module):
     """From uint8 image_BCHW of any size, or from the network's own arguments, to probabilities or numbers."""
 
-    scale: Tensor
-    shift: Tensor
-
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.net, self.call, self.activation = model.net, model.call, ACTIVATIONS[model.activation]
-        self.size = model.reader.normalise.image_size if model.inputs is None else None
-        if self.size:
-            self.register_buffer("scale", model.reader.normalise.scale.clone())
-            self.register_buffer("shift", model.reader.normalise.shift.clone())
+        self.normalise = model.reader.normalise if model.inputs is None else None
+        if self.normalise:
+            self.scale, self.shift = nn.Buffer(self.normalise.scale), nn.Buffer(self.normalise.shift)
 
     def forward(self, *inputs: Any) -> Any:
-        if self.size:
-            x = F.interpolate(inputs[0].float(), size=(self.size, self.size), mode="bilinear", antialias=True)
+        if self.normalise:
+            size = (self.normalise.image_size, self.normalise.image_size)
+            # always, where `normalise` skips images of that size: a graph has no branches
+            x = F.interpolate(inputs[0].float(), size=size, mode="bilinear", antialias=True)
             inputs = (x * self.scale + self.shift,)
         return self.activation(self.call(*inputs))
 
 
-def missing(formats: list[str]) -> Iterator[str]:
+def missing(formats: Sequence[str]) -> Iterator[str]:
     """Problems: packages that a format needs."""
     absent = [name for name in ONNX_PACKAGES if find_spec(name) is None]
     if "onnx" in formats and absent:
         yield f"--onnx needs {', '.join(absent)}, which {'are' if len(absent) > 1 else 'is'} not installed. Run uv pip install 'lockstep[onnx]', or uv pip install {' '.join(absent)}."
 
 
-def write_graphs(model: Model, formats: list[str], folder: Path, examples: Sequence[Inputs]) -> dict[str, Run]:
+def write_graphs(model: Model, formats: Sequence[str], folder: Path, examples: Sequence[Inputs]) -> dict[str, Run]:
     """Writes model.onnx and model.pt2 as asked for; returns how to run each file."""
-    if not formats:
-        return {}
     example, other = examples[0], dict(leaves(examples[1]))
     dynamic = torch.export.Dim.DYNAMIC  # any size of the dimensions in which the examples differ
 
@@ -168,8 +163,7 @@ def write_graphs(model: Model, formats: list[str], folder: Path, examples: Seque
                 found["model.pt2"] = torch.export.load(folder / "model.pt2").module()
             if "onnx" in formats:
                 what = "--onnx"
-                write_onnx(model, graph, folder / "model.onnx")
-                found["model.onnx"] = onnx_runner(folder / "model.onnx")
+                found["model.onnx"] = write_onnx(model, graph, folder / "model.onnx")
     except Exception as e:  # of torch's tracing: anything
         why = next(iter(str(e).strip().splitlines()), type(e).__name__)
         raise UserError(
@@ -178,24 +172,22 @@ def write_graphs(model: Model, formats: list[str], folder: Path, examples: Seque
     return found
 
 
-def write_onnx(model: Model, graph: Any, path: Path) -> None:
+def write_onnx(model: Model, graph: Any, path: Path) -> Run:
+    """Returns what runs the file."""
+    import onnxruntime
+
     large = sum(p.numel() * p.element_size() for p in model.net.parameters()) > INTERNAL_BYTES
     names = ["image"] if model.inputs is None else [str(name).replace(".", "_") for _, name in leaves(model.inputs)]
     outputs = {"identity": ["values"], "none": None}.get(model.activation, ["probabilities"])
     unique = names if len(set(names)) == len(names) else None
     options: Any = {"input_names": unique, "output_names": outputs, "external_data": large, "verbose": False}
     torch.onnx.export(graph, (), str(path), dynamo=True, **options)
-
-
-def onnx_runner(path: Path) -> Run:
-    import onnxruntime
-
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    names = [each.name for each in session.get_inputs()]
 
     def run(*inputs: Any) -> list[Tensor]:
-        values = [tensor.numpy() for _, tensor in leaves(inputs)]
-        return [torch.from_numpy(each) for each in session.run(None, dict(zip(names, values, strict=True)))]
+        values = (tensor.numpy() for _, tensor in leaves(inputs))
+        named = {each.name: value for each, value in zip(session.get_inputs(), values, strict=True)}
+        return [torch.from_numpy(each) for each in session.run(None, named)]
 
     return run
 
@@ -206,12 +198,8 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 @torch.inference_mode()
-def compared(
-    runners: dict[str, Run], original: Callable[[Batch], tuple[Inputs, Any]], batch: Batch
-) -> dict[str, float]:
+def compared(runners: dict[str, Run], original: Original, batch: Batch) -> dict[str, float]:
     """The largest difference of each file's outputs from those of the trained network, over all samples and BATCHES.
-
-    `original` gives the arguments of a file for some samples, and what the network makes of them.
 
     Raises:
         UserError: one is above TOLERANCE.
@@ -225,9 +213,7 @@ def compared(
                     pairs = zip(leaves(run(*inputs)), leaves(expected), strict=True)
                     differences = [difference(a, b) for (_, a), (_, b) in pairs]
                 except Exception as e:
-                    raise UserError(
-                        f"{name} does not run on a batch of {size}: {str(e)[:300]}. Nothing was kept."
-                    ) from e
+                    raise UserError(f"{name} does not run on a batch of {size}: {e!s:.300}. Nothing was kept.") from e
                 found[name] = max(found[name], *differences)
                 if not found[name] <= TOLERANCE:
                     raise UserError(

@@ -43,17 +43,12 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@dataclass(frozen=True)
 class Images:
     """Reads image files and prepares them as in training."""
 
-    pixels: ModuleType  # preprocess.py: an opened image to bytes_CHW
-    normalise: Any  # uint8 images_BCHW of any size to the input of the network
-    channels: int
-
-    @property
-    def endings(self) -> tuple[str, ...]:
-        return self.pixels.ENDINGS
+    def __init__(self, pixels: ModuleType, *, channels: int, **numbers: Any) -> None:
+        self.pixels, self.endings, self.channels = pixels, pixels.ENDINGS, channels
+        self.normalise = pixels.Preprocess(**numbers)  # uint8 images_BCHW of any size to the input of the network
 
     def read(self, path: Path) -> dict[str, Any]:
         from PIL import Image
@@ -61,9 +56,6 @@ class Images:
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")  # about odd EXIF data and palettes
             return {"input": self.pixels.to_array(image, channels=self.channels, size=self.normalise.image_size)}
-
-    def preprocess(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {**batch, "input": self.normalise(batch["input"])}
 
     def mask_size(self, path: Path) -> Any:
         from PIL import Image
@@ -89,7 +81,7 @@ class Model:
     def outputs(self, *inputs: Any) -> Any:
         """Probabilities, or numbers, of uint8 images or of the network's arguments: BK, or BKHW for a class per pixel."""
         if self.inputs is None:
-            inputs = (self.reader.preprocess({"input": inputs[0]})["input"],)
+            inputs = (self.reader.normalise(inputs[0]),)
         return ACTIVATIONS[self.activation](self.call(*inputs))
 
     def call(self, *inputs: Any) -> Any:
@@ -120,25 +112,24 @@ class Model:
         for path in paths:
             try:
                 content = self.reader.read(Path(path))
-                if not isinstance(content, dict) and not len(content):
+                single = isinstance(content, dict)  # otherwise Arrays of rows or lines
+                samples = [content] if single else [sample_of(content, row) for row in range(len(content))]
+                if not samples:
                     raise ValueError("it holds no samples")
             except Exception as e:  # Pillow raises nearly anything for a broken file
                 yield {"path": path, "error": self.pixels.reason(e)}, None
                 continue
-            rows = [content]
-            if not isinstance(content, dict):  # Arrays of rows or lines
-                rows = [{name: v[row] for name, v in content.arrays.items()} for row in range(len(content))]
-            for row, sample in enumerate(rows):
-                facts = {"path": path} if sample is content else {"path": path, "row": row}
-                shapes = {name: np.shape(value) for name, value in sample.items()}
-                known = known or shapes
-                odd = (
-                    f"its {n} has the shape {shapes.get(n)}, and that of other files {k}"
-                    for n, k in known.items()
-                    if shapes.get(n) != k
-                )
-                error = next(odd, "")
+            for row, sample in enumerate(samples):
+                facts = {"path": path} if single else {"path": path, "row": row}
+                known = known or shapes_of(sample)
+                error = odd_shape(sample, known)
                 yield {**facts, "error": error}, None if error else sample
+
+    def arguments(self, samples: list[dict[str, Any]]) -> Any:
+        """What `predict` takes for samples as `samples` yields them."""
+        columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+        batch = {n: v if isinstance(v[0], str) else torch.tensor(np.stack(v)) for n, v in columns.items()}
+        return (batch["input"],) if self.inputs is None else filled(self.inputs, self.reader.preprocess(batch))
 
     def predict_files(self, paths: Iterable[str]) -> Iterator[dict[str, Any]]:
         """A row for each file, or for each row of a table, in their order; one that cannot be read has only its path and the `error`.
@@ -148,19 +139,28 @@ class Model:
         left = self.samples(paths)
         while group := list(islice(left, AT_ONCE)):
             good = [sample for _, sample in group if sample]
-            names = good[0] if good else {}
-            columns = {name: [sample[name] for sample in good] for name in names}
-            batch = {n: v if isinstance(v[0], str) else torch.tensor(np.stack(v)) for n, v in columns.items()}
-            if good and self.inputs is not None:
-                batch = self.reader.preprocess(batch)
-            inputs = (batch.get("input"),) if self.inputs is None else filled(self.inputs, batch)
-            rows = iter(self.predict(*inputs) if good else ())
+            rows = iter(self.predict(*self.arguments(good)) if good else ())
             for facts, sample in group:
                 row, error = next(rows) if sample else {}, facts.pop("error")
                 if "mask" in row:
                     size = self.reader.mask_size(Path(facts["path"]))
                     row["mask"] = self.pixels.mask_image(row["mask"].numpy(), size)
                 yield {**facts, **row, "error": error}
+
+
+def sample_of(arrays: Any, row: int) -> dict[str, Any]:
+    return {name: array[row] for name, array in arrays.arrays.items()}
+
+
+def shapes_of(sample: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: np.shape(value) for name, value in sample.items()}
+
+
+def odd_shape(sample: dict[str, Any], known: dict[str, tuple[int, ...]]) -> str:
+    """Why a sample fits into no batch of those with the `known` shapes; empty if it does."""
+    shapes = shapes_of(sample)
+    odd = (name for name in known if shapes.get(name) != known[name])
+    return next((f"its {n} has the shape {shapes.get(n)}, and that of other files {known[n]}" for n in odd), "")
 
 
 def filled(names: Any, batch: dict[str, Any]) -> Any:
@@ -210,17 +210,11 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
     model, data = (json.loads((folder / name).read_text()) for name in ("model.json", "preprocessing.json"))
-    if model["timm"]:
-        import timm
-
-        net = timm.create_model(model["timm"], **model["arguments"])
-    else:
-        net = located(folder, model["target"])(**model["arguments"])
+    net = located(folder, model["target"])(**model["arguments"])
     net.load_state_dict(load_file(folder / "model.safetensors"))
     pixels, reader = module(folder / "preprocess.py"), None
     if model["inputs"] is None:
-        channels = data.pop("channels")
-        reader = Images(pixels, pixels.Preprocess(**data), channels)
+        reader = Images(pixels, **data)
     elif model["reader"]:
         installed = importlib.util.find_spec("lockstep")
         if installed is None or installed.origin is None:
@@ -246,20 +240,22 @@ def files(given: Iterable[str], endings: tuple[str, ...]) -> Iterator[str]:
             yield from (f"{place}{os.sep}{each}" for each in found)
 
 
-def write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> None:
-    """Lists as a|b; masks as PNG files in a folder beside the table."""
-    table, masks = [], path.with_name(f"{path.stem}-mask")
+def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Lists as a|b. What a row lacks is empty."""
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({name: text(value) for name, value in row.items()} for row in rows)
+
+
+def with_saved_masks(rows: Iterable[dict[str, Any]], folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows with the paths of masks, which become PNG files in `folder`."""
     for number, row in enumerate(rows):
         if "mask" in row:
-            masks.mkdir(exist_ok=True)
-            row["mask"].save(masks / f"{number:06}.png")
-            row["mask"] = f"{masks.name}/{number:06}.png"
-        table.append({name: text(value) for name, value in row.items()})
-    columns = max(table, key=len, default={"path": ""})  # the row of a file that cannot be read has fewer
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
+            folder.mkdir(exist_ok=True)
+            row["mask"].save(folder / f"{number:06}.png")
+            row["mask"] = f"{folder.name}/{number:06}.png"
+        yield row
 
 
 def text(value: Any) -> Any:
@@ -276,7 +272,9 @@ def main() -> None:
         parser.error("this folder was exported without a way to read files: README.md says what the network takes")
     rows = model.predict_files(files(args.files, model.reader.endings))
     if args.csv:
-        write_csv(args.csv, rows)
+        table = list(with_saved_masks(rows, args.csv.with_name(f"{args.csv.stem}-mask")))
+        longest = max(table, key=len, default={"path": ""})  # the row of a file that cannot be read has fewer columns
+        write_csv(args.csv, longest, table)
         return
     for row in rows:
         path, error = row.pop("path"), row.pop("error")

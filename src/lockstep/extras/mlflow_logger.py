@@ -24,13 +24,51 @@ PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT
 
 
 class MLflow(MLFlowLogger):
-    """Lightning's logger, but it connects when the run begins, and not in its constructor."""
+    """MLflow at `tracking_uri`, else at MLFLOW_TRACKING_URI, else, or if that server is away, in <runs_dir>/mlflow.db.
+
+    Lightning's logger, but it connects when the run begins, and not in its constructor.
+
+    Raises:
+        UserError: the package is not installed.
+    """
 
     local = "tracking_uri=null"  # works without the server
 
-    def __init__(self, *, id: str | None, log_model: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        runs_dir: Path,
+        run: str,
+        experiment_name: str,
+        tracking_uri: str | None,
+        group: str | None,
+        tags: list[str],
+        id: str | None,
+        log_model: bool = False,
+    ) -> None:
+        if find_spec("mlflow") is None:
+            raise UserError(
+                "logger=mlflow needs mlflow-skinny. Run uv sync --extra mlflow, or pip install mlflow-skinny."
+            )
         Logger.__init__(self)
-        self.id, self.log_model, self.options, self.connected = id, log_model, options, False
+        self.id, self.log_model, self.connected = id, log_model, False
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
+        uri, place = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
+        if uri and uri.startswith("http") and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(uri)):
+            log.warning("MLflow logs to %s: %s", runs_dir / "mlflow.db", why)
+            uri = None
+        if not uri:
+            here = runs_dir.resolve()
+            uri, place = f"sqlite:///{here / 'mlflow.db'}", (here / "mlflow-artifacts").as_uri()
+        known = {ID: id, "group": group, "tags": ", ".join(tags)}
+        self.options: dict[str, Any] = {
+            "experiment_name": experiment_name,
+            "run_name": run,
+            "tracking_uri": uri,
+            "tags": {name: value for name, value in known.items() if value},
+            "artifact_location": place,
+        }
 
     @property
     @rank_zero_experiment
@@ -64,11 +102,11 @@ class MLflow(MLFlowLogger):
 
         client, run = self.experiment, self.run_id
         before = client.get_run(run).data.params
-        given = {re.sub(r"[^\w./ -]", "_", key): str(value)[:LONGEST] for key, value in flat(params).items()}
-        new = [Param(key, value) for key, value in given.items() if key not in before]
+        values = {re.sub(r"[^\w./ -]", "_", key): str(value)[:LONGEST] for key, value in flat(params).items()}
+        new = [Param(key, value) for key, value in values.items() if key not in before]
         for first in range(0, len(new), PARAMS):
             client.log_batch(run, params=new[first : first + PARAMS])
-        changed = [RunTag(f"resumed.{key}", value) for key, value in given.items() if before.get(key, value) != value]
+        changed = [RunTag(f"resumed.{key}", value) for key, value in values.items() if before.get(key, value) != value]
         client.log_batch(run, tags=changed)
 
     @rank_zero_only
@@ -86,41 +124,3 @@ class MLflow(MLFlowLogger):
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
         """Nothing: Lightning calls it when training ends, before the test; `on_run_end` knows more."""
-
-
-def mlflow(
-    *,
-    runs_dir: Path,
-    run: str,
-    experiment_name: str,
-    tracking_uri: str | None,
-    group: str | None,
-    tags: list[str],
-    id: str | None,
-    log_model: bool = False,
-) -> MLFlowLogger:
-    """MLflow at `tracking_uri`, else at MLFLOW_TRACKING_URI, else, or if that server is away, in <runs_dir>/mlflow.db.
-
-    Raises UserError: the package is not installed.
-    """
-    if find_spec("mlflow") is None:
-        raise UserError("logger=mlflow needs mlflow-skinny. Run uv sync --extra mlflow, or pip install mlflow-skinny.")
-    for name, value in PATIENCE.items():
-        os.environ.setdefault(name, value)
-    uri, place = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), None
-    if uri and uri.startswith("http") and getattr(rank_zero_only, "rank", 0) == 0 and (why := unreachable(uri)):
-        log.warning("MLflow logs to %s: %s", runs_dir / "mlflow.db", why)
-        uri = None
-    if not uri:
-        here = runs_dir.resolve()
-        uri, place = f"sqlite:///{here / 'mlflow.db'}", (here / "mlflow-artifacts").as_uri()
-    known = {ID: id, "group": group, "tags": ", ".join(tags)}
-    return MLflow(
-        id=id,
-        log_model=log_model,
-        experiment_name=experiment_name,
-        run_name=run,
-        tracking_uri=uri,
-        tags={name: value for name, value in known.items() if value},
-        artifact_location=place,
-    )

@@ -160,9 +160,7 @@ class Plan:
 
 def communication(costs: Costs, of: Setting, device: Device, between_nodes: float) -> tuple[float, float]:
     """Bytes that a device sends in a step, and the seconds that takes."""
-    if of.world == 1:
-        return 0.0, 0.0
-    share = (of.world - 1) / of.world
+    share = (of.world - 1) / of.world  # 0 for one device
     link, alpha = (device.link, ALPHA_S) if of.nodes == 1 else (min(device.link, between_nodes), ALPHA_NODES_S)
     if of.shards:
         gathered = costs.weight_bytes * (0.5 if of.half else 1.0)

@@ -1,5 +1,6 @@
 """What predict.py does: each process writes its predictions while it makes them, and rank 0 joins all in input order."""
 
+import hashlib
 import heapq
 import json
 import math
@@ -24,17 +25,16 @@ from lockstep.checkpoints.weights import read
 from lockstep.config.settings import Settings
 from lockstep.data import Images, Sound
 from lockstep.data.datamodule import DataModule
-from lockstep.data.images import find_inputs
 from lockstep.data.pixels import mask_image
 from lockstep.data.sampler import FILLER
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
-from lockstep.extras.tables import LISTED, InputFiles, Inputs, Row, as_utf8, listed, reading_class, write_table
+from lockstep.extras.tables import LISTED, Inputs, Row, as_utf8, input_files, listed, write_table
 from lockstep.launch.start import gallery_of
 from lockstep.machine.files import remove, replacing, write_text
 from lockstep.reporting.render import render
 from lockstep.tasks.panel import Mask, Sample
-from lockstep.training.workload import Workload
+from lockstep.training.workload import Columns, Workload
 
 # --- Columns of predictions as the rows of a table: plain values by name ---
 
@@ -44,9 +44,7 @@ from lockstep.training.workload import Workload
 WIDE = "probabilities"  # a column of a number for each class or label, written on request
 
 
-def table_rows(
-    columns: Mapping[str, Sequence[Any] | Tensor], names: Sequence[str], count: int, *, wide: bool
-) -> list[Row]:
+def table_rows(columns: Columns, names: Sequence[str], count: int, *, wide: bool) -> list[Row]:
     """A dict for each of `count` samples. Raises UserError: a column does not fit into it."""
     found: dict[str, list[Any]] = {}
     for name, value in columns.items():
@@ -98,17 +96,15 @@ class Parts:
             raise UserError("no file can be read any more. Nothing was written.")
         self.example: Row = example
         self.masks = sorted(path.name for path in folder_of(output).iterdir() if path.is_dir())
-        columns = [name for name in self.example if name not in FIRST and not name.startswith("target/")]
-        self.guess = columns[0] if columns else ""  # the column of what is predicted
+        columns = (name for name in self.example if name not in FIRST and not name.startswith("target/"))
+        self.guess = next(columns, "")  # the column of what is predicted
         self.key = next((name for name in SORTED if name in self.example), None)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         """Index and row, in input order: a batch is shared out by rank, so rows of a batch come by rank."""
         paths = [part(self.output, rank) for rank in range(self.world)]
         if missing := [str(path) for path in paths if not path.is_file()]:
-            raise UserError(
-                f"{missing[0]} does not exist: all machines need to share the folder of output=. Pass another one."
-            )
+            raise UserError(f"{missing[0]} is missing: all machines must share the folder of output=. Set another one.")
         with ExitStack() as files:
             streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in paths]
             yield from ((index, row) for _, index, row in heapq.merge(*streams, key=lambda line: line[0]))
@@ -151,9 +147,7 @@ class Parts:
         values = {
             "samples": [self.sample(index, row, data, path.parent) for index, row in kept],
             "rows": [row for _, row in kept],
-            "guess": self.guess,
             "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
-            "wrong": [self.is_wrong(row) for _, row in kept],
             "names": [
                 as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{index}" for index, row in kept
             ],
@@ -181,10 +175,10 @@ class Parts:
 
 # --- Writes the predictions of a process while it makes them ---
 
-# B batch
 
-
-Columns = dict[str, Any]
+def are_masks(value: Any) -> bool:
+    """Whether a column has an image of whole numbers for each sample."""
+    return isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point()
 
 
 class Writer(pl.Callback):
@@ -213,11 +207,9 @@ class Writer(pl.Callback):
         if trainer.is_global_zero:
             remove(folder)
             folder.mkdir(parents=True)
-        same = self.files.fingerprint if self.files else ""
+        same = hashlib.sha256(self.files.name_N.tobytes()).hexdigest() if self.files else ""
         if trainer.strategy.broadcast(same) != same:  # which also waits for the folder
-            raise TrainingFailed(
-                "input: the processes found different files, because the folder changes. Pass a CSV of the files."
-            )
+            raise TrainingFailed("input: processes found different files: the folder changes. Pass a CSV of the files.")
         trainer.strategy.barrier("the folder of the parts")
         self.file = part(self.output, trainer.global_rank).open("w", encoding="utf-8")
         self.order = iter(trainer.predict_dataloaders.sampler)  # type: ignore[union-attr]  # the loader's own order again
@@ -230,18 +222,14 @@ class Writer(pl.Callback):
         indices = indices[indices != FILLER].tolist()
         if not indices:
             return
-        found, problems = self.made(outputs), self.data.problems
-        # an image of whole numbers for each sample
-        tensors = {name: each for name, each in found.items() if isinstance(each, Tensor)}
-        masks = {n: found.pop(n) for n, each in tensors.items() if each.dim() == 3 and not each.is_floating_point()}
-        found |= {name: self.saved(name, mask_BHW, indices, problems) for name, mask_BHW in masks.items()}
-        rows = table_rows(found, self.names, len(indices), wide=self.asked.probabilities)
-        rows = [self.first(index) | row for index, row in zip(indices, rows, strict=True)]
-        for place, why in enumerate((problems or ())[: len(rows)]):
-            rows[place] = {**(self.first(indices[place]) if why else rows[place]), ERROR: why}
-        self.file.writelines(f"{json.dumps([batch_idx, *each])}\n" for each in zip(indices, rows, strict=True))
+        columns = {n: self.saved(n, v, indices) if are_masks(v) else v for n, v in self.made(outputs).items()}
+        rows = table_rows(columns, self.names, len(indices), wide=self.asked.probabilities)
+        for place, (index, row) in enumerate(zip(indices, rows, strict=True)):
+            why = self.data.problems and self.data.problems[place]  # None: the data is no files
+            row = self.first(index) | ({} if why else row) | ({} if why is None else {ERROR: why})
+            self.file.write(f"{json.dumps([batch_idx, index, row])}\n")
 
-    def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int], problems: Sequence[str] | None) -> list[str]:
+    def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int]) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
         there = masks(self.output, name)
         if there.exists() and not self.asked.overwrite:
@@ -249,7 +237,7 @@ class Writer(pl.Callback):
         folder = folder_of(self.output) / name
         folder.mkdir(exist_ok=True)
         for place, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
-            if problems and problems[place]:
+            if self.data.problems and self.data.problems[place]:
                 continue
             size = self.files.reader.mask_size(self.files.path(index)) if self.files else None
             mask_image(mask_HW, size).save(folder / f"{index:06}.png")
@@ -281,13 +269,10 @@ def data(settings: Settings) -> DataModule:
         made.predicted = cfg.predict.part
         return made
     checkpoint = read(Path(cfg.init_from))
-    kind = reading_class(
-        cfg.data, f"input={cfg.predict.input}", "pass input=test, or val or train: a part of the run's own data"
-    )
-    reader = kind.for_files(checkpoint.metadata)
-    if isinstance(reader, Images):
-        reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
-    files = InputFiles(reader, find_inputs(cfg.predict.input, kind.endings, kind.unit))
+    instead = "pass input=test, or val or train: a part of the run's own data"
+    files = input_files(cfg.predict.input, cfg.data, checkpoint.metadata, instead)
+    if isinstance(files.reader, Images):
+        files.reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
     batch, workers = cfg.data.get("eval_batch_size") or cfg.data.batch_size, cfg.data.get("num_workers", 0)
     return DataModule(Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=batch, num_workers=workers)
 
@@ -296,8 +281,7 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
     """Writes the table; returns what rank 0 counted. Raises UserError: the module does not predict."""
     cfg, world = settings.cfg, settings.world
     asked, output = cfg.predict, Path(cfg.predict.output)
-    columns, names = work.columns(asked.top_k)
-    writer = Writer(data, asked, columns, names)
+    writer = Writer(data, asked, *work.columns(asked.top_k))
     trainer = evaluator(settings, work, writer)
     try:
         with build.oom_advice(settings, trainer, work):
@@ -309,11 +293,8 @@ def predict(settings: Settings, data: DataModule, work: Workload) -> Parts | Non
         if asked.gallery:
             parts.gallery(gallery_of(output), data, {"Input": asked.input, "Checkpoint": Path(cfg.init_from).name})
         if parts.broken:
-            print(
-                f"WARNING: {parts.broken:,} of {parts.count:,} files cannot be read; their rows have the reason in the column "
-                f"{ERROR}:{listed(parts.reasons, parts.broken)}",
-                file=sys.stderr,
-            )
+            what = f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons"
+            print(f"WARNING: {what}:{listed(parts.reasons, parts.broken)}", file=sys.stderr)
         return parts
     finally:
         writer.close()

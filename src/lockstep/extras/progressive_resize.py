@@ -35,9 +35,8 @@ class ProgressiveResize(Checked, Callback):
         super().__post_init__()
         self.steps = math.inf
         if self.delay_fraction + self.finetune_fraction > 1:
-            raise ValueError(
-                f"delay_fraction={self.delay_fraction} and finetune_fraction={self.finetune_fraction} are more than a run"
-            )
+            fractions = f"{self.delay_fraction} + {self.finetune_fraction}"
+            raise ValueError(f"delay_fraction + finetune_fraction = {fractions} is more than a run")
 
     def side(self, whole: int, progress: float) -> int:
         """The side of images that have `whole` pixels, after `progress` (0 to 1) of the run."""
@@ -69,9 +68,7 @@ class ProgressiveResize(Checked, Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raises UserError: the module is a custom LightningModule."""
-        if stage != "fit":
-            return
-        if not getattr(pl_module, "of_task", False):
+        if stage == "fit" and not getattr(pl_module, "of_task", False):
             raise UserError("callbacks.progressive_resize has no effect on a custom LightningModule. Remove it.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,7 +1,7 @@
 """Lets an Optuna study end a trial early."""
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import RunningStage
@@ -10,14 +10,10 @@ from lockstep.config.words import counted
 from lockstep.errors import Pruned
 from lockstep.training.arithmetic import steps_done
 
-if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
-
-
 STORAGE = "LOCKSTEP_STORAGE"  # an environment variable: a URL may hold a password, which must not be in config.yaml
 
 
-def trial_id(storage: "BaseStorage", study_name: str, number: int) -> int:
+def trial_id(storage: Any, study_name: str, number: int) -> int:
     """The storage's id of a trial, from its number in the study."""
     return storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(study_name), number)
 
@@ -29,8 +25,7 @@ class Pruning(Callback):
     """
 
     def __init__(self, study: str, trial: int, monitor: str, pruner: Any) -> None:
-        self.study_name = study
-        self.number, self.monitor, self.pruner = trial, monitor, pruner
+        self.study_name, self.number, self.monitor, self.pruner = study, trial, monitor, pruner
         self.storage: Any = None
         self.trial: Any = None
 

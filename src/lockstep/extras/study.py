@@ -28,7 +28,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
-from lockstep.config.compose import config_file, is_group
+from lockstep.config.compose import is_group
 from lockstep.config.project import command
 from lockstep.config.schema import RECIPES
 from lockstep.config.words import shown
@@ -100,9 +100,7 @@ class StudySweeper(SweeperSteps):
                 "metric. Set hydra/sweeper/pruner=none."
             )
         if not options["n_jobs"] > 0:
-            raise UserError(
-                f"hydra.sweeper.n_jobs={options['n_jobs']} is not possible; it takes a number of at least 1."
-            )
+            raise UserError(f"hydra.sweeper.n_jobs={options['n_jobs']} is invalid; expected at least 1.")
         self.unfinished: set[int] = set()  # ended by the system; the next call of this sweep continues them
         super().__init__(
             sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
@@ -125,15 +123,12 @@ class StudySweeper(SweeperSteps):
             with FileLock(self.folder / ".lock", timeout=0):
                 self.search(arguments)
         except Timeout:
-            raise UserError(
-                f"run={self.name}: this sweep is running already. Use a different name to start a second one."
-            ) from None
+            raise UserError(f"run={self.name}: this sweep is running already. Set a different run=<name>.") from None
 
     def search(self, arguments: list[str]) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         space, fixed, removed = self.search_space(arguments)
-        for own in ("run", "resume"):
-            fixed.pop(own, None)
+        fixed = {key: value for key, value in fixed.items() if key not in ("run", "resume")}
         if not space and not self.custom_search_space_extender:
             raise UserError("nothing to search over. Set for example 'optim.lr=tag(log,interval(1e-4,1e-2))'.")
         self.study = self.open(space)
@@ -159,9 +154,8 @@ class StudySweeper(SweeperSteps):
             grid = self.grid(space)
             self.sampler = self.sampler(grid)
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
-        self.database, study = open_study(
-            self.url, str(self.study_name), sampler=self.sampler, directions=self.direction
-        )
+        options = {"sampler": self.sampler, "directions": self.direction}
+        self.database, study = open_study(self.url, str(self.study_name), **options)
         objectives = study.user_attrs.get("objectives", self.objectives)
         if objectives != self.objectives:
             raise UserError(
@@ -169,11 +163,9 @@ class StudySweeper(SweeperSteps):
             )
         study.set_user_attr("objectives", self.objectives)
         own = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
-        others = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in own]
-        if others:
-            raise UserError(
-                f"run={self.name}: {self.folder} has runs of another study ({', '.join(others[:5])}). Use a different name."
-            )
+        odd = [p.name for p in self.folder.iterdir() if p.name.isdigit() and int(p.name) not in own]
+        if odd:
+            raise UserError(f"{self.folder} has runs of another study ({', '.join(odd[:5])}). Set another run=<name>.")
         if study.trials:
             study.sampler.reseed_rng()  # the same seed would suggest the first trials again
         return study
@@ -222,7 +214,7 @@ class StudySweeper(SweeperSteps):
 
 HEADER = """# @package _global_
 # The best of {count} trials of the study {study}: {values}.
-#   {command} --config-dir {folder} experiment=best
+#   {command} --config-dir {folder} experiment={name}
 """
 
 
@@ -232,11 +224,11 @@ def write_files(study: optuna.Study, objectives: list[str], folder: Path) -> Non
     if not any(t.state is TrialState.COMPLETE for t in study.get_trials(deepcopy=False)):
         return
     best = study.best_trials
+    names = [f"best-{number}" for number in range(len(best))] if len(objectives) > 1 else ["best"]
     (folder / "experiment").mkdir(exist_ok=True)
     for old in (folder / "experiment").glob("best*.yaml"):
         old.unlink()
-    for number, trial in enumerate(best if len(objectives) > 1 else best[:1]):
-        name = f"best-{number}" if len(objectives) > 1 else "best"
+    for name, trial in zip(names, best, strict=False):
         (folder / "experiment" / f"{name}.yaml").write_text(recipe(study, trial, objectives, folder, name))
     write_plots(study, objectives, folder)
 
@@ -263,43 +255,31 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
     skipped = ("sweep", "error", "resume", "runs_dir", "steps")
     chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
     chosen |= {key: OmegaConf.create(f"it: {v}").it for key, v in chosen.items() if isinstance(v, str)}
-    body: Any = OmegaConf.create()
-    groups: dict[str, Any] = {}
-    for recipe_group in RECIPES:  # a config can name one experiment only, so write out the sweep's own
-        if chosen.get(recipe_group):
-            of = OmegaConf.load(config_file(f"{recipe_group}/{chosen.pop(recipe_group)}"))
-            assert isinstance(of, DictConfig)
-            for override in of.pop("defaults", []):
-                groups |= {str(key).removeprefix("override /"): value for key, value in override.items()}
-            body.merge_with(of)
-    groups |= {key: chosen.pop(key) for key in list(chosen) if is_group(key)}
+    recipes = [f"/{group}/{recipe}" for group in RECIPES if (recipe := chosen.pop(group, None))]
+    groups = [{f"override /{key}": chosen.pop(key)} for key in list(chosen) if is_group(key)]
+    body = OmegaConf.create({"defaults": [*recipes, "_self_", *groups]})
     for key, value in chosen.items():
         OmegaConf.update(body, key.lstrip("+"), value)
-    defaults = {"defaults": [{f"override /{group}": value} for group, value in groups.items()]} if groups else {}
-    body = OmegaConf.merge(OmegaConf.create(defaults), body)
     values = ", ".join(f"{objective}={value:.6g}" for objective, value in zip(objectives, trial.values, strict=True))
-    header = HEADER.format(
-        command=command("train"), count=len(study.trials), study=study.study_name, values=values, folder=folder
-    )
-    return header.replace("experiment=best", f"experiment={name}") + OmegaConf.to_yaml(body)
+    facts = {"count": len(study.trials), "study": study.study_name, "values": values, "folder": folder, "name": name}
+    return HEADER.format(command=command("train"), **facts) + OmegaConf.to_yaml(body)
 
 
 def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
     """Writes study.html. Plots that need more trials are left out."""
     from optuna import visualization
 
-    one = len(objectives) == 1
+    options = {"target_names": objectives} if len(objectives) > 1 else {}
     kinds = ["optimization_history", "param_importances", "parallel_coordinate", "slice"]
+    kinds = ["pareto_front"] if options else kinds
     if any(trial.intermediate_values for trial in study.trials):  # Optuna warns without a pruner
         kinds.append("intermediate_values")
-    plots = kinds if one else ["pareto_front"]
-    options = {} if one else {"target_names": objectives}
     pages: list[str] = []
-    for kind in plots:
+    for kind in kinds:
         with warnings.catch_warnings(), suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")  # these functions are experimental
             figure = getattr(visualization, f"plot_{kind}")(study, **options)
             pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages))
     title = html.escape(f"{study.study_name}: {len(study.trials)} trials")
-    page = f"<!doctype html><html><head><meta charset='utf-8'><title>{title}</title></head><body><h1>{title}</h1>{''.join(pages)}</body></html>"
-    (folder / "study.html").write_text(page)
+    head = f"<!doctype html><meta charset='utf-8'><title>{title}</title><h1>{title}</h1>"
+    (folder / "study.html").write_text(head + "".join(pages))

@@ -1,11 +1,10 @@
 """What predictions are made of and written to: files, and tables as CSV, JSON, JSON lines or Parquet."""
 
-import csv
-import hashlib
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from lockstep.config.project import of_users_code
 from lockstep.config.settings import title
 from lockstep.config.targets import target_of
 from lockstep.data.dataset import Arrays, Batch, DataSet, Indices
-from lockstep.data.images import Listing
+from lockstep.data.images import Listing, find_inputs
 from lockstep.data.pixels import reason
 from lockstep.errors import UserError
-from lockstep.extras.exported import text
+from lockstep.extras.exported import odd_shape, sample_of, shapes_of, write_csv
 from lockstep.machine.files import finite
 
 # --- Files to predict ---
@@ -51,8 +50,8 @@ class InputFiles:
         self.held: list[tuple[Arrays, str]] = []
         self.several: bool | None = None  # whether files have several samples, by the first one that can be read
         self.bug: Exception | None = None
-        problems: list[str] = []
-        for file in range(len(self.name_N)):
+        count, problems = len(self.name_N), list[str]()
+        for file in range(count):
             first, problem = self.read(file)
             if not problem:
                 break
@@ -62,15 +61,14 @@ class InputFiles:
                 self.bug.add_note(f"{type(reader).__name__}.read has self.about only: __init__ was not called.")
                 raise self.bug
             reasons = [(self.name(file), why) for file, why in enumerate(problems[:LISTED])]
-            raise UserError(
-                f"none of {len(problems):,} files can be read:{listed(reasons, len(problems))}\nNothing was written."
-            )
-        self.example = {name: values[0] for name, values in first.arrays.items()}
-        counts = np.ones(len(self.name_N), np.int64)
+            raise UserError(f"none of {count:,} files can be read:{listed(reasons, count)}\nNothing was written.")
+        self.example = sample_of(first, 0)
+        self.shapes = shapes_of(self.example)
+        counts = np.ones(count, np.int64)
         if self.several:
-            self.held = [self.read(file) for file in range(len(self.name_N))]
+            self.held = [self.read(file) for file in range(count)]
             counts = np.array([1 if why else len(content) for content, why in self.held])
-        self.file_N = np.repeat(np.arange(len(self.name_N)), counts)
+        self.file_N = np.repeat(np.arange(count), counts)
         self.row_N = np.arange(len(self.file_N)) - np.repeat(counts.cumsum() - counts, counts)
 
     def __len__(self) -> int:
@@ -84,18 +82,17 @@ class InputFiles:
 
     def read(self, file: int) -> tuple[Arrays, str]:
         """The samples of a file, and why it cannot be read."""
-        nothing = Arrays(input=np.empty(0))
         try:
             content: Any = self.reader.read(self.base / self.name(file))
+            several = isinstance(content, Arrays)
+            if several and not len(content):
+                raise ValueError("it holds no samples")
+            if several and self.several is False:
+                raise ValueError(f"it holds {len(content)} samples, and the first file a single one")
         except Exception as e:  # Pillow raises nearly anything for a broken file
             self.bug = e if isinstance(e, BUGS) and of_users_code(e) else self.bug
-            return nothing, reason(e)
-        several = isinstance(content, Arrays)
-        if several and not len(content):
-            return nothing, "it holds no samples"
+            return Arrays(input=np.empty(0)), reason(e)
         self.several = several if self.several is None else self.several
-        if several and not self.several:
-            return nothing, f"it holds {len(content)} samples, and the first file a single one"
         return content if several else Arrays(**{name: np.asarray(v)[None] for name, v in content.items()}), ""
 
     def sample(self, index: int) -> tuple[Row, str]:
@@ -103,11 +100,9 @@ class InputFiles:
         content, problem = self.held[file] if self.held else self.read(file)
         if problem:
             return self.example, problem
-        values = {name: column[0] for name, column in content[self.row_N[[index]]].items()}
-        for name, known in self.example.items():
-            if (shape := np.shape(values.get(name, ()))) != known.shape:
-                return self.example, f"its {name} has the shape {shape}, and that of other files {known.shape}"
-        return values, ""
+        sample = sample_of(content, self.row_N[index])
+        problem = odd_shape(sample, self.shapes)
+        return self.example if problem else sample, problem
 
     def __getitem__(self, indices: Indices) -> Batch:
         samples, problems = zip(*(self.sample(index) for index in indices), strict=True)
@@ -121,20 +116,15 @@ class InputFiles:
         target = {"target": os.fsdecode(self.target_N[file])} if len(self.target_N) else {}
         return {"path": self.name(file), **row, **target}
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the list of files, to see that all processes have the same one."""
-        return hashlib.sha256(self.name_N.tobytes()).hexdigest()
 
-
-def reading_class(data: DictConfig, what: str, instead: str) -> type[DataSet]:
-    """The class of a run's data. Raises UserError: it reads no files."""
+def input_files(given: str, data: DictConfig, about: Mapping[str, Any], instead: str) -> InputFiles:
+    """The files that `given` names, read by the class of a run's `data`. Raises UserError: it reads no files, or there are none."""
     kind = target_of(data._target_, "data")
     if not isinstance(kind, type) or not issubclass(kind, DataSet) or kind.read is DataSet.read:
         raise UserError(
-            f"{what}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
+            f"input={given}: data={title(data)} reads no files. Give its class a method read(path) (docs/predict-export.md), or {instead}."
         )
-    return kind
+    return InputFiles(kind.for_files(about), find_inputs(given, kind.endings, kind.unit))
 
 
 class Inputs(DataSet):
@@ -160,28 +150,15 @@ def write_table(path: Path, ending: str, example: Row, rows: Iterator[Row]) -> N
     WRITERS[ending](path, example, ({name: row.get(name) for name in example} for row in rows))
 
 
-def write_csv(path: Path, example: Row, rows: Iterator[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(example)
-        writer.writerows([text(value) for value in row.values()] for row in rows)
-
-
-def line(row: Row) -> str:
-    return json.dumps({name: finite(value) for name, value in row.items()})
-
-
-def write_jsonl(path: Path, _: Row, rows: Iterator[Row]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line(row)}\n" for row in rows)
-
-
-def write_json(path: Path, _: Row, rows: Iterator[Row]) -> None:
-    """A list of objects, one a line."""
+def write_json(
+    path: Path, _: Row, rows: Iterator[Row], first: str = "[\n", between: str = ",\n", last: str = "\n]\n"
+) -> None:
+    """A list of objects, one a line; or JSON lines, without what makes them a list."""
     with path.open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
-            file.write(f"{',' if number else '['}\n{line(row)}")
-        file.write("\n]\n")
+            line = json.dumps({name: finite(value) for name, value in row.items()})
+            file.write((between if number else first) + line)
+        file.write(last)
 
 
 def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
@@ -211,6 +188,6 @@ def kind(pa: Any, values: list[Any]) -> Any:
 WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
     ".csv": write_csv,
     ".json": write_json,
-    ".jsonl": write_jsonl,
+    ".jsonl": partial(write_json, first="", between="\n", last="\n"),
     ".parquet": write_parquet,
 }
